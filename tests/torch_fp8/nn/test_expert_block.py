@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.kernel_cases.comparison import same_bits
 from tests.moe_experts import CLASSES, E, K
 from tests.moe_experts import batch as _batch
 from tests.moe_experts import experts as _experts
@@ -12,6 +13,9 @@ from tests.moe_experts import run as _run
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.nn.expert_storage import transposed_at_once, transposed_stacked
+from torch_fp8.nn.experts import expert_recipe
+from torch_fp8.nn.grouped_linear_function import cast_stacked
 from torch_fp8.quantization.metrics import sqnr_db
 
 LIMITS = {"alpha": 1.702, "limit": 7.0}
@@ -37,6 +41,17 @@ def test_a_gate_of_its_own_runs_layer_by_layer():
     convert_to_float8(experts)
     assert experts.fp8_gate is None
     assert sqnr_db(want["y"], _run(experts, *batch)["y"]) >= 22.5
+
+
+def test_hooks_of_the_activation_are_called():
+    experts, batch, seen = _experts(), _batch(20), []
+    convert_to_float8(experts)
+    experts(*batch)
+    handle = experts.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    experts(*batch)
+    handle.remove()
+    experts(*batch)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("layout", ["plain", "gpt-oss"])
@@ -114,6 +129,19 @@ def test_no_tensor_of_rows_and_hidden_is_made_for_the_scores():
         (grad,) = torch.autograd.grad(y, scores, torch.ones_like(y))
     assert grad.any()
     assert rows * 256 <= max(sizes.bytes) < 2 * rows * 256, "the gathered payload is the largest"
+
+
+def test_weights_transposed_at_once_are_those_of_one_after_the_other():
+    """The way of CUDA, whose kernels transpose groups of rows, against that of the CPU."""
+    spec = expert_recipe(FP8Config()).weight
+    weights = torch.randn(3, 48, 40) * 2.0 ** torch.randint(-8, 9, (3, 48, 1))
+    weights[1, 5] = 0
+    payload = cast_stacked(weights, spec, flip=False)
+    for got, want in zip(
+        transposed_at_once(payload), transposed_stacked(payload, spec), strict=True
+    ):
+        if isinstance(want, torch.Tensor):
+            same_bits(got, want)
 
 
 @pytest.mark.parametrize("frozen", [("gate_up_proj",), ("down_proj",), ()])
