@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tests.kernel_cases.comparison import same_bits
 from tests.moe_experts import CLASSES, E, K
@@ -13,6 +14,7 @@ from tests.moe_experts import run as _run
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.nn import expert_block
 from torch_fp8.nn.expert_storage import transposed_at_once, transposed_stacked
 from torch_fp8.nn.experts import expert_recipe
 from torch_fp8.nn.grouped_linear_function import cast_stacked
@@ -168,3 +170,21 @@ def test_a_forward_without_gradients_saves_nothing():
     with torch.no_grad(), count_saved() as saved:
         assert torch.equal(experts(*batch), want)
     assert saved.total == 0
+
+
+def test_the_first_pass_of_a_checkpoint_makes_nothing_to_save(monkeypatch):
+    experts, (x, index, scores) = _experts(), _batch(40)
+    convert_to_float8(experts)
+    saves, quantize = [], expert_block.expert_gate_quantize
+
+    def note(*args):
+        saves.append(args[-1])
+        return quantize(*args)
+
+    monkeypatch.setattr(expert_block, "expert_gate_quantize", note)
+    x.requires_grad_()
+    y = checkpoint(experts, x, index, scores, use_reentrant=False)
+    (got,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert saves == [False, True]
+    (want,) = torch.autograd.grad(experts(x, index, scores), x, torch.ones_like(y))
+    assert torch.equal(got, want)
