@@ -69,11 +69,11 @@ products with a weight, and of those outside the output layer, which stays in hi
 
 ## Ten seeds
 
-One seed says little. Five of the small models from ten seeds each, 30 steps, with standard errors,
-all in percent of BF16's loss: BF16 from weights perturbed by a millionth, which is its own spread;
-stock BF16 whose linear layers see operands rounded to 8 bits in forward, and in all three GEMMs,
-with nothing of this package; level O2; and O2 against the run before it, seed by seed. O2 costs
-what rounding to 8 bits costs models of this size, and nothing systematic beyond
+One seed says little. Six small models from ten seeds each, 30 steps, with standard errors, all in
+percent of BF16's loss: BF16 from weights perturbed by a millionth, which is its own spread; stock
+BF16 whose linear layers and experts see operands rounded to 8 bits in forward, and in all three
+GEMMs, with nothing of this package; level O2; and O2 against the run before it, seed by seed. O2
+costs what rounding to 8 bits costs models of this size, and nothing systematic beyond
 (`python -m benchmarks.evidence.small_models_loss`, `benchmarks/results/small_models_loss.csv`).
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |

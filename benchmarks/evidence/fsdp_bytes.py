@@ -1,4 +1,4 @@
-"""Bytes that FSDP2 sends for Llama-3.1-8B in a step, counted without running it.
+"""Bytes that FSDP2 sends for Llama-3.1-8B and for experts in a step, counted without running it.
 
     python -m benchmarks.evidence.fsdp_bytes
 
@@ -10,16 +10,18 @@ BF16 collectives. The scales' collective counts as gathering.
 """
 
 import argparse
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, read_rows, write_rows
-from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
+from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, MOE_BLOCKS
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import comm_counter
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -73,12 +75,38 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+class Experts(nn.Module):
+    """The experts of a block of Qwen3-30B-A3B; each token takes the first eight."""
+
+    def __init__(self):
+        super().__init__()
+        _, self.hidden, width, count, self.top_k = MOE_BLOCKS["Qwen3-30B-A3B"]
+        config = SimpleNamespace(
+            hidden_size=self.hidden, moe_intermediate_size=width, num_local_experts=count
+        )
+        config.num_experts, config.hidden_act = count, "silu"
+        config._experts_implementation = "grouped_mm"
+        self.experts = Qwen3MoeExperts(config)
+
+    def forward(self, x):
+        scores = x[:, : self.top_k]
+        index = torch.arange(self.top_k).expand(scores.shape)
+        return self.experts(x, index, scores)
+
+
+MODELS = {
+    "a block's linears": lambda: nn.Sequential(Linears()),
+    "Llama-3.1-8B": Llama,
+    "experts of a block of Qwen3-30B-A3B": lambda: nn.Sequential(Experts()),
+}
+
+
 def count(communication, ranks, name):
     """Count what rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
-    only_linears = name != "Llama-3.1-8B"
+    is_whole = name == "Llama-3.1-8B"
     config = FP8Config(opt_level="O1", communication=communication)
     with torch.device("meta"):
-        model = (nn.Sequential(Linears()) if only_linears else Llama()).bfloat16()
+        model = MODELS[name]().bfloat16()
     convert_to_float8(model, config, device="cpu")
     with (
         mock.patch.object(messages, "_PART_GROUPS", 1 << 40),  # nothing has a size to be spared
@@ -86,13 +114,14 @@ def count(communication, ranks, name):
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         model.to_empty(device="cpu")
-        blocks = list(model if only_linears else model.layers)
+        blocks = list(model.layers if is_whole else model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for module in [*blocks, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         connect_fsdp(model, config)
         made = comm_counter.CommunicationCount()
-        x = torch.randn(16, HIDDEN, dtype=torch.bfloat16) if only_linears else torch.arange(16)
+        hidden = HIDDEN if name == "a block's linears" else MOE_BLOCKS["Qwen3-30B-A3B"][1]
+        x = torch.arange(16) if is_whole else torch.randn(16, hidden, dtype=torch.bfloat16)
         with FakeRecorder(made):
             model(x).float().sum().backward()
     return made
@@ -103,7 +132,7 @@ def rows(ranks):
     ours.
     """
     made = []
-    for model in ("a block's linears", "Llama-3.1-8B"):
+    for model in MODELS:
         stock, ours = (count(communication, ranks, model) for communication in ("off", "fp8"))
         print(model, stock, ours, sep="\n")
         gathered = ours.of("all-gather").bytes_sent + ours.of("all-reduce").bytes_sent

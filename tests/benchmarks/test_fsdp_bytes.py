@@ -20,3 +20,9 @@ def test_bytes_of_converted_weights(ratios):
 def test_bytes_of_llama_3_1_8b(ratios):
     assert ratios["FSDP2 gather", "Llama-3.1-8B"] <= 0.57
     assert ratios["FSDP2 scatter", "Llama-3.1-8B"] <= 0.58
+
+
+def test_bytes_of_experts(ratios):
+    experts = "experts of a block of Qwen3-30B-A3B"
+    assert ratios["FSDP2 gather", experts] <= 0.51
+    assert ratios["FSDP2 scatter", experts] <= 0.53

@@ -2,7 +2,7 @@
 
 A frozen weight (E, R, C) takes one byte an element and a scale a row
 (`torch_fp8.tensor.frozen_weight.Float8FrozenWeight`). The GEMM that contracts its last dimension
-takes the very bytes. The other one takes them transposed, expert by expert, with new scales: these
+takes the very bytes. The other one takes them transposed, with new scales for each expert. Scales
 are powers of two, so that exponents shift and only what falls below the least number is lost.
 ``state_dict`` has plain BF16 tensors, as `torch_fp8.nn.frozen_storage` has them.
 """
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.nn.frozen_storage import plain_copy, replace_parameter
+from torch_fp8.ops.moe_rows import transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
@@ -25,6 +27,8 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 
 def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
     """Return stacked weights (E, R, C), with a scale a row, as (E, C, R) with scales (E, C, 1)."""
+    if x.qdata.is_cuda and x.qdata.shape[1] % GEMM_ALIGNMENT == 0:
+        return transposed_at_once(x)
     experts, rows, cols = x.qdata.shape
     qdata = x.qdata.new_empty(experts, cols, rows)
     scale = x.scale.new_empty(experts, cols, 1)
@@ -34,6 +38,21 @@ def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
         qdata[i].view(torch.uint8).copy_(turned.qdata.view(torch.uint8))
         scale[i] = turned.scale
     return x._replace(qdata=qdata, scale=scale)
+
+
+def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
+    """Compute `transposed_stacked` by the kernels that transpose groups of tokens, as bytes.
+
+    Args:
+        x: see `transposed_stacked`; R is a multiple of 16.
+    """
+    experts, rows, cols = x.qdata.shape
+    ends = torch.arange(1, experts + 1, device=x.qdata.device, dtype=torch.int32) * rows
+    flat = x._replace(qdata=x.qdata.flatten(0, 1), scale=x.scale.reshape(-1, 1))
+    turned = transpose_groups(flat, ends)  # (C, E * R) with scales (E, C)
+    codes = turned.qdata.view(torch.uint8).view(cols, experts, rows)
+    qdata = codes.transpose(0, 1).contiguous().view(x.qdata.dtype)  # (E, C, R)
+    return x._replace(qdata=qdata, scale=turned.scale[..., None])
 
 
 class ExpertStorage(RunsFP8):

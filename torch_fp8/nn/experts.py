@@ -54,6 +54,7 @@ OWN = (
     *("fp8_was_eager", "fp8_unmerged", "fp8_factors", "fp8_gate"),
 )
 """What `Float8Experts.configure` leaves in a module."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def expert_recipe(config: FP8Config) -> Recipe:
@@ -127,11 +128,15 @@ class Float8Experts(ExpertStorage):
         return output.to(hidden_states.dtype)
 
     def _is_block(self) -> bool:
-        """Return whether one function computes all: a gate that it knows, and no adapters."""
+        """Return whether one function computes all: a gate that it knows, which nobody watches, and
+        no adapters.
+        """
         if self.fp8_gate is None or self.fp8_recipe.wgrad is None:
             return False
-        is_adapted = "parametrizations" in self._modules or any((self.fp8_factors or {}).values())
-        return not is_adapted
+        act_fn = getattr(self, "act_fn", None)
+        hooks = (getattr(act_fn, name, None) for name in _HOOKS)
+        adapters = (self.fp8_factors or {}).values()
+        return not ("parametrizations" in self._modules or any(adapters) or any(hooks))
 
     def _block(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route

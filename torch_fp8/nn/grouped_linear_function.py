@@ -22,7 +22,8 @@ from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.ops.scaled_mm import cast
-from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.recipe import CastSpec, Recipe
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import Quantizer, matrix, output_dtype
@@ -70,9 +71,22 @@ def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> Quant
     if isinstance(weight, Float8FrozenWeight):
         payload = weight.payload.quantized
         return transposed_stacked(payload, spec) if flip else payload
-    values = weight.halves.high if isinstance(weight, SplitWeight) else weight
-    if flip:
-        values = values.transpose(1, 2)
+    if isinstance(weight, QuantizableTensor):  # gathered in FP8
+        return weight.stacked_payload(flip)
+    return cast_stacked(
+        weight.halves.high if isinstance(weight, SplitWeight) else weight, spec, flip
+    )
+
+
+def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
+    """Cast plain weights (E, R, C), or with `flip` their transposes (E, C, R), with a scale a row.
+
+    Args:
+        values: float32, bfloat16 or float16.
+        spec: rowwise cast.
+        flip: whether to transpose.
+    """
+    values = values.transpose(1, 2) if flip else values
     row, _, _ = Quantizer(spec)(values, rowwise=True, columnwise=False)
     assert row is not None
     return row._replace(

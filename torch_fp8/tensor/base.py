@@ -50,6 +50,14 @@ class QuantizableTensor(Tensor):
         """Return the payloads of a weight in the backward that begins with `grad_output`."""
         return self.quantize(quantizer, rowwise=rowwise, columnwise=columnwise)
 
+    def stacked_payload(self, flip: bool) -> QuantizedTensor:
+        """The payload of stacked weights (E, R, C), with a scale a row.
+
+        Args:
+            flip: whether to return that of their transposes, (E, C, R).
+        """
+        raise NotImplementedError
+
     def amax(self) -> Tensor:
         """The largest magnitude, () float32, NaN if any element is."""
         return tensor_amax(self.dequantize())

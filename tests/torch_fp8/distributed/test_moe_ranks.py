@@ -23,3 +23,46 @@ def test_sharded_experts_train_as_in_one_process(cases, case):
     for want, losses, agreement in cases[case]:
         assert losses == pytest.approx(want, rel=0.005)
         assert agreement > 20
+
+
+@pytest.mark.parametrize("case", ["gathered_plain", "gathered_transposed"])
+def test_payloads_are_gathered_as_each_gemm_takes_them(cases, case):
+    """The bytes are those of a cast in one process, and nobody transposes what was gathered."""
+    for gathers, same, ratio, turned, agreement in cases[case]:
+        assert gathers == 2
+        assert same == [[True, True]] * 2
+        assert ratio <= 0.57
+        assert turned == 0
+        assert agreement > 20  # gradients in 8 bits
+
+
+@pytest.mark.parametrize("case", ["gathered_under_a_checkpoint", "kept_between"])
+def test_what_is_gathered_once_for_both_is_transposed(cases, case):
+    """Forward is the same; backward's payload has been rounded by rows before."""
+    for _, same, ratio, turned, agreement in cases[case]:
+        assert [forward for forward, _ in same] == [True, True]
+        assert ratio <= 0.57
+        assert turned >= 4
+        assert agreement > 20
+
+
+def test_experts_that_do_not_divide_travel_as_they_are(cases):
+    for gathers, report in cases["not_gathered"]:
+        assert gathers == 0
+        assert "3 experts do not divide by 2 ranks" in report
+
+
+def test_a_gathered_weight_reads_as_a_tensor(cases):
+    for shape, values in cases["reads_as_a_tensor"]:
+        assert len(values) == 2
+        for seen, dtype, agreement in values:
+            assert (seen, dtype) == (shape, "torch.bfloat16")
+            assert agreement > 30.5
+
+
+def test_a_graph_finds_in_backward_what_it_has_saved(cases):
+    """Eager code gathers the transposed payload in backward, a graph the forward's again."""
+    for forwards, agreement, flips in cases["compiled"]:
+        assert forwards == [True] * 3
+        assert agreement > 35
+        assert flips == [False, False, True, True] + [False] * 8

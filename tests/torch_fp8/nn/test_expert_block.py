@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from tests.kernel_cases.comparison import same_bits
 from tests.moe_experts import CLASSES, E, K
 from tests.moe_experts import batch as _batch
 from tests.moe_experts import experts as _experts
@@ -12,6 +14,10 @@ from tests.moe_experts import run as _run
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.nn import expert_block
+from torch_fp8.nn.expert_storage import transposed_at_once, transposed_stacked
+from torch_fp8.nn.experts import expert_recipe
+from torch_fp8.nn.grouped_linear_function import cast_stacked
 from torch_fp8.quantization.metrics import sqnr_db
 
 LIMITS = {"alpha": 1.702, "limit": 7.0}
@@ -37,6 +43,17 @@ def test_a_gate_of_its_own_runs_layer_by_layer():
     convert_to_float8(experts)
     assert experts.fp8_gate is None
     assert sqnr_db(want["y"], _run(experts, *batch)["y"]) >= 22.5
+
+
+def test_hooks_of_the_activation_are_called():
+    experts, batch, seen = _experts(), _batch(20), []
+    convert_to_float8(experts)
+    experts(*batch)
+    handle = experts.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    experts(*batch)
+    handle.remove()
+    experts(*batch)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("layout", ["plain", "gpt-oss"])
@@ -116,6 +133,19 @@ def test_no_tensor_of_rows_and_hidden_is_made_for_the_scores():
     assert rows * 256 <= max(sizes.bytes) < 2 * rows * 256, "the gathered payload is the largest"
 
 
+def test_weights_transposed_at_once_are_those_of_one_after_the_other():
+    """The way of CUDA, whose kernels transpose groups of rows, against that of the CPU."""
+    spec = expert_recipe(FP8Config()).weight
+    weights = torch.randn(3, 48, 40) * 2.0 ** torch.randint(-8, 9, (3, 48, 1))
+    weights[1, 5] = 0
+    payload = cast_stacked(weights, spec, flip=False)
+    for got, want in zip(
+        transposed_at_once(payload), transposed_stacked(payload, spec), strict=True
+    ):
+        if isinstance(want, torch.Tensor):
+            same_bits(got, want)
+
+
 @pytest.mark.parametrize("frozen", [("gate_up_proj",), ("down_proj",), ()])
 def test_only_wanted_gradients_are_made(frozen):
     experts, (x, index, scores) = _experts("gpt-oss"), _batch(40)
@@ -140,3 +170,21 @@ def test_a_forward_without_gradients_saves_nothing():
     with torch.no_grad(), count_saved() as saved:
         assert torch.equal(experts(*batch), want)
     assert saved.total == 0
+
+
+def test_the_first_pass_of_a_checkpoint_makes_nothing_to_save(monkeypatch):
+    experts, (x, index, scores) = _experts(), _batch(40)
+    convert_to_float8(experts)
+    saves, quantize = [], expert_block.expert_gate_quantize
+
+    def note(*args):
+        saves.append(args[-1])
+        return quantize(*args)
+
+    monkeypatch.setattr(expert_block, "expert_gate_quantize", note)
+    x.requires_grad_()
+    y = checkpoint(experts, x, index, scores, use_reentrant=False)
+    (got,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert saves == [False, True]
+    (want,) = torch.autograd.grad(experts(x, index, scores), x, torch.ones_like(y))
+    assert torch.equal(got, want)

@@ -25,9 +25,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch_fp8.config import FP8Config
 from torch_fp8.distributed.config_check import check_same_config, check_same_parts
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_scales
+from torch_fp8.distributed.fsdp.expert_gather import (
+    ExpertGather,
+    is_expert_weight,
+    why_not_gathered,
+)
 from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
 from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
 from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import refuse_sharding
 
@@ -164,7 +170,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             info = param._module_info
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
             precision = "in high precision"
-            if isinstance(info.module, Float8Layer):
+            if isinstance(info.module, Float8Layer | Float8Experts):
                 precision = f"in FP8 ({info.module.fp8_recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
@@ -179,13 +185,18 @@ def _gathers_of(
     for param in group.fsdp_params:
         info = param._module_info
         owners = [info.module, *info.shared_modules]
-        if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
-            continue
-        if is_frozen(param):
-            continue
-        reason = _why_not_gathered(group, param, owners)
+        are_experts = is_expert_weight(info.module, info.param_name)
+        if not are_experts:
+            if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
+                continue
+            if is_frozen(param):
+                continue
+        reason = _why_not_sharded(group, param)
         if reason is None:
-            gathers.append(WeightGather(param, group, info.module))
+            reason = why_not_gathered(param) if are_experts else _why_not_gathered(param, owners)
+        if reason is None:
+            kind = ExpertGather if are_experts else WeightGather
+            gathers.append(kind(param, group, info.module))
         else:
             skipped.append((f"{names.get(info.module, '')}.{info.param_name}".lstrip("."), reason))
     for gather in gathers:
@@ -215,17 +226,21 @@ def _is_weight(param: Any) -> bool:
     return all(name == "weight" for name in names)
 
 
-def _why_not_gathered(group: Any, param: Any, owners: list[nn.Module]) -> str | None:
-    if not all(isinstance(owner, Float8Layer) for owner in owners):
-        return "a module in high precision shares it"
-    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Layer)}
-    if len(recipes) > 1:
-        return "layers of several recipes share it"
+def _why_not_sharded(group: Any, param: Any) -> str | None:
     if not hasattr(param.mesh_info, "shard_process_group"):
         return "it is replicated, not sharded"
     after = group.post_forward_mesh_info
     if after is not None and after != group.mesh_info:
         return "reshard_after_forward is a number, for which torch gathers as it is"
+    return None
+
+
+def _why_not_gathered(param: Any, owners: list[nn.Module]) -> str | None:
+    if not all(isinstance(owner, Float8Layer) for owner in owners):
+        return "a module in high precision shares it"
+    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Layer)}
+    if len(recipes) > 1:
+        return "layers of several recipes share it"
     granularity = recipes.pop().weight.granularity
     if param.fsdp_placement.dim != 0 and granularity != "tensorwise":
         return f"it is sharded along dimension 1, and {granularity} scales are of whole rows"

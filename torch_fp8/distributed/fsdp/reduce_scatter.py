@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torch_fp8.distributed.collectives import all_to_all
+from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.messages import Layout, pack, unpack_sum
 from torch_fp8.quantization.formats import GROUP_SIZE
@@ -200,9 +201,10 @@ def _target(
 
 def in_groups(param: Any) -> bool:
     """Return whether the gradient of one of FSDP's parameters, if any, travels in 8 bits."""
-    return isinstance(param._module_info.module, Float8Layer) and (
-        param._module_info.param_name == "weight"
-    )
+    info = param._module_info
+    if is_expert_weight(info.module, info.param_name):
+        return True
+    return isinstance(info.module, Float8Layer) and info.param_name == "weight"
 
 
 def _factor(op: Any, world_size: int) -> float:

@@ -1,17 +1,24 @@
 """Cases of fused experts on two ranks: DDP, FSDP2, and transformers' expert parallelism."""
 
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from parallel_ranks import RANK, RANKS, db, full
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.distributed.fsdp import expert_gather
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.nn.expert_storage import transposed_stacked
 
 STEPS = 2
 
@@ -110,3 +117,138 @@ def case_fsdp2():
 
 def case_expert_parallel():
     return _sharded(fsdp_size=RANKS, ep_size=RANKS)
+
+
+class _Block(nn.Module):
+    """Experts that each token chooses by its own first numbers."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.experts = experts(layout)
+
+    def forward(self, x):
+        scores, index = x[:, :E].float().softmax(-1).topk(K)
+        if self.training and x.requires_grad and self.checkpoints:
+            return checkpoint(self.experts, x, index, scores.to(x.dtype), use_reentrant=False)
+        return self.experts(x, index, scores.to(x.dtype))
+
+    checkpoints = False
+
+
+def _block(layout, seed=0):
+    torch.manual_seed(seed)
+    block = _Block(layout).bfloat16()
+    convert_to_float8(block, FP8Config(recipe="rowwise"))
+    return block
+
+
+def _pass(block, seed):
+    """Run forward and backward on this rank's tokens; return output, and gradient of them."""
+    generator = torch.Generator().manual_seed(10 * RANK + seed)
+    x = torch.randn(40, H, generator=generator).bfloat16().requires_grad_()
+    y = block(x)
+    y.backward(torch.randn(40, H, generator=generator).bfloat16())
+    return y.detach(), x.grad
+
+
+def _counted(block):
+    with count_communication() as count:
+        results = [_pass(block, seed) for seed in range(2)]
+    return results, count.of("all-gather").bytes_sent
+
+
+def _gathered(layout, **options):
+    """Return what is equal to one process's, and bytes of gathers over those of BF16."""
+    config, turned = FP8Config(recipe="rowwise"), []
+
+    def note(x, spec):
+        turned.append(x.qdata.shape)
+        return transposed_stacked(x, spec)
+
+    whole, sharded, stock = (_block(layout) for _ in range(3))
+    for block in (whole, sharded):
+        block.checkpoints = options.get("checkpoints", False)
+    for block in (sharded, stock):
+        fully_shard(block, reshard_after_forward=options.get("reshard", True))
+    report = connect_fsdp(sharded, config)
+    want = [_pass(whole, seed) for seed in range(2)]
+    with mock.patch.object(expert_gather, "transposed_stacked", note):
+        got, ours = _counted(sharded)
+    _, plain = _counted(stock)
+    same = [
+        [torch.equal(a, b) for a, b in zip(*both, strict=True)]
+        for both in zip(want, got, strict=True)
+    ]
+    grads = []
+    for (name, a), b in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        dist.all_reduce(a.grad)
+        if "bias" not in name:
+            grads.append(db(a.grad.float() / RANKS, full(b.grad).float()))
+    assert type(next(sharded.parameters())._local_tensor) is torch.Tensor
+    return report.num_gathers, same, ours / plain, len(turned), min(grads)
+
+
+def case_gathered_plain():
+    return _gathered("plain")
+
+
+def case_gathered_transposed():
+    return _gathered("gpt-oss")
+
+
+def case_gathered_under_a_checkpoint():
+    return _gathered("plain", checkpoints=True)
+
+
+def case_kept_between():
+    return _gathered("plain", reshard=False)
+
+
+def case_not_gathered():
+    """Three experts on two ranks travel as they are, and the report says why."""
+    torch.manual_seed(0)
+    block = nn.Sequential(experts("plain", num_experts=3, num_local_experts=3)).bfloat16()
+    config = FP8Config(recipe="rowwise")
+    convert_to_float8(block, config)
+    fully_shard(block)
+    report = connect_fsdp(block, config)
+    return report.num_gathers, str(report)
+
+
+def case_reads_as_a_tensor():
+    """Whoever reads a gathered weight, in forward or in backward, gets its values."""
+    block, values = _block("gpt-oss"), []
+    want = block.experts.down_proj.detach().clone()
+    fully_shard(block, reshard_after_forward=True)
+    connect_fsdp(block, FP8Config(recipe="rowwise"))
+
+    def read(*_):
+        weight = block.experts.down_proj
+        values.append((tuple(weight.shape), str(weight.dtype), db(want.float(), weight.float())))
+
+    block.experts.register_forward_pre_hook(read)
+    block.experts.register_full_backward_hook(read)
+    _pass(block, 0)
+    return tuple(want.shape), values
+
+
+def case_compiled():
+    """Return whether a compiled block computes what one process does, and what was gathered."""
+    whole, sharded = (_block("plain") for _ in range(2))
+    fully_shard(sharded, reshard_after_forward=True)
+    connect_fsdp(sharded, FP8Config(recipe="rowwise"))
+    pre, flips = expert_gather.ExpertGather.pre, []
+
+    def note(self, shard):
+        inputs, flip = pre(self, shard)
+        flips.append(flip)
+        return inputs, flip
+
+    want = [_pass(whole, seed) for seed in range(3)]
+    with mock.patch.object(expert_gather.ExpertGather, "pre", note):
+        got = [_pass(sharded, 0)]
+        sharded.experts = torch.compile(sharded.experts, backend="aot_eager")
+        got += [_pass(sharded, seed) for seed in (1, 2)]
+    forwards = [torch.equal(a, b) for (a, _), (b, _) in zip(want, got, strict=True)]
+    agreement = min(db(a.float(), b.float()) for (_, a), (_, b) in zip(want, got, strict=True))
+    return forwards, agreement, flips

@@ -1,0 +1,164 @@
+"""The all-gather of fused expert weights in FP8: each rank casts its own experts.
+
+Dimension 0 gives whole experts to a rank, so that casts, transpositions and scales are local: no
+collective finds a scale. Forward gathers the payload that it multiplies, and backward the
+transposed one, which is as large: nobody transposes what was gathered, unless a forward runs again
+in backward, or the weight stays gathered between the two.
+
+Legend: E experts, R rows and C columns of a weight as it is stored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.autograd.current_pass import is_traced
+from torch_fp8.distributed.fsdp.all_gather import WeightGather
+from torch_fp8.distributed.fsdp.unsharded_weight import Payload, UnshardedFloat8Weight
+from torch_fp8.nn.expert_storage import transposed_stacked
+from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.grouped_linear_function import cast_stacked
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.tensor.split_weight import stored
+
+
+@dataclass
+class StackedPayload(Payload):
+    """The FP8 bytes of weights (E, R, C), or of their transposes, with a scale a row.
+
+    Attributes:
+        flipped: whether they are those of the transposes, (E, C, R).
+        read: whether eager code has read them since the last forward's gather.
+    """
+
+    flipped: bool = False
+    read: bool = False
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        return QuantizedTensor(self.qdata, self.scale.contiguous(), self.spec.granularity)
+
+
+class UnshardedExperts(UnshardedFloat8Weight):
+    """Weights (E, R, C) of fused experts, read-only, in FP8; see `UnshardedFloat8Weight`."""
+
+    payload: StackedPayload
+
+    @staticmethod
+    def __new__(cls, payload: StackedPayload, dtype: torch.dtype) -> "UnshardedExperts":
+        qdata = payload.qdata
+        shape = qdata.transpose(1, 2).shape if payload.flipped else qdata.shape
+        self: UnshardedExperts = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=qdata.device
+        )
+        self.payload = payload
+        return self
+
+    def stacked_payload(self, flip: bool) -> QuantizedTensor:
+        """The payload as it was gathered, or its transpose."""
+        self.check_gathered()
+        payload = self.payload
+        payload.read = payload.read or not is_traced()
+        if payload.flipped == flip:
+            return payload.quantized
+        return transposed_stacked(payload.quantized, payload.spec)
+
+    def dequantize(self) -> Tensor:
+        """A plain tensor of this shape and dtype."""
+        self.check_gathered()
+        plain = dequantize(self.payload.quantized, self.dtype)
+        return plain.transpose(1, 2).contiguous() if self.payload.flipped else plain
+
+    def alias(self, shape: Any) -> "UnshardedExperts":
+        assert tuple(shape) == tuple(self.shape)
+        return UnshardedExperts(self.payload, self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["qdata", "scale"], (self.payload.spec, self.dtype, self.payload.flipped)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "UnshardedExperts":
+        spec, dtype, flipped = context
+        payload = StackedPayload(inner["qdata"], inner["scale"], spec, flipped=flipped)
+        return UnshardedExperts(payload, dtype)
+
+
+class ExpertGather(WeightGather):
+    """How the weights of fused experts are gathered; see `WeightGather`."""
+
+    module: Any
+    amax_shape = (0,)
+    _unsharded: StackedPayload | None = None
+
+    def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        """Return what this rank sends: (experts, R * C) uint8, and the bytes of scales.
+
+        As many scales as the longer of the two layouts has, so that both gathers fill one memory.
+        """
+        turns = torch._C._current_graph_task_id() != -1 and self._was_read
+        flip = self.module.is_transposed != turns
+        values = stored(shard)
+        payload = cast_stacked(values, self.spec, flip)
+        experts, rows, cols = values.shape
+        scale = payload.scale.view(experts, -1)
+        scale = F.pad(scale, (0, max(rows, cols) - scale.shape[1])).contiguous()
+        codes = payload.qdata.view(torch.uint8).view(experts, rows * cols)
+        return (codes, scale.view(torch.uint8)), flip
+
+    @property
+    def _was_read(self) -> bool:
+        """Whether eager code has read the last forward's payload.
+
+        A compiled graph has saved its memory, which backward is to find as it was.
+        """
+        return self._unsharded is not None and self._unsharded.read
+
+    def post(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the whole weights, or fill `out` again."""
+        flipped: bool = metadata
+        experts, rows, cols = self.fsdp_param._orig_size
+        shape = (experts, cols, rows) if flipped else (experts, rows, cols)
+        qdata = outputs[0].view(shape).view(self.spec.format.dtype)
+        scale = outputs[1].view(torch.float32).view(experts, -1)[:, : shape[1], None]
+        if out is None:
+            payload = StackedPayload(qdata, scale, self.spec, flipped=flipped)
+            self._unsharded = payload
+            return UnshardedExperts(payload, dtype), ()
+        weight = out._local_tensor if isinstance(out, DTensor) else out
+        assert isinstance(weight, UnshardedExperts)
+        payload = self._unsharded = weight.payload
+        payload.qdata, payload.scale, payload.flipped = qdata, scale, flipped
+        if flipped == self.module.is_transposed:  # a forward's
+            payload.read = False
+        return None
+
+
+def is_expert_weight(module: Any, name: str) -> bool:
+    """Return whether a parameter is a weight of fused experts that run in FP8."""
+    return isinstance(module, Float8Experts) and name in module.fp8_weight_names
+
+
+def why_not_gathered(param: Any) -> str | None:
+    """Return why FSDP gathers the weights of experts as they are; None: it gathers payloads.
+
+    Args:
+        param: FSDP's record.
+    """
+    if param._module_info.shared_modules:
+        return "another module shares it"
+    if param.fsdp_placement.dim != 0:
+        return f"it is sharded along dimension {param.fsdp_placement.dim}, across experts"
+    size = param.mesh_info.shard_mesh_size
+    if size == 1:
+        return "it is on one rank, where torch passes one tensor only"
+    if param._orig_size[0] % size:
+        return f"{param._orig_size[0]} experts do not divide by {size} ranks"
+    return None
