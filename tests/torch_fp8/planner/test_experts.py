@@ -98,29 +98,40 @@ def test_more_rows_an_expert_pay():
 
 def test_experts_that_do_not_pay_are_planned_in_bf16():
     slow = plan(CONFIG, sequence=64, levels=("O2",))
-    assert "16 rows each of 8 experts, left in BF16: FP8 would be 0." in str(slow)
-    config = json.loads(slow.levels["O2"].config)
-    assert config["skip"] == ["lm_head", SKIP]
+    assert "16 rows each of 8 experts; in FP8 their GEMMs and casts are 0." in str(slow)
+    assert slow.experts.endswith("so that they are left in BF16")
+    assert json.loads(slow.levels["O2"].config)["skip"] == ["lm_head", SKIP]
     assert slow.as_dict()["experts"] == slow.experts
     wide = SIZES | {"hidden_size": 2048, "moe_intermediate_size": 8192}
     fast = plan(AutoConfig.for_model("qwen3_moe", **wide), sequence=8192, levels=("O2",))
-    assert "2048 rows each of 8 experts, in FP8 1." in fast.experts
+    assert "2048 rows each of 8 experts; in FP8 their GEMMs and casts are 1." in fast.experts
     assert "skip" not in json.loads(fast.levels["O2"].config)
 
 
-@pytest.mark.parametrize("fitting", ["both", "FP8 alone", "none"])
-def test_experts_stay_in_fp8_where_nothing_else_fits(monkeypatch, fitting):
+@pytest.mark.parametrize(
+    ("fits", "seconds", "left"),
+    [
+        ({"FP8", "BF16"}, (2.0, 1.0), True),
+        ({"FP8", "BF16"}, (1.0, 2.0), False),
+        ({"FP8", "BF16"}, (1.0, 1.0), False),
+        ({"FP8"}, (2.0, 1.0), False),
+        ({"BF16"}, (1.0, 2.0), True),
+        (set(), (2.0, 1.0), True),
+    ],
+)
+def test_the_step_that_fits_and_is_faster_decides(monkeypatch, fits, seconds, left):
     module = sys.modules["torch_fp8.planner.plan"]
     whole = module._plan_level
 
     def plan_level(setup, level, counted):
-        fits = fitting == "both" or (fitting == "FP8 alone" and not setup.skip)
-        return dataclasses.replace(whole(setup, level, counted), fits=fits)
+        kind = "BF16" if setup.skip else "FP8"
+        planned = whole(setup, level, counted)
+        return dataclasses.replace(planned, fits=kind in fits, seconds=seconds[kind == "BF16"])
 
     monkeypatch.setattr(module, "_plan_level", plan_level)
-    planned = plan(CONFIG, sequence=64, levels=("bf16-mixed", "O2"))
-    assert ("in FP8 for its bytes, 0." in planned.experts) == (fitting == "FP8 alone")
-    assert planned.setup.skip == (() if fitting == "FP8 alone" else (SKIP,))
+    planned = plan(CONFIG, sequence=64, levels=("O2",))
+    assert planned.setup.skip == ((SKIP,) if left else ())
+    assert planned.experts.endswith("left in BF16") == left
 
 
 def test_a_dense_model_has_no_line_of_experts():
