@@ -198,10 +198,10 @@ def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
     with rollout(model):
         plain(model)
         layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
-        assert all(layer.fp8_payloads.payload is not None for layer in layers)
+        assert all(layer.fp8.payloads.payload is not None for layer in layers)
         assert not any(layer.training for layer in layers)
         assert model.training
-    assert all(layer.fp8_payloads.payload is None for layer in layers)
+    assert all(layer.fp8.payloads.payload is None for layer in layers)
     assert all(layer.training for layer in layers)
     off = policy("rowwise", eval_fp8=False)
     with rollout(off):

@@ -157,7 +157,7 @@ def freeze_layers(
         if not isinstance(layer, Float8Layer):
             continue
         # A host's own FP8 layer was: its bytes were taken over, but it runs another recipe yet.
-        new = layer.frozen_weight if layer.fp8_thawed_recipe is None else None
+        new = layer.frozen_weight if layer.fp8.frozen is None else None
         if new is None and not meant(layer):
             continue
         of_fsdp = id(layer.weight) in sharded
@@ -169,8 +169,7 @@ def freeze_layers(
             continue
         held = layer.frozen_weight
         if held is None and of_fsdp:
-            layer.run_frozen(recipe, emulate)
-            layer.fp8_thaw_notice = notice
+            layer.run_frozen(recipe, emulate, notice)
             shard = local(layer.weight)
             before += shard.numel() * shard.element_size()
             num_params += shard.numel()
@@ -180,16 +179,14 @@ def freeze_layers(
             continue
         if new is not None:
             before += new.payload.num_bytes
-            layer.freeze_weight(recipe, emulate, new.payload)
-            layer.fp8_thaw_notice = notice
+            layer.freeze_weight(recipe, emulate, notice, new.payload)
             held = layer.frozen_weight
         elif held is None:
             weight = layer.weight
             before += weight.numel() * weight.element_size()
             payload = known_payload(weight, recipe.weight, f"{name}.weight")
             del weight  # or the Parameter could not be replaced
-            layer.freeze_weight(recipe, emulate, payload)
-            layer.fp8_thaw_notice = notice
+            layer.freeze_weight(recipe, emulate, notice, payload)
             held = layer.frozen_weight
         else:
             before += held.numel() * held.payload.thawed_dtype.itemsize
@@ -210,7 +207,7 @@ def thaw_layers(model: nn.Module) -> int:
     """Give all frozen weights of `model` their dtype back; return how many."""
     count = 0
     for module in model.modules():
-        if isinstance(module, Float8Layer) and module.fp8_thawed_recipe is not None:
+        if isinstance(module, Float8Layer) and module.fp8.frozen is not None:
             count += module.frozen_weight is not None
             module.thaw_weight()
     return count

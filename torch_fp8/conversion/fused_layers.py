@@ -14,12 +14,12 @@ from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
 from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
+from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedOutput
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.quantization.option_values import named
 from torch_fp8.tensor.quantizer import Quantizer
 
@@ -93,8 +93,8 @@ def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | N
     layers = [layer for group in groups for layer in group]
     if not layers:
         return None
-    wgrad = any(m.weight.requires_grad and m.fp8_recipe.wgrad is not None for m in layers)
-    return Quantizer(layers[0].operand_spec(INPUT), columnwise_usage=wgrad)
+    wgrad = any(m.weight.requires_grad and m.fp8.recipe.wgrad is not None for m in layers)
+    return Quantizer(layers[0].fp8.spec(INPUT), columnwise_usage=wgrad)
 
 
 def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
@@ -104,8 +104,8 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
     """
     recipes = set()
     for layer in layers:
-        config = layer.fp8_config
-        recipe = layer.fp8_recipe if layer.fp8_thawed_recipe is None else layer.fp8_thawed_recipe
+        config, frozen = layer.fp8.config, layer.fp8.frozen
+        recipe = layer.fp8.recipe if frozen is None else frozen.recipe
         options = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
         recipes.add((replace(recipe, smooth=False), *options))
     return len(recipes) <= 1

@@ -30,9 +30,9 @@ from torch_fp8.autograd.function import (
 )
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
@@ -144,9 +144,12 @@ class Float8GatedMLP(RunsFP8):
         ahead, smooth = None, False
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
-            smooth = down_layer.fp8_recipe.smooth
+            smooth = down_layer.fp8.recipe.smooth
         if _in_fp8(down_layer) and not smooth:
-            spec, delayed = down_layer.operand_spec(INPUT), down_layer.producer_quantizer(INPUT)
+            spec, delayed = (
+                down_layer.fp8.spec(INPUT),
+                down_layer.fp8.producer_quantizer(down_layer, INPUT),
+            )
             if delayed is not None or spec.granularity.startswith("block"):
                 wgrad = _wants_wgrad(down_layer)
                 ahead = (delayed or Quantizer(spec))._replace(columnwise_usage=wgrad)
@@ -164,7 +167,7 @@ class Float8GatedMLP(RunsFP8):
         """The product in a graph of torch.compile."""
         down, down_wgrad = None, False
         if _in_fp8(down_layer):
-            down, down_wgrad = down_layer.fp8_casts, down_layer.weight.requires_grad
+            down, down_wgrad = down_layer.fp8.casts, down_layer.weight.requires_grad
         product: Tensor = _product_in_graph(
             inputs[0],
             inputs[1] if len(inputs) == 2 else None,
@@ -181,7 +184,7 @@ class Float8GatedMLP(RunsFP8):
         layers = getattr(self, self.fp8_spec.gate), getattr(self, self.fp8_spec.up)
         if not all(map(_in_fp8, layers)):
             return None
-        of_gate, of_up = (layer.producer_quantizer(GRAD_OUTPUT) for layer in layers)
+        of_gate, of_up = (layer.fp8.producer_quantizer(layer, GRAD_OUTPUT) for layer in layers)
         if of_gate is None or of_up is None or of_gate.spec != of_up.spec:
             return None
         return of_gate, of_up
@@ -308,7 +311,7 @@ def _in_fp8(layer: nn.Module) -> bool:
 
 
 def _wants_wgrad(layer: Float8Linear) -> bool:
-    return layer.weight.requires_grad and layer.fp8_recipe.wgrad is not None
+    return layer.weight.requires_grad and layer.fp8.recipe.wgrad is not None
 
 
 def _fit(inputs: Sequence[Tensor]) -> bool:

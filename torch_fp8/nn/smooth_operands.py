@@ -31,20 +31,20 @@ from torch_fp8.tensor.quantizer import (
 from torch_fp8.tensor.split_weight import stored
 
 
-class SmoothOperands(NamedTuple):
+class CastOperands(NamedTuple):
     """What fprop multiplies, and what backward needs of it.
 
     Attributes:
-        input: with the payload that wgrad takes, of ``x s``.
-        weight: (N, K), of ``w / s``.
+        input: with the payload that wgrad takes; smooth, of ``x s``.
+        weight: (N, K); smooth, of ``w / s``.
         weight_scale: () of the weight as it is, for dgrad; None: its cast finds it.
-        inverse: (K,) float32, 1 / s.
+        inverse: (K,) float32, 1 / s; None: the input is cast as it is.
     """
 
     input: InputPayloads
     weight: QuantizedTensor
     weight_scale: Tensor | None
-    inverse: Tensor
+    inverse: Tensor | None = None
 
 
 def smooth_operands(
@@ -55,7 +55,7 @@ def smooth_operands(
     wgrad: bool,
     fp8_wgrad: bool,
     dtype: torch.dtype,
-) -> SmoothOperands:
+) -> CastOperands:
     """Cast the operands of fprop, and the input for the wgrad that may follow.
 
     Args:
@@ -91,7 +91,7 @@ def smooth_operands(
         payloads = InputPayloads(row, col.qdata, col.scale, None)
     else:
         payloads = InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
-    return SmoothOperands(payloads, *_smooth_weight(quantizers, weight, inverse), inverse)
+    return CastOperands(payloads, *_smooth_weight(quantizers, weight, inverse), inverse)
 
 
 def _smooth_weight(

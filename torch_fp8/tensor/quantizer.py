@@ -245,7 +245,7 @@ class Quantizers(NamedTuple):
         Args:
             ready: whether the scales are known.
             training: whether the slots of input and weight are raised.
-            buffers: see `torch_fp8.nn.scaling_buffers.BUFFERS`, without the histories.
+            buffers: see `torch_fp8.nn.delayed_scaling.BUFFERS`, without the histories.
         """
         if not buffers:
             return self

@@ -64,7 +64,7 @@ def _remember(model):
     """Delayed scaling's layers have each another past, which the next amaxes may exceed or not."""
     generator = torch.Generator().manual_seed(1)
     for layer in model.modules():
-        if isinstance(layer, Float8Linear) and layer.fp8_recipe.delayed:
+        if isinstance(layer, Float8Linear) and layer.fp8.recipe.delayed:
             history, last = layer.scaling_state
             history[:, 0] = torch.tensor([4.0, 0.1, 4.0]) * torch.rand(3, generator=generator)
             layer.load_scaling_state(history, last)
@@ -191,7 +191,7 @@ def test_a_compiled_block_is_scaled_by_steps_as_an_eager_one():
         _assert_equal(list(block.buffers()), list(twin.buffers()))
         renew_scales(*block.parameters(), *twin.parameters())
         _assert_equal(list(block.buffers()), list(twin.buffers()))
-        assert all(m.fp8_ready for m in twin.modules() if isinstance(m, Float8Linear))
+        assert all(m.fp8.scales_known for m in twin.modules() if isinstance(m, Float8Linear))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

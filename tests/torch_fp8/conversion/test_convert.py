@@ -112,7 +112,7 @@ def test_another_config_replaces_the_first():
     report = convert_to_float8(model, FP8Config(recipe="rowwise", skip=("lm_head", "layers.0")))
     assert report.converted == LINEARS[2:]
     assert type(model.layers[0]["up"]) is nn.Linear
-    assert model.layers[1]["up"].fp8_recipe.name == "rowwise"
+    assert model.layers[1]["up"].fp8.recipe.name == "rowwise"
     assert not dict(model.named_buffers())
 
 
@@ -361,7 +361,7 @@ def test_emulation_is_decided_at_conversion(monkeypatch, recipe, emulate, emulat
     config = FP8Config(recipe=recipe, emulate=emulate)
     report = convert_to_float8(model, config, device="cuda:0")
     assert report.emulated is emulated
-    assert model.layers[0]["up"].fp8_emulate is emulated
+    assert model.layers[0]["up"].fp8.emulate is emulated
     backend = "emulation" if emulated else "torch scaled_mm"
     assert f"{backend} on NVIDIA H100 (sm_90)" in report.summary()
     assert convert_to_float8(Model()).emulated

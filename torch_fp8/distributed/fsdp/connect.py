@@ -165,7 +165,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
             precision = "in high precision"
             if isinstance(info.module, Float8Layer):
-                precision = f"in FP8 ({info.module.fp8_recipe.name})"
+                precision = f"in FP8 ({info.module.fp8.recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
             parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
@@ -218,7 +218,7 @@ def _is_weight(param: Any) -> bool:
 def _why_not_gathered(group: Any, param: Any, owners: list[nn.Module]) -> str | None:
     if not all(isinstance(owner, Float8Layer) for owner in owners):
         return "a module in high precision shares it"
-    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Layer)}
+    recipes = {owner.fp8.recipe for owner in owners if isinstance(owner, Float8Layer)}
     if len(recipes) > 1:
         return "layers of several recipes share it"
     if not hasattr(param.mesh_info, "shard_process_group"):
