@@ -134,10 +134,11 @@ def test_the_tokens_are_those_of_the_training_forward(
     used: dict[str, list[tuple[Any, Any]]] = {}
     original = linear_function._fprop
 
-    def spy(x: Any, w: Any, bias: Any, shape: Any, options: Any, *others: Any) -> Any:
-        y, made = original(x, w, bias, shape, options, *others)
-        used.setdefault(options.name, []).append((w, made.rowwise.granularity))
-        return y, made
+    def spy(*arguments: Any, **needs: Any) -> Any:
+        y, operands = original(*arguments, **needs)
+        options, granularity = arguments[4], operands.input.rowwise.granularity
+        used.setdefault(options.name, []).append((operands.weight, granularity))
+        return y, operands
 
     monkeypatch.setattr(linear_function, "_fprop", spy)
     model(IDS)
