@@ -57,11 +57,9 @@ class FrozenStorage(RunsFP8):
     """The part of a layer that holds a weight which nobody trains.
 
     Attributes:
-        fp8: the layer's `torch_fp8.nn.layer_fp8.LayerFP8`.
         fp8_unread: whether ``state_dict`` has the frozen weight itself; see `left_unread`.
     """
 
-    fp8: Any
     fp8_unread = False
     bias: nn.Parameter | None
     weight: nn.Parameter

@@ -83,10 +83,6 @@ class Float8Layer(FrozenStorage):
         return (self.weight,)
 
     @property
-    def fp8_config(self) -> FP8Config:
-        return self.fp8.config
-
-    @property
     def runs_fp8(self) -> bool:
         if fp8_is_refused() or self.fp8.paused:
             return False

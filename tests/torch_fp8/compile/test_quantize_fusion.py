@@ -382,7 +382,7 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph(family):
     layers = [Block(family).layer for _ in range(3)]
     model = nn.ModuleList(layers)
     convert_to_float8(model)
-    assert [layer.mlp.fp8_name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
+    assert [layer.mlp.fp8.name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     angles = Block(family).angles

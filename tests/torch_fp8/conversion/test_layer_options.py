@@ -123,7 +123,7 @@ def test_what_casts_differently_is_not_fused_and_the_summary_says_so():
     report = convert_to_float8(model, _config("delayed", overrides=overrides))
     assert report.unfused == ("layers.0.attn_norm", "layers.0.mlp_norm")  # beside both
     attention = model.layers[0]
-    assert attention.attn_norm.fp8_quantizer is None
+    assert attention.attn_norm.fp8.quantizer is None
     assert isinstance(attention.attn_norm, Float8RMSNorm)
     assert isinstance(model.layers[1].mlp, Float8GatedMLP)
     alone = Model().layers[0]

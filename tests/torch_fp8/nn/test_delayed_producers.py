@@ -157,7 +157,7 @@ def test_who_reads_first_may_change():
     assert torch.equal(*slots)
     assert slots[0] > 0
     model(gaussian(8, SIZE, seed=2))
-    assert model.readers.norm.fp8_reader is model.readers.b.fp8.quantizer(model.readers.b, INPUT)
+    assert model.readers.norm.fp8.reader is model.readers.b.fp8.quantizer(model.readers.b, INPUT)
 
 
 def test_a_reader_in_evaluation_behind_a_norm_in_training():
@@ -195,13 +195,13 @@ def test_one_operator_casts_each_of_them_and_takes_the_amax(mlp):
 def test_a_norm_learns_who_reads_it():
     model = _block()
     norm = model.readers.norm
-    assert norm.fp8_reader is None
+    assert norm.fp8.reader is None
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert calls.names.count("rms_norm_statistics") == 2
     renew_scales()
     model(gaussian(8, SIZE))
-    assert norm.fp8_reader is model.readers.a.fp8.quantizer(model.readers.a, INPUT)
+    assert norm.fp8.reader is model.readers.a.fp8.quantizer(model.readers.a, INPUT)
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert "rms_norm_statistics" not in calls.names
@@ -219,14 +219,14 @@ def test_copies_have_scales_and_slots_of_their_own():
     for x in _steps():
         _assert_same(copied, loaded, x)
     assert torch.equal(scaling_buffers(model.readers.a)[2], before)
-    assert copied.readers.norm.fp8_reader.source.slot is not model.readers.norm.fp8_reader
+    assert copied.readers.norm.fp8.reader.source.slot is not model.readers.norm.fp8.reader
 
 
 def test_a_norm_that_is_converted_again_has_met_nobody():
     model = _block()
     model(gaussian(8, SIZE))
     convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=8))
-    assert model.readers.norm.fp8_reader is None
+    assert model.readers.norm.fp8.reader is None
 
 
 # Checkpointing.

@@ -43,7 +43,7 @@ def test_each_instance_is_tried_with_its_own_attributes():
     norms = [Offset(48, offset) for offset in (1.0, 0.0, 2.0)]
     report = convert_to_float8(nn.Sequential(*norms, nn.Linear(48, 48)))
     assert report.producers == ("0", "1")
-    assert [norm.fp8_spec.offset for norm in norms[:2]] == [1.0, 0.0]
+    assert [norm.fp8.spec.offset for norm in norms[:2]] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("cls", [Norm, lambda size: Offset(size, 1.0)], ids=["Norm", "Offset"])
@@ -69,8 +69,8 @@ def test_a_second_conversion_counts():
     model = _stack(Norm(64), nn.Linear(64, 64))
     config = FP8Config(recipe="blockwise", save_activations="bf16")
     convert_to_float8(model, config)
-    assert model[0].fp8_config is config
-    assert model[0].fp8_quantizer.spec == model[1].fp8.spec(INPUT)
+    assert model[0].fp8.config is config
+    assert model[0].fp8.quantizer.spec == model[1].fp8.spec(INPUT)
 
 
 def test_frozen_layers_get_no_transposed_blocks():
