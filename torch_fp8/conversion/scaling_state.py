@@ -71,11 +71,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
             module.load_scaling_state(history, last_scale)
-    restore_scales(
-        module
-        for module in modules.values()
-        if module.fp8.scaling is not None and module.fp8.scaling.ready
-    )
+    restore_scales(layer for layer in modules.values() if layer.fp8.scales_known)
 
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:

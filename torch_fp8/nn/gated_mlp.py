@@ -159,10 +159,8 @@ class Float8GatedMLP(RunsFP8):
             assert isinstance(down_layer, Float8Linear)
             smooth = down_layer.fp8.recipe.smooth
         if _in_fp8(down_layer) and not smooth:
-            spec, delayed = (
-                down_layer.fp8.spec(INPUT),
-                down_layer.fp8.producer_quantizer(down_layer, INPUT),
-            )
+            spec = down_layer.fp8.spec(INPUT)
+            delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
                 wgrad = _wants_wgrad(down_layer)
                 ahead = (delayed or Quantizer(spec))._replace(columnwise_usage=wgrad)

@@ -194,8 +194,9 @@ class WeightQuantizer(NamedTuple):
         """
         flip = self.transposed
         if isinstance(weight, QuantizableTensor):
-            row, col = type(weight).quantize_in_backward(
-                weight, self.quantizer, grad_output, rowwise=flip, columnwise=not flip
+            needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
+            row, col = type(weight).quantize(
+                weight, self.quantizer, **needs, grad_output=grad_output
             )
         else:
             cache = self._step_cache(weight)
