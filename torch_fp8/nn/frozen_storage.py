@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class ThawNotice:
     lost = False
 
 
+@dataclass(eq=False)
 class FrozenState:
     """What a layer remembers of a weight that is stored as FP8 alone.
 
@@ -47,10 +48,9 @@ class FrozenState:
         unmerged: the bytes of the weight without the adapters that are merged into it.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.notice: ThawNotice | None = None
-        self.unmerged: FrozenPayload | None = None
+    recipe: Recipe
+    notice: ThawNotice | None = None
+    unmerged: FrozenPayload | None = None
 
 
 class FrozenStorage(RunsFP8):

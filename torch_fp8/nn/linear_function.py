@@ -38,7 +38,6 @@ from torch_fp8.tensor.quantizer import (
     output_dtype,
     quantize_input,
 )
-from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 
@@ -280,7 +279,7 @@ class LinearFunction(torch.autograd.Function):
         present = {name: t for name, t in saved.items() if t is not None}
         ctx.saved_names = tuple(present)
         ctx.save_for_backward(*present.values())
-        dtype = gradient_dtype(weight) if isinstance(weight, SplitWeight) else weight.dtype
+        dtype = gradient_dtype(weight)
         ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
         ctx.weight_dtype = weight.dtype
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
