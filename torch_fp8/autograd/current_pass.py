@@ -83,14 +83,9 @@ class RunsFP8(nn.Module):
     @property
     def runs_fp8(self) -> bool:
         """Whether a forward runs in FP8 now, unless it is `is_transformed`."""
-        if fp8_is_refused():
+        if requested or torch.compiler._is_exporting_flag:
             return False
         return self.training or bool(self.fp8_config.eval_fp8)
-
-
-def fp8_is_refused() -> bool:
-    """Return whether no module runs in FP8 now, whatever its configuration."""
-    return requested > 0 or torch.compiler._is_exporting_flag
 
 
 def in_high_precision() -> bool:
@@ -98,16 +93,16 @@ def in_high_precision() -> bool:
 
     A converted one asks for both parts itself, see `RunsFP8.runs_fp8`.
     """
-    return fp8_is_refused() or is_transformed()
+    if requested or torch.compiler._is_exporting_flag:
+        return True
+    return not torch.compiler.is_compiling() and is_transformed()
 
 
 def is_transformed() -> bool:
     """Return whether this eager forward is transformed, or traced, with torch's own operators.
 
-    AOTAutograd, which traces and functionalizes, takes our operators, as does a graph of Dynamo.
+    AOTAutograd, which traces and functionalizes, takes our operators.
     """
-    if torch.compiler.is_compiling():
-        return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         _warn_of_transforms()
         return True

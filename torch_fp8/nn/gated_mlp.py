@@ -114,7 +114,7 @@ class Float8GatedMLP(RunsFP8):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         compiling, spec = torch.compiler.is_compiling(), self.fp8.spec
-        in_fp8 = self.runs_fp8 and not is_transformed()
+        in_fp8 = self.runs_fp8 and (compiling or not is_transformed())
         more = len(args) != 1 or kwargs  # or the input by keyword
         if more or not in_fp8 or self._has_own_activation():
             return super().forward(*args, **kwargs)

@@ -93,8 +93,7 @@ class LayerFP8:
         frozen: FrozenState | None = None,
     ) -> None:
         self.name, self.config, self.recipe = name, config, recipe
-        self.emulate, self.transposed, self.frozen = emulate, transposed, frozen
-        self.casts = as_text((recipe, transposed, emulate))
+        self.transposed, self.frozen = transposed, frozen
         self.scaling = LayerScaling() if self.has_own_scaling else None
         keeps = config.keep_eval_weights and config.backend == "torch"
         self.payloads = PayloadCache(transposed, keeps)
@@ -103,6 +102,14 @@ class LayerFP8:
         self.served: tuple[Tensor, Tensor, str] | None = None
         self.paused = False
         self._quantizers: dict[bool, Quantizers] = {}
+        self._options: dict[Any, LinearOptions] = {}
+        self.run_emulated(emulate)
+
+    def run_emulated(self, emulate: bool) -> None:
+        """Run the GEMMs through the reference path from now on, or by torch's operator."""
+        self.emulate = emulate
+        self.casts = as_text((self.recipe, self.transposed, emulate))
+        self.forget_quantizers()
 
     @property
     def has_own_scaling(self) -> bool:
@@ -126,9 +133,6 @@ class LayerFP8:
         compiling = torch.compiler.is_compiling()
         steady = group is None and not compiling
         records = self.scaling is not None and layer.training
-        if records and not compiling:
-            assert self.scaling is not None
-            self.scaling.recorded = True
         if steady:  # many objects, which change with this and the scales alone
             known = self._quantizers.get(records)
             if known is not None:
@@ -180,21 +184,16 @@ class LayerFP8:
     def forget_quantizers(self) -> None:
         """Make the quantizers anew in the next forward."""
         self._quantizers.clear()
+        self._options.clear()
 
     # ---- a forward -------------------------------------------------------------------------------
 
     def operands(self, layer: Any, input: Tensor) -> Operands:
         """Return the tensors that this rank multiplies; here alone are DTensors unwrapped.
 
-        What the cache keeps of the weight for evaluation goes with the first forward that takes
-        gradients.
-
         Raises:
             TypeError, ValueError: see `check` and `torch_fp8.nn.dtensor_layout.local_operands`.
         """
-        takes_gradients = not torch.compiler.is_compiling() and torch.is_grad_enabled()
-        if takes_gradients and self.payloads.payload is not None:
-            self.payloads.forget_evaluation()
         weight, parts = layer.weight, None
         bias = layer.bias if layer.fp8_adds_bias else None
         if isinstance(weight, DTensor) or isinstance(input, DTensor):
@@ -204,6 +203,24 @@ class LayerFP8:
         return Operands(input, weight, bias, shape, dtype, parts)
 
     def options(self, layer: Any, operands: Operands) -> LinearOptions:
+        """Return `new_options` in eager code, from an earlier forward where there was one.
+
+        Delayed scaling has recorded amaxes then, and what the cache keeps of the weight for
+        evaluation goes with the first forward that takes gradients.
+        """
+        if self.payloads.payload is not None and torch.is_grad_enabled():
+            self.payloads.forget_evaluation()
+        if self.scaling is not None and layer.training:
+            self.scaling.recorded = True
+        if operands.parts is not None:
+            return self.new_options(layer, operands)
+        key = operands.dtype, autocast_dtype(operands.weight.device.type), layer.training
+        options = self._options.get(key)
+        if options is None:
+            options = self._options[key] = self.new_options(layer, operands)
+        return options
+
+    def new_options(self, layer: Any, operands: Operands) -> LinearOptions:
         """Return what `torch_fp8.nn.linear_function.linear` needs beside tensors."""
         compiling = torch.compiler.is_compiling()
         group = None if operands.parts is None else operands.parts.mesh.get_group()
@@ -300,7 +317,7 @@ class LayerFP8:
         self.payloads.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_quantizers": {}}
+        return {**self.__dict__, "_quantizers": {}, "_options": {}}
 
 
 def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import fp8_is_refused, is_transformed
+from torch_fp8.autograd import current_pass
+from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import (
     BUFFERS,
@@ -84,16 +85,17 @@ class Float8Layer(FrozenStorage):
 
     @property
     def runs_fp8(self) -> bool:
-        if fp8_is_refused() or self.fp8.paused:
+        if current_pass.requested or torch.compiler._is_exporting_flag or self.fp8.paused:
             return False
         return self.training or self.fp8.config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.runs_fp8 or is_transformed():
+        compiling = torch.compiler.is_compiling()
+        if not self.runs_fp8 or (not compiling and is_transformed()):
             return self._in_high_precision(plain_activation(input))
         if input.is_nested:
             return self._of_jagged(input)
-        if torch.compiler.is_compiling():
+        if compiling:
             return _in_graph(self, input)
         if not torch.is_grad_enabled():
             output = self.fp8.repeated(self, input)
@@ -219,7 +221,7 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
         rows = operands.input.reshape(-1, shape[-1])  # (M, K)
         tensors = rows, operands.weight, operands.bias, rows.shape
-        y = linear(*tensors, fp8.options(layer, operands), *buffers)
+        y = linear(*tensors, fp8.new_options(layer, operands), *buffers)
         return operands.output(y.reshape(*shape[:-1], y.shape[-1]))
     check(fp8, x.shape, x.dtype, weight)
     bias = layer.bias if layer.fp8_adds_bias else None

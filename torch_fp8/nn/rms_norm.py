@@ -133,7 +133,7 @@ class Float8RMSNorm(RunsFP8):
         x, compiling = plain(args[0]), torch.compiler.is_compiling()
         weight = None if compiling else self._parameters.get("weight")  # sooner than by attribute
         weight = self.weight if weight is None else weight
-        runs = self.runs_fp8 and not is_transformed()
+        runs = self.runs_fp8 and (compiling or not is_transformed())
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
         usual = usual and type(x) in _PLAIN
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):

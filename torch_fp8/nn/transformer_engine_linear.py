@@ -92,7 +92,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
     _fp8_class = EngineFP8
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.runs_fp8 or is_transformed():
+        if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             return self._in_high_precision(input)
         if isinstance(input, DTensor) or isinstance(self.weight, DTensor):
             raise ValueError(f"FP8 linear '{self.fp8.name}' got a DTensor: {NOT_SHARDED}")

@@ -618,3 +618,16 @@ def test_jagged_nested_tensors_are_computed_as_their_tokens(recipe, norm):
             assert module(x).shape == y.shape
     for expected, got in zip(*grads, strict=True):
         assert (got - expected).norm() < 0.15 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_converted_layer_has_one_attribute_more_and_revert_deletes_it(recipe):
+    model = nn.Sequential(nn.Linear(K, N))
+    before, buffers = set(vars(model[0])), set(model[0]._buffers)
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    model(torch.randn(4, K)).sum().backward()
+    model.eval()(torch.randn(4, K))
+    assert set(vars(model[0])) - before == {"fp8"}
+    revert(model)
+    assert set(vars(model[0])) == before
+    assert set(model[0]._buffers) == buffers
