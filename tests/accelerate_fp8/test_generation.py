@@ -177,9 +177,10 @@ def test_a_rollout_multiplies_by_the_weights_of_training(
     model, seen = policy(recipe), []
     original = linear_function._fprop
 
-    def spy(x: Any, w: Any, *args: Any) -> Any:
-        seen.append(dequantize(w))
-        return original(x, w, *args)
+    def spy(*args: Any, **needs: Any) -> Any:
+        y, operands = original(*args, **needs)
+        seen.append(dequantize(operands.weight))
+        return y, operands
 
     monkeypatch.setattr(linear_function, "_fprop", spy)
     trained = model(IDS).logits

@@ -74,7 +74,8 @@ class LayerFP8:
 
     Attributes:
         casts: recipe, `transposed` and `emulate` as a constant of a graph of torch.compile.
-        scaling: delayed scaling's memory; None: scales come from the tensors at hand.
+        scaling: delayed scaling's memory; None: scales come from the tensors at hand, or
+            Transformer Engine has them.
         payloads: cache of the weight as it was cast.
         channels: what Smooth-SwiGLU found in the last forward, where the recipe is smooth.
         observer: monitor that sees the operands of the GEMMs; see `observe`.
@@ -94,9 +95,9 @@ class LayerFP8:
     ) -> None:
         self.name, self.config, self.recipe = name, config, recipe
         self.transposed, self.frozen = transposed, frozen
-        self.scaling = LayerScaling() if self.has_own_scaling else None
-        keeps = config.keep_eval_weights and config.backend == "torch"
-        self.payloads = PayloadCache(transposed, keeps)
+        own = config.backend == "torch"
+        self.scaling = LayerScaling() if own and recipe.delayed else None
+        self.payloads = PayloadCache(transposed, own and config.keep_eval_weights)
         self.channels = ChannelMaxima() if recipe.smooth else None
         self.observer: Any = None
         self.served: tuple[Tensor, Tensor, str] | None = None
@@ -110,11 +111,6 @@ class LayerFP8:
         self.emulate = emulate
         self.casts = as_text((self.recipe, self.transposed, emulate))
         self.forget_quantizers()
-
-    @property
-    def has_own_scaling(self) -> bool:
-        """Whether delayed scaling's histories lie in the layer's buffers."""
-        return self.recipe.delayed
 
     @property
     def scales_known(self) -> bool:

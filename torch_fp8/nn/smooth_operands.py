@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import Payloads, QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor
@@ -109,7 +109,10 @@ def _smooth_weight(
         amax = (columns * inverse).amax()
         if not isinstance(weight, QuantizableTensor):
             scale = _scale(quantizer, columns)
-    row, _ = _cast(quantizer, rows, inverse, amax)
+    row, _ = smoothed_layouts(
+        rows, inverse, _options(quantizer, amax, rowwise=True, columnwise=False)
+    )
+    assert row is not None
     if quantizers.observer is not None:
         quantizers.observer.weight(weight, row, inverse)
     return row, scale
@@ -122,17 +125,6 @@ def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
         return quantizer.source.scale
     amax, spec = group_amax(columns, quantizer.group), quantizer.spec
     return scale_from_amax(amax, spec.format, spec.power_of_two)
-
-
-def _cast(
-    quantizer: Quantizer, rows: Tensor, factors: Tensor, amax: Tensor | None
-) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    payloads: Payloads = smoothed_layouts(
-        rows, factors, _options(quantizer, amax, rowwise=True, columnwise=False)
-    )
-    row, col = payloads
-    assert row is not None
-    return row, col
 
 
 def _options(

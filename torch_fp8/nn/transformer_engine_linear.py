@@ -60,7 +60,6 @@ class EngineFP8(LayerFP8):
 
     engine: Engine | None = None
     pending_scaling: tuple[Tensor, Tensor] | None = None
-    has_own_scaling = False
 
     def recorded(self) -> tuple[Tensor, Tensor] | None:
         """Return `scaling_state` of an engine that has run, or what waits for one."""
