@@ -12,6 +12,7 @@ the input and multiplies.
 Legend: M tokens, K in, N out.
 """
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -313,7 +314,7 @@ class LayerFP8:
         self.payloads.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_quantizers": {}, "_options": {}}
+        return {**self.__dict__, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
 
 
 def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:

@@ -30,6 +30,7 @@ renews the scales (`torch_fp8.nn.delayed_scaling`).
 """
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -198,6 +199,7 @@ class Float8Layer(FrozenStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.fp8 = copy(self.fp8)  # a shallow copy of the layer has the original's
         if self.fp8.scaling is not None:
             self.fp8.scaling.track(self)
 
