@@ -239,7 +239,7 @@ class LayerFP8:
             The output (..., N); None: the layer has to look at everything anew.
         """
         cache, weight = self.payloads, layer._parameters["weight"]
-        if cache.payload is None or weight is None or self.emulate:
+        if cache.payload is None or self.emulate:
             return None
         if layer.training or not cache.is_current(weight):
             return None

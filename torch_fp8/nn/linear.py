@@ -29,7 +29,6 @@ out of ``state_dict``. Forwards in training mode and backwards record amaxes, th
 renews the scales (`torch_fp8.nn.delayed_scaling`).
 """
 
-from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -86,9 +85,10 @@ class Float8Layer(FrozenStorage):
 
     @property
     def runs_fp8(self) -> bool:
-        if current_pass.requested or torch.compiler._is_exporting_flag or self.fp8.paused:
+        fp8 = self.fp8
+        if current_pass.requested or torch.compiler._is_exporting_flag or fp8.paused:
             return False
-        return self.training or self.fp8.config.eval_fp8
+        return self.training or fp8.config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
@@ -179,13 +179,9 @@ class Float8Layer(FrozenStorage):
             self.fp8.payloads.forget_evaluation()
         return super().train(mode)
 
-    def _own_buffers(self) -> Mapping[str, Tensor]:
-        named = {name: self._buffers.get(name) for name in BUFFERS}
-        return {name: buffer for name, buffer in named.items() if buffer is not None}
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.fp8.release()  # of another device or dtype soon
-        before = self._own_buffers()
+        before = {n: b for n in BUFFERS if (b := self._buffers.get(n)) is not None}
         super()._apply(fn, recurse)
         if self.fp8.scaling is not None:
             self.fp8.scaling.after_move(self, before)
@@ -193,9 +189,11 @@ class Float8Layer(FrozenStorage):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        on_meta = any(buffer.is_meta for buffer in self._own_buffers().values())
-        if self.fp8.scaling is not None and on_meta and not self.weight.is_meta:
-            self.fp8.scaling.start(self)  # the weight was assigned, which left these behind
+        scaling = self.fp8.scaling
+        if scaling is None or self.weight.is_meta:
+            return
+        if any(buffer.is_meta for buffer in scaling_buffers(self)):
+            scaling.start(self)  # the weight was assigned, which left these behind
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
