@@ -301,5 +301,5 @@ def _save_state_hook(
 def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
     # Not `models`: Accelerate leaves those out that FSDP loads itself.
     load_history(accelerator._models, input_dir, accelerator.process_index)
-    adopt_sharded(accelerator._models, input_dir)
+    adopt_sharded(accelerator._models, accelerator._optimizers, input_dir)
     accelerator._fp8_preparation.monitoring.load(input_dir)

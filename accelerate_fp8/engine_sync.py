@@ -20,7 +20,6 @@ from accelerate_fp8.trainer import warn_once
 from torch_fp8 import weights_for_engine
 from torch_fp8.checkpoint.fold_adapters import why_not_folded
 from torch_fp8.nn.foreign_layer import quantized_by
-from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 
 _ONLINE = "fp8_per_block"
@@ -32,8 +31,8 @@ def sync_weights(original: Any, self: Any) -> None:
     """Extend ``VLLMGeneration.sync_weights``: hand over the weights of a converted model.
 
     It stays TRL's under FSDP, whose weights are sharded, for layers that another library has
-    quantized, for fused experts, and for adapters that are no matrix that is added to a weight;
-    these are merged in place and taken out again, which gives a base in FP8 its very bytes back.
+    quantized, and for adapters that are no matrix that is added to a weight; these are merged in
+    place and taken out again, which gives a base in FP8 its very bytes back.
     """
     if preparation_of(self.accelerator) is None or not _is_handed_over(self):
         original(self)
@@ -54,16 +53,10 @@ def _is_handed_over(generation: Any) -> bool:
     if not hasattr(generation, "_iter_named_params"):
         reason = "this version of TRL reads the parameters by itself"
     else:
-        reason = why_not_folded(generation.model) or _fused_experts(generation.model)
+        reason = why_not_folded(generation.model) or ""
     if reason:
         warn_once(f"FP8: TRL merges adapters in place for vLLM, and takes them out again: {reason}")
     return not reason
-
-
-def _fused_experts(model: Any) -> str:
-    names = (full for n, m in model.named_modules() for full in expert_weights(n, m))
-    first = next(names, "")
-    return first and f"'{first}' holds fused experts, which have other names in checkpoints"
 
 
 def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:

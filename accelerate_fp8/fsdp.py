@@ -4,7 +4,6 @@ Accelerate itself makes every trainable parameter float32 before it shards them.
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from accelerate_fp8.optimizers import PreparedOptimizers, bare
 from accelerate_fp8.release import refuse_accumulation
 from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
+from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import restore_weights
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
@@ -47,8 +47,12 @@ def prepare_sharded(
     return prepared
 
 
-def adopt_sharded(models: Iterable[nn.Module], folder: str | Path) -> None:
-    """Join the weights of sharded models with the residuals that an older folder has of them."""
-    for model in models:
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            adopt_residuals(folder, model)
+def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
+    """Take from a folder what its loading leaves: residuals of sharded weights, where it is an
+    older one, and the steps of their optimizers.
+    """
+    sharded = [m for m in models if any(isinstance(part, FSDPModule) for part in m.modules())]
+    for model in sharded:
+        adopt_residuals(folder, model)
+    if sharded:
+        adopt_steps(folder, map(bare, optimizers))

@@ -77,7 +77,7 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
     preparation = preparation_of(self.accelerator)
     if checkpoint is not None and preparation is not None:
         load_history([self.model], checkpoint, self.args.process_index)
-        adopt_sharded([self.model], checkpoint)
+        adopt_sharded([self.model], [self.optimizer], checkpoint)
         preparation.monitoring.load(checkpoint)
 
 

@@ -16,6 +16,7 @@ from benchmarks.measurement import ENVIRONMENT, default_device, environment, wri
 
 ORDER = (
     *("quantize_gpu", "producers_gpu", "adamw_gpu", "grad_codec_gpu", "messages_gpu"),
+    *("experts_gpu",),
     *("replayed_gpu", "triton_gemm", "torch_fp8/test_cuda", "layer_benchmark", "autotune"),
     *("entries", "trl_frozen", "fsdp/test_cuda", "tensor_parallel", "transformer_engine"),
 )

@@ -55,6 +55,7 @@ PARTS = {
     "timing": 30.0,
     "linear": 120.0,
     "block": 90.0,
+    "moe": 60.0,
     "optimizer": 45.0,
     "gemm": 60.0,
     "memory": 60.0,

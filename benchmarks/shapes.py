@@ -65,6 +65,23 @@ TINY_LLAMA_1_1B = {
     "tie_word_embeddings": True,
 }
 
+# Blocks of experts: module of transformers, hidden size, expert width, experts, experts of a token.
+MOE_BLOCKS = {
+    "Qwen3-30B-A3B": ("qwen3_moe", 2048, 768, 128, 8),
+    "GPT-OSS-20B": ("gpt_oss", 2880, 2880, 32, 4),
+    "Mixtral-8x7B": ("mixtral", 4096, 14336, 8, 2),
+    "DeepSeek-V3, 32 of its experts": ("deepseek_v3", 7168, 2048, 32, 8),
+}
+"""The most telling first. DeepSeek-V3 has the experts of one rank of eight and its top 8, as if all
+ranks had sent tokens.
+"""
+MOE_TOKENS = (8192, 2048, 32768)
+TOY_MOE_BLOCKS = {
+    "Qwen3-30B-A3B": ("qwen3_moe", 64, 24, 8, 4),
+    "GPT-OSS-20B": ("gpt_oss", 48, 48, 4, 2),
+}
+TOY_MOE_TOKENS = (96,)
+
 TOY_BLOCK = {
     "q_proj": (64, 64),
     "k_proj": (64, 16),

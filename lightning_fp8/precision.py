@@ -40,6 +40,7 @@ from torch_fp8 import (
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
+from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.config import given_config
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.distributed.config_check import check_same_config
@@ -141,7 +142,7 @@ class HostPrecision(FP8Precision):
             check_same_config(self.config)
 
     def _load_checkpoint(self, strategy: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as the strategy does, and join what an older folder has beside its weights."""
+        """Load as the strategy does; then take residuals of an older folder, and step counts."""
         loaded = type(strategy).load_checkpoint(strategy, path, *args, **kwargs)
         if _shards(strategy):
             path, trusted = strategy.broadcast(path), kwargs.get("weights_only") is False
@@ -149,6 +150,7 @@ class HostPrecision(FP8Precision):
                 module = converted.module()
                 assert module is not None
                 adopt_residuals(path, module, weights_only=not trusted)
+                adopt_steps(path, converted.optimizers)
         return loaded
 
     def convert_module(self, module: nn.Module) -> nn.Module:

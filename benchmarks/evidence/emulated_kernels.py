@@ -44,13 +44,14 @@ from tests import kernel_code
 from tests.emulator.compared import Comparison
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Emulation, Launched, emulated
-from tests.emulator.families import families
+from tests.emulator.families import BF16, expert_gate, families
 from tests.emulator.faults import Fault
 from tests.emulator.on_card import card_module
 from tests.emulator.ptx import PtxError
 from tests.emulator.variants import few_rows, launching, unaligned_messages
 from tests.kernel_cases import messages, optimizer
 from tests.kernel_cases.comparison import Mismatch
+from tests.kernel_cases.experts import FORMS
 from torch_fp8.ops.messages import Layout
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_kernels.csv")
@@ -70,7 +71,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     """Yield the cases by name; each returns which of its launches were unequal, and how."""
     for name, launch in launching():
         yield name, partial(_compared, launch)
-    for name, check in itertools.chain(_optimizer(), _wire(), families().items()):
+    of_kernels = itertools.chain(_optimizer(), _wire(), _experts(), families().items())
+    for name, check in of_kernels:
         yield name, partial(_checked, check)
 
 
@@ -120,6 +122,16 @@ def _wire() -> Iterator[tuple[str, Callable[[], None]]]:
             check = partial(messages.check_messages, wire, "cpu", *arguments)
             yield f"messages, {name}, {less} less, {dtype}", check
     yield "messages at odd addresses", unaligned_messages
+
+
+def _experts() -> Iterator[tuple[str, Callable[[], None]]]:
+    for dtype, form, bias in itertools.product(
+        (BF16, torch.float16, torch.float32), FORMS, (False, True)
+    ):
+        yield (
+            f"expert gate, {form}, {dtype}{', bias' * bias}",
+            partial(expert_gate, form, bias, dtype),
+        )
 
 
 def rows_of(launches: list[Launched], unequal: dict[int, str]) -> Iterator[dict[str, Any]]:

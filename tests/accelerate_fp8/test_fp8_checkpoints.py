@@ -458,3 +458,64 @@ def test_fused_experts_are_saved_as_they_were_loaded(accelerate: Any, tmp_path: 
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert stored.keys() == state.keys()
     assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(out)), expected)
+
+
+@pytest.fixture
+def fp8_moe(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """An FP8 checkpoint of a mixture of experts, and its codes, scales and blocks."""
+    plain, source = tmp_path / "plain", tmp_path / "source"
+    _qwen_moe().save_pretrained(plain)
+    config = json.loads((plain / "config.json").read_text())
+    state = load_file(plain / "model.safetensors")
+    return source, write(source, state, config | {"quantization_config": FINE_GRAINED})
+
+
+def _fused(fp8: dict[str, Any], projections: tuple[str, ...]) -> torch.Tensor:
+    names = [
+        f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in projections
+    ]
+    whole = torch.cat([exact(*fp8[name]) for name in names])
+    return whole.view(4, -1, whole.shape[-1])
+
+
+@pytest.mark.usefixtures("as_with_a_gpu")
+def test_transformers_own_fp8_experts_are_trained_from_their_exact_values(
+    accelerate: Any, fp8_moe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, fp8 = fp8_moe
+    model = AutoModelForCausalLM.from_pretrained(source)
+    assert type(model.model.layers[0].mlp.experts).__name__ == "FP8Experts"
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("scale_inv" not in name)
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    assert "FP8Experts of transformers became experts of the model: 2 are trained" in caplog.text
+    merged = merged_state_dict(model, optimizer.optimizer)
+    for key, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        true = _fused(fp8, parts)
+        error = (merged[f"model.layers.0.mlp.experts.{key}"] - true).abs()
+        assert (error <= 2.0**-16 * true.abs()).all()
+    _steps(accelerator, model, optimizer)
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == fp8.keys() | {
+        key for key in unwrapped.state_dict() if ".experts." not in key
+    }
+
+
+@pytest.mark.usefixtures("as_with_a_gpu")
+def test_transformers_own_fp8_experts_are_frozen_below_adapters(
+    accelerate: Any, fp8_moe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    source, fp8 = fp8_moe
+    model = AutoModelForCausalLM.from_pretrained(source)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=targets, r=4))
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    assert "2 are cast anew when they are frozen" in caplog.text
+    experts = model.get_base_model().model.layers[0].mlp.experts.base_layer.base_layer
+    assert len(experts.frozen_weights) == 2
+    true = _fused(fp8, ("gate", "up"))
+    error = (experts.gate_up_proj.dequantize() - true).norm() / true.norm()
+    assert error < 10 ** (-(31.0 - 0.5) / 20)  # the SQNR of E4M3
+    _steps(accelerator, model, optimizer, 2)

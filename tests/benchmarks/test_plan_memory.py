@@ -1,6 +1,6 @@
 """The table of docs/choose.md is that of the committed rows."""
 
-from benchmarks.plan_memory import DOCS, FILE, MARK, RUNS, table
+from benchmarks.evidence.plan_memory import DOCS, FILE, MARK, RUNS, table
 from benchmarks.rows import RESULTS, read_rows
 from torch_fp8.planner.setup import LEVELS
 

@@ -199,7 +199,9 @@ def test_optimizer_counts_the_bytes_of_each_variant(results):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*(f"{part}.csv" for part in (*PARTS, "loss")), "gpu_run.csv"])
+@pytest.mark.parametrize(
+    "name", [*(f"{part}.csv" for part in (*PARTS, "loss", "moe")), "gpu_run.csv"]
+)
 def test_rows_say_where_they_come_from(results, name):
     found = rows(results, name)
     assert found

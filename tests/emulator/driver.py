@@ -163,6 +163,11 @@ class Emulation:
 _current: list[Emulation] = []
 
 
+def approximate_functions() -> Approximate:
+    """Return the approximate functions of the card that is emulated now."""
+    return _current[-1].approximate
+
+
 @contextlib.contextmanager
 def emulated(assembles: bool = False, **options: Any) -> Iterator[Emulation]:
     """Run within, on CPU tensors, what is launched on a card.

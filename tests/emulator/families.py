@@ -5,12 +5,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+import torch_fp8.ops.expert_gate
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
+import torch_fp8.ops.moe_rows
+from tests.emulator.driver import approximate_functions
 from tests.emulator.on_card import card_module, on_card
-from tests.kernel_cases import casts, messages, optimizer, producers
+from tests.kernel_cases import casts, experts, messages, optimizer, producers
 from torch_fp8.ops.messages import Layout
 
 ODD, WHOLE = (37, 131), (130, 272)
@@ -55,6 +60,28 @@ def _messages(keys: Any) -> None:
     messages.check_messages(wire, "cpu", layout, 4 * 70 * 32 - 33, BF16, 0, keys)
 
 
+_MINUS_LOG2_E = np.array(0xBFB8AA3B, np.uint32).view(np.float32)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute `torch_fp8.kernels.fast_math.fast_sigmoid` as the emulated card does."""
+    functions, minus_log2_e = approximate_functions(), _MINUS_LOG2_E
+    with np.errstate(over="ignore", divide="ignore"):
+        power = functions.ex2(x.contiguous().numpy() * minus_log2_e, True)
+        return torch.from_numpy(functions.rcp(power + np.float32(1), True)).view(x.shape)
+
+
+def expert_rows(check: Callable[..., None], *choices: Any) -> None:
+    """Run a case of `torch_fp8.ops.moe_rows`."""
+    check(card_module(torch_fp8.ops.moe_rows), "cpu", *choices, columns=(48, 131))
+
+
+def expert_gate(form: str, bias: bool, dtype: torch.dtype) -> None:
+    """Run a case of the gated activation."""
+    gate = card_module(torch_fp8.ops.expert_gate)
+    experts.check_gate(gate, "cpu", experts.FORMS[form], bias, dtype, (48, 131), sigmoid)
+
+
 def _gradient() -> None:
     parts = card_module(torch_fp8.ops.grad_codec)
     messages.check_gradient(parts, "cpu", ODD, BF16)
@@ -97,4 +124,9 @@ def families() -> dict[str, Callable[[], None]]:
         "messages": partial(_messages, None),
         "messages, stochastic": partial(_messages, messages.KEYS["stochastic"]),
         "gradient": _gradient,
+        "expert rows": partial(expert_rows, experts.check_rows),
+        "expert rows transposed": partial(expert_rows, experts.check_transposition, False),
+        "tokens transposed": partial(expert_rows, experts.check_transposition, True),
+        "expert gate": partial(expert_gate, "plain", False, BF16),
+        "expert gate, interleaved": partial(expert_gate, "interleaved with limits", True, BF16),
     }

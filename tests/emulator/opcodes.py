@@ -177,6 +177,27 @@ def _float(w: BlockWriter, ins: Instruction, name: str, ftz: str) -> None:
     w.define(d, _flushed(f"{a} {sign} {b}", ftz), "f32", computed=True)
 
 
+@opcode(r"(add|sub)\.rn\.f32\.(bf16|f16)")
+def _add_half(w: BlockWriter, ins: Instruction, name: str, half: str) -> None:
+    """Add a half, made float32, and a float32; Blackwell's, as Triton 3.7 writes it."""
+    d, a, b = ins.operands
+    sign = "+" if name == "add" else "-"
+    wide = f"f32_of_{half}({w.use(a, 'u16')})"
+    w.define(d, f"{wide} {sign} {w.use(b, 'f32')}", "f32", computed=True)
+
+
+@opcode(r"add(?:\.rn)?\.(bf16|f16)(x2)?")
+def _add_halves(w: BlockWriter, ins: Instruction, kind: str, two: str) -> None:
+    """A float32 sum that is rounded again is the same: it has more than twice the bits."""
+    d, *rest = ins.operands
+    a, b = (w.assign(w.use(x, "u32" if two else "u16")) for x in rest)
+    sums = []
+    for part in ("({} >> U32(16)).astype(U16)", "{}.astype(U16)")[not two :]:
+        halves = [f"f32_of_{kind}({part.format(x)})" for x in (a, b)]
+        sums.append(f"{kind}_of({' + '.join(halves)})")
+    w.define(d, f"packed({', '.join(sums)})" if two else sums[0], "u32" if two else "u16")
+
+
 @opcode(r"fma\.rn(\.ftz)?\.f32")
 def _fma(w: BlockWriter, ins: Instruction, ftz: str) -> None:
     d, *rest = ins.operands

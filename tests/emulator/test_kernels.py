@@ -13,6 +13,7 @@ FAMILIES = families()
 SHARED = (
     *("cast block_1x128", "known scale", "transpose", "norm once", "norm backward"),
     *("smoothing", "gate and up", "adamw with a tensorwise payload", "gradient"),
+    *("tokens transposed", "expert gate"),
 )
 """Families whose programs or warps work together in each way that there is."""
 

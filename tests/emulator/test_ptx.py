@@ -105,6 +105,21 @@ def test_operations_of_warps_and_bits(opcode, operands, reference):
     assert run(body, np.zeros(64, np.uint32)).tolist() == [reference(i) for i in range(64)]
 
 
+@pytest.mark.parametrize("name", ["add", "sub"])
+@pytest.mark.parametrize(("half", "bits"), [("bf16", 0x3FC0), ("f16", 0x3E00)])
+def test_a_half_and_a_float32_are_added(name, half, bits):
+    """1.5 in either, and a number that neither of them holds."""
+    third = np.float32(1 / 3)
+    body = f"""
+	mov.b16 	%rs1, {bits};
+	mov.b32 	%r4, {int(third.view(np.uint32))};
+	{name}.rn.f32.{half} 	%r5, %rs1, %r4;
+	st.global.b32 [ %rd3 + 0 ], {{ %r5 }};
+"""
+    wanted = np.float32(1.5) + third if name == "add" else np.float32(1.5) - third
+    assert (run(body, np.zeros(64, np.float32)) == wanted).all()
+
+
 @pytest.mark.parametrize("trans", [False, True])
 def test_matrices_come_as_they_were_stored(trans):
     """A thread stores and loads the same two elements of the same four matrices."""

@@ -27,10 +27,12 @@ from torch_fp8.checkpoint.checkpoint_format import (
 )
 from torch_fp8.checkpoint.host_layers import take_over_layers
 from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
+from torch_fp8.checkpoint.stored_names import stored_parts
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, remember_scales
 from torch_fp8.conversion.frozen_layers import frozen_recipe
 from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.optim.residual import known_residual, split_parts
 
 _ADAPTED = ("base_layer", "original_module")
@@ -55,7 +57,8 @@ class AdoptedCheckpoint:
         num_exact: weights that are trained, whose residual waits for the optimizer.
         num_frozen: weights that are not trained and whose bytes frozen weights may hold.
         num_changed: weights that have been changed since they were loaded.
-        num_fused: weights of the files that no layer has by its own, for the host has fused them.
+        num_fused: weights of the files that no layer has by its own, because the host has fused
+            them: those of frozen experts, and of blocks that experts share.
     """
 
     path: str
@@ -112,10 +115,39 @@ class _Source:
                         yield candidate, layer
                     break
 
-    def weight_behind(self, key: str, weight: Tensor) -> FP8Weight | None:
-        """Return the codes that a weight was dequantized from; None if it is another by now."""
-        scale_key, block = self.scales[key]
-        return bytes_behind(weight, read_scale(self.files, scale_key, block, weight.shape), block)
+    def weights(self) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """Yield every weight, with the keys of its matrices in the checkpoint.
+
+        Experts have a matrix each and share a weight (E, R, C); one of a layer has one matrix.
+        """
+        for key, layer in self.layers():
+            yield (key,), layer.weight
+        modules = self.module.named_modules()
+        names = [full for name, module in modules for full in expert_weights(name, module)]
+        weights = {name: self.module.get_parameter(name) for name in names}
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        try:
+            of_weights = stored_parts(self.module, shapes, names)
+        except ValueError:  # nobody knows how they were fused
+            return
+        for name, parts in of_weights.items():
+            if all(part.name in self.scales for part in parts):
+                yield tuple(part.name for part in parts), weights[name]
+
+    def weight_behind(self, keys: tuple[str, ...], weight: Tensor) -> FP8Weight | None:
+        """Return the codes that a weight was dequantized from, as one matrix; None if it is another
+        by now, or if its matrices do not consist of whole blocks.
+        """
+        shapes = [self.files.stored[key].shape for key in keys]
+        blocks = {self.scales[key][1] for key in keys}
+        block = blocks.pop()
+        if blocks or (len(keys) > 1 and any(rows % block[0] for rows, _ in shapes)):
+            return None
+        scales = [
+            read_scale(self.files, self.scales[key][0], block, shape)
+            for key, shape in zip(keys, shapes, strict=True)
+        ]
+        return bytes_behind(weight.reshape(-1, weight.shape[-1]), torch.cat(scales), block)
 
 
 def take_over(
@@ -140,6 +172,7 @@ def take_over(
     Returns:
         Lines that say what was done and what was not; none for other models, and the second time.
     """
+    saved = save_dequantized(model)  # before `stored_parts` asks how the model is saved
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     spec = frozen_recipe(config, device)[0].weight
@@ -158,7 +191,7 @@ def take_over(
             "tensor parallelism), the bits below are not kept"
             for name, path in sorted(formats)
         ]
-    return [*lines, SAVED_DEQUANTIZED] if save_dequantized(model) else lines
+    return [*lines, SAVED_DEQUANTIZED] if saved else lines
 
 
 @torch.no_grad()
@@ -186,24 +219,26 @@ def adopt_checkpoints(
     if config.large_residual_bits is None:
         return []
     reports = []
-    seen: set[nn.Module] = set()
+    seen: set[Tensor] = set()
     for source in _sources(model):
         exact = frozen = changed = 0
-        found_keys = set()
-        for key, layer in source.layers():
-            found_keys.add(key)
-            weight = layer.weight
-            if layer in seen:
+        found_keys: set[str] = set()
+        for keys, weight in source.weights():
+            is_trained = trained and weight.requires_grad
+            if weight.ndim == 3 and not is_trained:  # frozen experts have scales of their own
                 continue
-            seen.add(layer)
+            found_keys.update(keys)
+            if weight in seen:
+                continue
+            seen.add(weight)
             if type(weight) is not nn.Parameter:  # sharded, say
                 continue
             if weight.dtype != torch.bfloat16 or known_residual(weight) is not None:
                 continue
-            stored = source.weight_behind(key, weight.detach())
+            stored = source.weight_behind(keys, weight.detach())
             if stored is None:
                 changed += 1
-            elif trained and weight.requires_grad:
+            elif is_trained:
                 split_parts(weight, stored.parts(), config.residual_bits)
                 exact += 1
             elif stored.has_frozen_blocks():

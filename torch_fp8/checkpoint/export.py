@@ -9,13 +9,11 @@ import copy
 import json
 import os
 import shutil
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,7 +49,9 @@ class ExportReport:
         fp8: names of the layers whose weights are in FP8.
         kept: (name, reason) of layers that run in FP8 and are written in BF16, with the values that
             training multiplied by.
-        ignored: names of the linear layers that are not in FP8, those of `kept` too.
+        recast: names of the modules of experts that are written in other blocks than those of
+            training, cast anew.
+        ignored: names of the linear layers and routers that are not in FP8, those of `kept` too.
         num_elements: the elements of the weights in FP8.
         num_bytes: the bytes of these weights and their scales in the files.
     """
@@ -61,6 +61,7 @@ class ExportReport:
     recipe: str
     fp8: tuple[str, ...]
     kept: tuple[tuple[str, str], ...]
+    recast: tuple[str, ...]
     ignored: tuple[str, ...]
     num_elements: int
     num_bytes: int
@@ -77,6 +78,8 @@ class ExportReport:
         )
         if self.kept:
             text += f"; {len(self.kept)} that run in FP8 are written in BF16: {_reasons(self.kept)}"
+        if self.recast:
+            text += f"; {len(self.recast)} of them are experts, cast anew in blocks of 128 x 128"
         return text
 
 
@@ -195,6 +198,7 @@ class PreparedExport:
             plan.format.recipe,
             tuple(plan.fp8),
             tuple(plan.kept),
+            tuple(plan.recast),
             tuple(plan.ignored),
             plan.num_fp8_elements,
             plan.num_fp8_bytes,
@@ -226,7 +230,6 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
     smooth = None if adapted else SmoothFold(root)
     modules = fold.walk if adapted else walk
     plan = plan_export(root, format, modules, adapted=fold if adapted else None, smooth=smooth)
-    refuse_other_names(root, plan)
     return PreparedExport(root, plan)
 
 
@@ -255,31 +258,6 @@ def unwrapped(model: nn.Module) -> Any:
     return root
 
 
-def refuse_other_names(model: Any, plan: ExportPlan) -> None:
-    """Refuse a model whose checkpoints have other names or shapes than its parameters.
-
-    Raises:
-        ValueError: transformers converts its weights when it saves them, with the first name.
-    """
-    loading = sys.modules.get("transformers.core_model_loading")
-    revert = getattr(loading, "revert_weight_conversion", None)
-    if revert is None:  # transformers 4, or a model of another library
-        return
-    names = [
-        tensor.name
-        for group in plan.groups
-        for tensor in group.tensors
-        if not tensor.name.endswith(("_scale", "_scale_inv"))
-    ]
-    stored = revert(model, {name: torch.empty(1, device="meta") for name in names})
-    other = [name for name in names if name not in stored]
-    if other:
-        raise ValueError(
-            f"'{other[0]}' has another name in checkpoints, and transformers converts "
-            f"{len(other)} tensors when it saves them, which this export does not"
-        )
-
-
 def copy_tokenizer(source: Path | None, folder: Path) -> None:
     """Copy the tokenizer's files, and the code of a model that brings its own, if there are any."""
     if source is None:
@@ -291,11 +269,18 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
 
 
 def warn_kept(report: ExportReport) -> None:
-    """Warn of layers that run in FP8 and are written in BF16."""
+    """Warn of layers that run in FP8 and are written in BF16, and of experts with other values."""
     if report.kept:
         warnings.warn(
             f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "
             f"{_reasons(report.kept)}",
+            stacklevel=3,
+        )
+    if report.recast:
+        warnings.warn(
+            f"experts are trained with a scale a row and written in blocks of 128 x 128, so that "
+            f"engines multiply by other FP8 values than training ('{report.recast[0]}' for one); "
+            "recipe='rowwise' with format='compressed-tensors' writes the values of training",
             stacklevel=3,
         )
 

@@ -9,6 +9,7 @@ saves whole weights, float32, of which training multiplied by the upper part, BF
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch_fp8.checkpoint.export import (
     ExportReport,
     PreparedExport,
     copy_tokenizer,
-    refuse_other_names,
     warn_kept,
     write_quantization,
 )
@@ -28,12 +28,14 @@ from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
 from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
 from torch_fp8.checkpoint.safetensors_files import DTYPES, SafetensorsFiles
 from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.checkpoint.stored_names import stored_parts
 from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import frozen_payload
 from torch_fp8.conversion.scaling_state import load_scaling_state_dict
 from torch_fp8.nn.delayed_scaling import BUFFERS
+from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.state import MIN_NUMEL
 from torch_fp8.quantization.split_float import split
@@ -98,7 +100,6 @@ def export_checkpoint(
         own = [key for key in history if key.startswith(first)]
         _load_history(model, {key.removeprefix(first): history[key] for key in own})
     plan = plan_export(model, format, source=tensors)
-    refuse_other_names(model, plan)
     with whole_folder(path) as folder:
         write_safetensors(folder, plan.groups, most)
         for name in ("config.json", "generation_config.json"):
@@ -123,7 +124,7 @@ class _Tensors(ModelTensors):
         if format is not None:
             suffixes = ("activation_scale", "input_scale")
             self._companions |= {key for key in files if key.endswith(suffixes)}
-        self._places: dict[str, str] = {}
+        self._places: dict[str, list[str]] = {}
 
     def connect(self, model: nn.Module) -> None:
         """Find the tensors of a model, tied ones under whichever name is stored.
@@ -132,21 +133,37 @@ class _Tensors(ModelTensors):
             ValueError: names or shapes differ.
         """
         homes = homes_of(model)
-        check_keys(model, self._files, homes, self._companions)
-        stored = {id(homes[key]): key for key in self._files if key not in self._companions}
-        self._places = {name: stored[id(owners)] for name, owners in homes.items()}
+        shapes = {key: getattr(*owners[0]).shape for key, owners in homes.items()}
+        fused = [key for name, m in model.named_modules() for key in expert_weights(name, m)]
+        parts = stored_parts(model, shapes, fused)
+        owners_of = {}
+        for key, of_key in parts.items():
+            for part in of_key:
+                matrix = SimpleNamespace(weight=part.of(torch.empty(shapes[key], device="meta")))
+                is_part = part.expert is not None
+                owners_of[part.name] = [(matrix, "weight")] if is_part else homes[key]
+        check_keys(model, self._files, owners_of, self._companions)
+        stored = {id(owners_of[key]): key for key in self._files if key not in self._companions}
+        self._places = {
+            key: [stored[id(owners_of[part.name])] for part in of_key]
+            for key, of_key in parts.items()
+        }
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
-        place = self._places[key]
+        place = self._places[key][0]
         return torch.bfloat16 if place in self._scales else DTYPES[self._files.stored[place].dtype]
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
-        place = self._places[key]
+        places = self._places[key]
+        values = [self._values(place, key, tensor, layer) for place in places]
+        return values[0] if len(values) == 1 else torch.cat(values).view(tensor.shape)
+
+    def _values(self, place: str, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         if place not in self._scales:
             value = self._files[place].to(self._device)
             is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
             if self._bits is not None and value.dtype == torch.float32 and is_matrix:
-                return split(value, self._bits)[0] if value.numel() >= MIN_NUMEL else value
+                return split(value, self._bits)[0] if tensor.numel() >= MIN_NUMEL else value
             return value
         read = read_weight(self._files, place, *self._scales[place]).to(self._device)
         if layer is None:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.checkpoint.export_experts import ExpertExport, with_routers
 from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.export_layers import held_layers
 from torch_fp8.checkpoint.export_refusals import (
+    check_finite,
     one_recipe,
     refuse_ambiguous,
-    refuse_experts,
     refuse_sharded,
     refuse_tied,
 )
@@ -28,9 +29,10 @@ from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import PLAIN, plain_dtype
 from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
+from torch_fp8.checkpoint.stored_names import StoredPart, stored_parts
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
-from torch_fp8.nn.layer_filter import is_linear
+from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
@@ -40,9 +42,7 @@ from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import stored
 
-_NAN_BITS = 0x7F
-
-Adapted = Callable[[nn.Module, Tensor], Tensor]
+Adapted = Callable[[nn.Module, Tensor, str], Tensor]
 
 
 class ModelTensors:
@@ -87,7 +87,8 @@ class ExportPlan:
         groups: the tensors, in the order of the model.
         fp8: names of the layers that are in FP8.
         kept: (name, reason) of layers that run in FP8 and are written in BF16.
-        ignored: names of the linear layers that are not in FP8.
+        recast: names of the modules of experts whose FP8 values are not those of training.
+        ignored: names of the linear layers and routers that are not in FP8.
         smooth: the factors that are folded into weights.
     """
 
@@ -95,6 +96,7 @@ class ExportPlan:
     groups: list[TensorGroup] = field(default_factory=list)
     fp8: list[str] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
+    recast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     num_fp8_elements: int = 0
     num_fp8_bytes: int = 0
@@ -104,7 +106,7 @@ class ExportPlan:
         return self.smooth is not None and layer in self.smooth
 
     def add_layer(
-        self, name: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str
+        self, name: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str, key: str
     ) -> None:
         """Add the weight of an FP8 layer.
 
@@ -113,18 +115,32 @@ class ExportPlan:
             layer: whose weight it is.
             get: returns the weight as it is stored.
             reason: why it is written in BF16; empty: in FP8.
+            key: name of the weight in the checkpoint.
         """
         if reason:
-            group = _in_bf16(f"{name}.weight", layer, get, reason, self._is_folded(layer))
+            group = _in_bf16(key, layer, get, reason, self._is_folded(layer))
             self.groups.append(group)
             self.kept.append((name, reason))
             return
         rows, cols = layer.out_features, layer.in_features
         make = partial(_in_fp8, name, layer, get, self.format, self.smooth)
-        group = TensorGroup(self.format.planned(name, rows, cols), make)
-        self.groups.append(group)
+        stored = self.format.planned(key.removesuffix(".weight"), rows, cols)
         self.fp8.append(name)
-        self.num_fp8_elements += rows * cols
+        self._add_fp8(TensorGroup(stored, make), rows * cols)
+
+    def add_experts(self, name: str, experts: ExpertExport) -> None:
+        """Add a module of experts, without its weights."""
+        if not experts.reason:
+            self.fp8.append(name)
+        elif experts.is_fp8:
+            self.kept.append((name, experts.reason))
+        if experts.recast:
+            self.recast.append(name)
+        self.ignored += experts.ignored
+
+    def _add_fp8(self, group: TensorGroup, num_elements: int) -> None:
+        self.groups.append(group)
+        self.num_fp8_elements += num_elements
         self.num_fp8_bytes += group.num_bytes
 
 
@@ -166,10 +182,14 @@ def plan_export(
     format = ExportFormat(name, one_recipe(layers, name))
     held = held_layers(model, layers, places, format)
     tied = _tied_patterns(places)
+    parts = model_parts(model, places)
     plan = ExportPlan(format, smooth=smooth)
     seen: dict[int, str] = {}
     for name, module in places:
-        refuse_experts(name, module)
+        own_parts = {key: parts[key] for key in expert_weights(name, module)}
+        experts = ExpertExport(name, module, own_parts, format) if own_parts else None
+        if experts is not None:
+            plan.add_experts(name, experts)
         reason = held.get(name, "not in FP8") if is_linear(module) else ""
         for key, tensor in own_tensors(name, module):
             refuse_sharded(key, tensor)
@@ -180,20 +200,29 @@ def plan_export(
             is_weight = key == f"{name}.weight"
             layer = layers.get(name) if is_weight else None
             get = partial(source.values, key, tensor, layer)
-            if layer is None:
+            if layer is not None:
+                get = partial(_folded, layer, get, adapted, smooth)
+                plan.add_layer(name, layer, get, reason, parts[key][0].name)
+            elif experts is not None and key in own_parts:
+                get = partial(_folded, module, get, adapted, None, key.rpartition(".")[2])
+                group = experts.group(key, tensor.shape, get)
+                if experts.reason:
+                    plan.groups.append(group)
+                else:
+                    plan._add_fp8(group, tensor.numel())
+            else:
                 if is_weight:
                     get = partial(_folded, module, get, adapted, None)
                 dtype = plain_dtype(model, key, tensor, source.dtype(key, tensor))
-                planned = PlannedTensor(key, dtype, tuple(tensor.shape))
+                planned = PlannedTensor(parts[key][0].name, dtype, tuple(tensor.shape))
                 if planned.dtype not in DTYPES.values():
                     raise ValueError(
                         f"'{key}' is {tensor.dtype}, which safetensors files do not hold"
                     )
                 plan.groups.append(_as_it_is(planned, get))
-            else:
-                plan.add_layer(name, layer, partial(_folded, layer, get, adapted, smooth), reason)
         if reason:
             plan.ignored.append(name)
+    plan.ignored = with_routers(plan.ignored, places, parts)
     if not plan.fp8:
         raise ValueError(
             f"format {format.name!r} can hold none of the model's FP8 layers: "
@@ -201,6 +230,15 @@ def plan_export(
         )
     refuse_ambiguous(plan.fp8, plan.ignored)
     return plan
+
+
+def model_parts(
+    model: nn.Module, places: list[tuple[str, nn.Module]]
+) -> dict[str, list[StoredPart]]:
+    """Return what checkpoints have of each tensor of a model, whose modules are `places`."""
+    tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
+    fused = {key for name, module in places for key in expert_weights(name, module)}
+    return stored_parts(model, tensors, fused)
 
 
 def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False) -> QuantizedTensor:
@@ -262,8 +300,7 @@ def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
         if isinstance(value, QuantizableTensor):  # of a paused layer
             value = value.dequantize()
         value = value.to(planned.dtype)
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise not_finite(planned.name)
+        check_finite(planned.name, value)
         return (value,)
 
     return TensorGroup((planned,), make)
@@ -308,10 +345,11 @@ def _folded(
     get: Callable[[], Tensor],
     adapted: Adapted | None,
     smooth: SmoothFold | None,
+    parameter: str = "weight",
 ) -> Tensor:
     weight = get()
     if adapted is not None:
-        weight = adapted(layer, weight)
+        weight = adapted(layer, weight, parameter)
     return weight if smooth is None else smooth.weight(layer, weight)
 
 
@@ -325,14 +363,5 @@ def checked_payload(
         ValueError: the weight is not finite, with its name, `key`.
     """
     payload = weight_payload(layer, weight, current=current)
-    nan = (payload.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS).any()
-    if bool(nan) or not bool(payload.scale.isfinite().all()):
-        raise not_finite(key)
+    check_finite(key, payload)
     return payload
-
-
-def not_finite(key: str) -> ValueError:
-    """Return the error of a tensor that holds an Inf or NaN."""
-    return ValueError(
-        f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"
-    )

@@ -1,13 +1,17 @@
 """What an export refuses: each error is a ValueError that names the layer and a way out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.nn.layer_filter import expert_weights
+from torch_fp8.checkpoint.stored_names import StoredPart
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.ops.quantize import QuantizedTensor
+
+_NAN_BITS = 0x7F
 
 
 def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
@@ -33,13 +37,15 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
     return next(iter(first))
 
 
-def refuse_experts(name: str, module: nn.Module) -> None:
-    """Refuse fused experts."""
-    for full in expert_weights(name, module):
-        raise ValueError(
-            f"'{full}' holds fused experts, which the engines read expert by expert and this "
-            f"export does not split; save the model with save_pretrained"
-        )
+def refuse_unsplit(name: str, parts: Mapping[str, Sequence[StoredPart]]) -> None:
+    """Refuse experts whose weights no checkpoint has one by one."""
+    for key, of_key in parts.items():
+        if any(part.expert is None for part in of_key):
+            raise ValueError(
+                f"'{key}' holds the experts of '{name}' in one tensor, in checkpoints too, and "
+                "engines read such experts in 16 bits or in formats of their own; save the model "
+                "with save_pretrained"
+            )
 
 
 def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
@@ -72,3 +78,16 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
                     f"'{plain}' is not in FP8 and '{name}' is; engines would take the second for "
                     f"the first. Convert the model with {name!r} among skip"
                 )
+
+
+def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
+    """Refuse values that hold an Inf or NaN, with the name of their tensor."""
+    if isinstance(values, Tensor):
+        is_finite = not values.is_floating_point() or bool(values.isfinite().all())
+    else:
+        is_nan = values.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS
+        is_finite = not bool(is_nan.any()) and bool(values.scale.isfinite().all())
+    if not is_finite:
+        raise ValueError(
+            f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"
+        )

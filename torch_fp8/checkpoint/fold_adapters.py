@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.tensor.base import QuantizableTensor
 
 ADAPTERS = ("merge", "apart")
@@ -77,7 +77,7 @@ class AdapterFold:
 
     def __init__(self, model: nn.Module, merge: bool) -> None:
         self._merge = merge
-        self._owners: dict[int, tuple[str, Any]] = {}
+        self._owners: dict[tuple[int, str], tuple[str, Any]] = {}
         for name, module in model.named_modules():
             if "base_layer" not in module._modules:
                 continue
@@ -93,7 +93,8 @@ class AdapterFold:
                     "added to the weight; call merge_and_unload() and export the model that it "
                     "returns"
                 )
-            self._owners[id(module.base_layer)] = name, module
+            parameter = getattr(module, "parameter_name", "weight")
+            self._owners[id(_innermost(module)), parameter] = name, module
         if merge and any(map(is_adapted, model.modules())):
             self._refuse_tied(model)
 
@@ -121,7 +122,7 @@ class AdapterFold:
     def walk(self, model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yield every module under the name that it has without adapters."""
         if "base_layer" in model._modules:
-            model = model.base_layer
+            model = _innermost(model)
         elif "original_module" in model._modules:
             model = self._copy_or_original(model)
         yield unwrapped_name(prefix), model
@@ -138,7 +139,7 @@ class AdapterFold:
         return original
 
     @torch.no_grad()
-    def __call__(self, layer: nn.Module, weight: Tensor) -> Tensor:
+    def __call__(self, layer: nn.Module, weight: Tensor, parameter: str = "weight") -> Tensor:
         """Return the weight of a layer with its adapters; as it is stored, where it has none.
 
         Where it has some, in BF16 if the layer runs in FP8, else in the dtype that it has.
@@ -146,11 +147,12 @@ class AdapterFold:
         Args:
             layer: whose weight it is.
             weight: plain or frozen; stays as it is.
+            parameter: the name that the layer has for the weight.
         """
-        active = self._active(layer)
+        active = self._active(layer, parameter)
         if not active:
             return weight
-        name, module = self._owners[id(layer)]
+        name, module = self._owners[id(layer), parameter]
         plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
         folded = plain.detach().float()
         for adapter in active:
@@ -167,11 +169,11 @@ class AdapterFold:
                     "model that it returns"
                 )
             folded = folded + delta.float()
-        return folded.to(torch.bfloat16 if isinstance(layer, Float8Layer) else weight.dtype)
+        return folded.to(torch.bfloat16 if isinstance(layer, RunsFP8) else weight.dtype)
 
-    def _active(self, layer: nn.Module) -> list[str]:
-        """Return the adapters that are folded into a layer."""
-        owner = self._owners.get(id(layer)) if self._merge else None
+    def _active(self, layer: nn.Module, parameter: str = "weight") -> list[str]:
+        """Return the adapters that are folded into a weight of a layer."""
+        owner = self._owners.get((id(layer), parameter)) if self._merge else None
         if owner is None or owner[1].disable_adapters:
             return []
         module = owner[1]
@@ -181,3 +183,11 @@ class AdapterFold:
 def _has(module: Any, adapter: str) -> bool:
     """Return whether a layer of PEFT has this adapter, as its own merge asks."""
     return any(adapter in getattr(module, name) for name in module.adapter_layer_names)
+
+
+def _innermost(wrapper: Any) -> nn.Module:
+    """Return the layer within wrappers; experts have one around another for each weight."""
+    layer: nn.Module = wrapper
+    while "base_layer" in layer._modules:
+        layer = layer.get_submodule("base_layer")
+    return layer

@@ -5,6 +5,7 @@
 * ``nn.Linear`` as the library compressed-tensors changes it: codes, ``weight_scale`` and a
   ``quantization_scheme``; a hook of the model makes all weights BF16 in the first forward. Its
   scales have the model's dtype, so that those of the files, where they are at hand, are taken.
+* transformers' ``FP8Experts`` beside these (`torch_fp8.checkpoint.host_experts`).
 
 Their bytes are those of the file, so a frozen weight takes them over as they are, and a trained one
 becomes BF16 and the residual that waits for its optimizer. The layer is an ``nn.Linear`` then,
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.checkpoint.host_experts import take_over_experts
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
 from torch_fp8.optim.residual import split_parts
@@ -74,6 +76,7 @@ def take_over_layers(
         if given(config):
             return [f"{len(layers)} {_kind(layers[0][1])} stay as they are ({option})"]
     weights = [_weight_of(name, layer, scale_of) for name, layer in layers]
+    lines = take_over_experts(model, config, trained=trained, residuals=residuals)
     num_layers, kind = len(layers), _kind(layers[0][1])
     num_trained = num_anew = 0
     while layers:  # each is let go before the next one
@@ -106,7 +109,7 @@ def take_over_layers(
         "hold the same bytes": num_layers - num_trained - num_anew,
         f"are quantized anew, {spec.granularity}": num_anew,
     }
-    return [line + "; ".join(f"{count} {what}" for what, count in parts.items() if count)]
+    return [line + "; ".join(f"{count} {what}" for what, count in parts.items() if count), *lines]
 
 
 def _scale_name(module: nn.Module) -> str:

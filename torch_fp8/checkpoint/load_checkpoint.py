@@ -5,7 +5,7 @@ keeps of it, and is gone before the next one is read.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -248,7 +248,7 @@ def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 def check_keys(
     model: nn.Module,
     files: SafetensorsFiles,
-    homes: dict[str, list[tuple[nn.Module, str]]],
+    homes: Mapping[str, list[tuple[Any, str]]],
     companions: set[str],
 ) -> None:
     """Compare names and shapes of file and model.

@@ -1,9 +1,9 @@
 """`weights_for_engine`: the weights of a policy, one by one, as an inference engine takes them.
 
 A loop of reinforcement learning hands the weights to the engine that makes rollouts after each
-update. Names are those of a checkpoint. Adapters are folded into each weight as it is handed over,
-in a tensor that is gone when the next one is asked for; the base is read and never written, so that
-it is the same after any number of syncs.
+update. Names are those of a checkpoint, where each expert has matrices of its own. Adapters are
+folded into each weight as it is handed over, in a tensor that is gone when the next one is asked
+for; the base is read and never written, so that it is the same after any number of syncs.
 """
 
 from collections.abc import Iterator
@@ -11,15 +11,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export import refuse_other_names, unwrapped
+from torch_fp8.checkpoint.export import unwrapped
 from torch_fp8.checkpoint.export_plan import (
     ExportPlan,
     checked_payload,
-    not_finite,
+    model_parts,
     own_tensors,
     plan_export,
     walk,
 )
+from torch_fp8.checkpoint.export_refusals import check_finite
 from torch_fp8.checkpoint.fold_adapters import (
     ADAPTERS,
     AdapterFold,
@@ -28,7 +29,7 @@ from torch_fp8.checkpoint.fold_adapters import (
 )
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import plain_dtype
-from torch_fp8.nn.layer_filter import expert_weights
+from torch_fp8.checkpoint.stored_names import StoredPart
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.tensor.base import QuantizableTensor
@@ -57,8 +58,8 @@ def weights_for_engine(
         The iterator; the tensors of one layer exist at a time. Tied weights come once.
     Raises:
         ValueError: an engine or an adapter that is unknown; for the FP8 engines a layer that does
-            not run blockwise, or whose blocks the engine would cut elsewhere, with its name; fused
-            experts; a weight that is not finite, sharded or without values, when its turn comes.
+            not run blockwise, or whose blocks the engine would cut elsewhere, with its name; a
+            weight that is not finite, sharded or without values, when its turn comes.
         TypeError: `model` is none of transformers.
     """
     if engine not in ENGINES:
@@ -72,12 +73,6 @@ def weights_for_engine(
     fold = AdapterFold(root, merge=adapters == "merge")
     modules = fold.walk if is_adapted else walk
     if engine == "bf16":
-        for name, module in fold.walk(root):
-            for full in expert_weights(name, module):
-                raise ValueError(
-                    f"'{full}' has another name in checkpoints, where each expert has weights of "
-                    "its own, and engines know these names; save the model with save_pretrained"
-                )
         return _in_bf16(root, fold)
     for name, module in modules(root):
         if isinstance(module, Float8Layer) and module.fp8.recipe.name != "blockwise":
@@ -89,7 +84,6 @@ def weights_for_engine(
     smooth = None if is_adapted else SmoothFold(root)
     adapted = fold if is_adapted else None
     plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth, paused=True)
-    refuse_other_names(root, plan)
     if engine == "fine-grained":
         return _as_planned(plan)
     for name, reason in plan.kept:
@@ -108,15 +102,15 @@ def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _in_bf16(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, Tensor]]:
-    for key, _, value, dtype in _folded(root, fold):
-        yield key, _plain(key, value, dtype)
+    for _, _, value, dtype, parts in _folded(root, fold):
+        yield from _plain(value, dtype, parts)
 
 
 @torch.no_grad()
 def _in_values_of_fp8(
     root: nn.Module, fold: AdapterFold, smooth: SmoothFold | None, in_fp8: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    for key, module, value, dtype in _folded(root, fold):
+    for key, module, value, dtype, parts in _folded(root, fold):
         if isinstance(module, Float8Layer) and key.removesuffix(".weight") in in_fp8:
             value = value if smooth is None else smooth.weight(module, value)
             payload = checked_payload(key, module, value)
@@ -126,29 +120,36 @@ def _in_values_of_fp8(
                     f"'{key}' has scales that are no powers of two, those of the checkpoint that "
                     "it is from, so that BF16 does not hold its values; take engine='fine-grained'"
                 )
-            yield key, plain
+            yield parts[0].name, plain
         else:
-            yield key, _plain(key, value, dtype)
+            yield from _plain(value, dtype, parts)
 
 
 def _folded(
     root: nn.Module, fold: AdapterFold
-) -> Iterator[tuple[str, nn.Module, Tensor, torch.dtype]]:
-    """Yield each tensor once: its name, its module, its values and the dtype for an engine."""
+) -> Iterator[tuple[str, nn.Module, Tensor, torch.dtype, list[StoredPart]]]:
+    """Yield each tensor once: its name, its module, its values, the dtype for an engine, and what
+    checkpoints have of it.
+    """
+    places = list(fold.walk(root))
+    parts = model_parts(root, places)
     seen: set[int] = set()
-    for name, module in fold.walk(root):
+    for name, module in places:
         for key, tensor in own_tensors(name, module):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            value = fold(module, tensor) if key == f"{name}.weight" else tensor
-            yield key, module, value, plain_dtype(root, key, tensor, tensor.dtype)
+            own = key.rpartition(".")[2]
+            value = fold(module, tensor, own)
+            yield key, module, value, plain_dtype(root, key, tensor, tensor.dtype), parts[key]
 
 
-def _plain(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _plain(
+    value: Tensor, dtype: torch.dtype, parts: list[StoredPart]
+) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, QuantizableTensor):
         value = value.dequantize()
-    value = value.detach().to(dtype)
-    if value.is_floating_point() and not bool(value.isfinite().all()):
-        raise not_finite(key)
-    return value
+    for part in parts:
+        plain = part.of(value).detach().to(dtype)
+        check_finite(part.name, plain)
+        yield part.name, plain

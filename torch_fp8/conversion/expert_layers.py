@@ -18,7 +18,7 @@ UNKNOWN = "fused expert weights in a layout that is not known"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 _BATCHED = "Llama4TextExperts"
 _LEFT = "experts_implementation={!r} computes them"
-_ROUTERS = ("router", "gate", "classifier")
+ROUTER_NAMES = ("router", "gate", "classifier")
 ROUTER = "router of experts"
 
 
@@ -102,7 +102,7 @@ def routers(model: nn.Module) -> dict[nn.Module, str]:
             beside = (
                 layer
                 for key, sibling in parent.named_children()
-                if sibling is not child and key.rpartition(".")[2] in _ROUTERS
+                if sibling is not child and key.rpartition(".")[2] in ROUTER_NAMES
                 for layer in sibling.modules()
             )
             for layer in beside:

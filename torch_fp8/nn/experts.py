@@ -6,11 +6,13 @@ the module describe: ``gate_up_proj`` (E, 2I, H), or ``up_proj`` (E, I, H) witho
 interleaved, which the module's own ``_apply_gate`` knows. The module keeps its forward, which
 transformers dispatches (`torch_fp8.nn.experts_dispatch`), and its Parameters.
 
-What runs in FP8 are the six GEMMs (`torch_fp8.nn.grouped_linear_function`). The router, its
-biases, and whatever is computed from its logits stay as they are. The activation runs again in
-backward instead of keeping what lies between the GEMMs, and the router's weights are multiplied in
-before the second GEMM: what autograd keeps of a token is one payload of it, and for each of its
-experts what the first GEMM returns and the payload that the second takes.
+What runs in FP8 are the six GEMMs. The router, its biases, and whatever is computed from its logits
+stay as they are. A block with a gated activation that kernels know is one function
+(`torch_fp8.nn.expert_block`). All others, and those with adapters, have a function for each layer
+(`torch_fp8.nn.grouped_linear_function`): the activation runs again in backward instead of keeping
+what lies between the GEMMs, and the router's weights are multiplied in before the second GEMM. What
+autograd keeps of a token is one payload of it, and for each of its experts what the first GEMM
+returns and the payload that the second takes.
 
 Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidden, I expert width.
 """
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
+from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.expert_adapters import (
     Factors,
@@ -32,6 +35,8 @@ from torch_fp8.nn.expert_adapters import (
     weight_and_factors,
     whole_weights,
 )
+from torch_fp8.nn.expert_block import expert_block
+from torch_fp8.nn.expert_gate import gate_form
 from torch_fp8.nn.expert_storage import ExpertStorage
 from torch_fp8.nn.grouped_linear_function import (
     CombineFunction,
@@ -46,7 +51,7 @@ from torch_fp8.tensor.lazy_quantized import plain
 
 OWN = (
     *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
-    *("fp8_was_eager", "fp8_unmerged", "fp8_factors"),
+    *("fp8_was_eager", "fp8_unmerged", "fp8_factors", "fp8_gate"),
 )
 """What `Float8Experts.configure` leaves in a module."""
 
@@ -76,6 +81,8 @@ class Float8Experts(ExpertStorage):
     fp8_was_eager: bool
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
     """Adapters that are active in this forward, by the name of their weight."""
+    fp8_gate: GateForm | None = None
+    """The gated activation that kernels know; None: the module's own."""
 
     def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
         """Run in FP8 from now on.
@@ -87,6 +94,7 @@ class Float8Experts(ExpertStorage):
         """
         self.fp8_config, self.fp8_recipe = config, expert_recipe(config)
         self.fp8_name, self.fp8_emulate = name, emulate
+        self.fp8_gate = gate_form(self)
         experts_dispatch.add(self)
 
     @property
@@ -106,6 +114,8 @@ class Float8Experts(ExpertStorage):
             return None
         route = moe_route(top_k_index, self.num_experts)
         first, second = self.fp8_weight_names
+        if self._is_block():
+            return self._block(hidden_states, top_k_index, top_k_weights, route)
         rows = self._product(hidden_states, first, route, gather=True)
         score = F.pad(top_k_weights.reshape(-1), (0, 1))[route.slot][:, None]  # (R, 1)
         if self.has_post_expert_norm:
@@ -115,6 +125,32 @@ class Float8Experts(ExpertStorage):
             rows = self._product(self._activated(rows, score), second, route, score)
         output: Tensor = CombineFunction.apply(rows, route.token, route.row)
         return output.to(hidden_states.dtype)
+
+    def _is_block(self) -> bool:
+        """Return whether one function computes all: a gate that it knows, and no adapters."""
+        if self.fp8_gate is None or self.fp8_recipe.wgrad is None:
+            return False
+        is_adapted = "parametrizations" in self._modules or any((self.fp8_factors or {}).values())
+        return not is_adapted
+
+    def _block(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route
+    ) -> Tensor:
+        assert self.fp8_gate is not None
+        first, second = self.fp8_weight_names
+        biases = None
+        if self.has_bias:
+            biases = getattr(self, f"{first}_bias"), getattr(self, f"{second}_bias")
+        weights = getattr(self, first), getattr(self, second)
+        y = expert_block(
+            *(hidden_states, weights, biases, route, top_k_weights, top_k_index),
+            *(self._options(""), self.fp8_gate),
+        )
+        return y.to(hidden_states.dtype)
+
+    def _options(self, name: str) -> GroupedOptions:
+        shown = "" if torch.compiler.is_compiling() else f"{self.fp8_name}.{name}".rstrip(".")
+        return GroupedOptions(shown, self.fp8_recipe, self.is_transposed, self.fp8_emulate)
 
     def _product(
         self,
@@ -134,10 +170,8 @@ class Float8Experts(ExpertStorage):
         return (y + (bias if score is None else bias * score)).to(y.dtype)
 
     def _grouped(self, x: Tensor, name: str, offs: Tensor, route: Route | None) -> Tensor:
-        shown = "" if torch.compiler.is_compiling() else f"{self.fp8_name}.{name}"
-        options = GroupedOptions(shown, self.fp8_recipe, self.is_transposed, self.fp8_emulate)
         weight, adapters = weight_and_factors(self, name)
-        y = grouped_linear(x, weight, offs, route, options)
+        y = grouped_linear(x, weight, offs, route, self._options(name))
         if not adapters:
             return y
         rows = plain(x).to(y.dtype)

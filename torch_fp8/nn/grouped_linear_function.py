@@ -4,7 +4,7 @@
 Tokens are cast before they are gathered: once each, however many experts compute them. Saved for
 backward is that payload, 1 byte an element of (T, K), and the weight itself. All scales are powers
 of two, one for each row, so that wgrad takes the same payloads, transposed
-(`torch_fp8.ops.moe_route.transpose_groups`).
+(`torch_fp8.ops.moe_rows.transpose_groups`).
 
 Legend: T tokens, R rows of all experts, E experts, K in, N out.
 """
@@ -17,13 +17,8 @@ from torch import Tensor
 
 from torch_fp8.autograd.function import is_returned, once_differentiable
 from torch_fp8.nn.expert_storage import transposed_stacked
-from torch_fp8.ops.moe_route import (
-    Route,
-    combine_rows,
-    gather_rows,
-    spread_rows,
-    transpose_groups,
-)
+from torch_fp8.ops.moe_route import Route, spread_rows
+from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.ops.scaled_mm import cast
@@ -69,7 +64,7 @@ def grouped_linear(
     return y
 
 
-def _cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
+def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
     """Return a weight (E, R, C), or with `flip` its transpose (E, C, R), with a scale a row."""
     spec = options.recipe.weight
     if isinstance(weight, Float8FrozenWeight):
@@ -106,7 +101,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         assert payload is not None
         y = scaled_grouped_matmul(
             payload if token is None else gather_rows(payload, token),
-            _cast_weight(weight, options, flip=options.transposed),
+            cast_weight(weight, options, flip=options.transposed),
             offs,
             "rows",
             out_dtype,
@@ -136,8 +131,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
         input_dtype, weight_dtype, own_dtype = ctx.dtypes
-        if wants_wgrad and weight_dtype != own_dtype and is_returned(ctx, 1):
-            weight_dtype = own_dtype
+        if wants_wgrad:
+            weight_dtype = weight_grad_dtype(ctx, 1, weight_dtype, own_dtype)
         grad_input = grad_weight = None
         g, _, _ = Quantizer(recipe.grad_output)(
             grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
@@ -146,7 +141,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             assert g is not None
             grad_input = scaled_grouped_matmul(
                 g,
-                _cast_weight(saved["weight"], options, flip=not options.transposed),
+                cast_weight(saved["weight"], options, flip=not options.transposed),
                 offs,
                 "rows",
                 input_dtype,
@@ -157,7 +152,10 @@ class GroupedLinearFunction(torch.autograd.Function):
                 grad_input = combine_rows(grad_input, saved["row"])
         if fp8_wgrad:
             assert g is not None
-            grad_weight = _wgrad(saved, g, weight_dtype, options)
+            x8 = QuantizedTensor(saved["x"], saved["x_scale"], g.granularity)
+            x_t = transpose_groups(x8, offs, saved.get("token"))
+            g_t = transpose_groups(g, offs)
+            grad_weight = weight_gradient(x_t, g_t, offs, weight_dtype, options)
         elif wants_wgrad:
             x, dense = saved["x"], plain(grad_output)
             x = x if "token" not in saved else spread_rows(x, saved["token"])
@@ -167,20 +165,38 @@ class GroupedLinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, None, None, None, None, None, None
 
 
-def _wgrad(
-    saved: dict[str, Tensor], g: QuantizedTensor, dtype: torch.dtype, options: GroupedOptions
+def weight_grad_dtype(ctx: Any, i: int, dtype: torch.dtype, own_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a weight's gradient in this backward.
+
+    Args:
+        ctx: context of the function.
+        i: place of the weight among its arguments.
+        dtype: dtype in which gradients are accumulated.
+        own_dtype: dtype of the weight, which ``autograd.grad`` returns.
+    """
+    return own_dtype if dtype != own_dtype and is_returned(ctx, i) else dtype
+
+
+def weight_gradient(
+    x_t: QuantizedTensor,
+    g_t: QuantizedTensor,
+    offs: Tensor,
+    dtype: torch.dtype,
+    options: GroupedOptions,
 ) -> Tensor:
-    """Return the gradient of the weight, as the weight is stored."""
+    """Return the gradient of a weight, as it is stored, from transposed payloads.
+
+    Args:
+        x_t: (K, R) with a scale (E, K).
+        g_t: (N, R) with a scale (E, N).
+        offs: ends of the groups.
+        dtype: result's dtype.
+        options: see `GroupedOptions`.
+    """
     assert options.recipe.wgrad is not None
-    x = QuantizedTensor(saved["x"], saved["x_scale"], g.granularity)
-    if "token" in saved:
-        x = gather_rows(x, saved["token"])
-    x_t, g_t = transpose_groups(x, saved["offs"]), transpose_groups(g, saved["offs"])
-    a, b = (x_t, g_t) if options.transposed else (g_t, x_t)
     return scaled_grouped_matmul(
-        a,
-        b,
-        saved["offs"],
+        *((x_t, g_t) if options.transposed else (g_t, x_t)),
+        offs,
         "sums",
         dtype,
         fast_accum=options.recipe.wgrad.fast_accum,

@@ -1,4 +1,4 @@
-"""The way of tokens to their experts and back: `moe_route`, `gather_rows`, `combine_rows`.
+"""The way of tokens to their experts and back, as an order of rows: `moe_route`.
 
 The rows of each expert are padded to a multiple of 16 in the map itself, so that one order of rows
 serves every GEMM of a block, and no group is empty. A row of padding is zeros. How many rows there
@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating
-from torch_fp8.quantization.formats import GEMM_ALIGNMENT, format_of
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.payload_shape import multiple_of_16
-from torch_fp8.quantization.scaling import scale_from_amax
 
 
 class Route(NamedTuple):
@@ -70,50 +68,6 @@ def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(offs, rows, right=True)
 
 
-def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
-    """Return the payload and scales of the tokens of rows, zeros for rows of padding.
-
-    Args:
-        x: (T, K) with a scale (T, 1) for each token.
-        token: see `Route`.
-    """
-    codes = F.pad(x.qdata.view(torch.uint8), (0, 0, 0, 1))[token]
-    scale = F.pad(x.scale, (0, 0, 0, 1), value=1.0)[token]
-    return x._replace(qdata=codes.view(x.qdata.dtype), scale=scale)
-
-
 def spread_rows(x: Tensor, token: Tensor) -> Tensor:
     """Return the tokens (T, K) of rows (R, K), zeros for rows of padding."""
     return F.pad(x, (0, 0, 0, 1))[token]
-
-
-def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """Add up the rows (R, K) of each token in float32 and round once to their dtype, (T, K).
-
-    Args:
-        rows: (R, K).
-        row: see `Route`.
-    """
-    return rows[row].sum(1, dtype=torch.float32).to(rows.dtype)
-
-
-def transpose_groups(x: QuantizedTensor, offs: Tensor) -> QuantizedTensor:
-    """Transpose the rows of each group, without a cast of their values in high precision.
-
-    Scales are powers of two, so that a new one for each group and column shifts exponents, and
-    loses only what falls below the least number of the format.
-
-    Args:
-        x: (R, K) with a scale (R, 1).
-        offs: see `Route`.
-    Returns:
-        (K, R), with a scale (E, K) for each group.
-    """
-    format = format_of(x.qdata.dtype)
-    values = x.qdata.float() * x.scale
-    group = group_of_rows(offs, values.shape[0])[:, None].expand_as(values)
-    amax = values.new_zeros(offs.shape[0] + 1, values.shape[1])
-    amax = amax.scatter_reduce(0, group, values.abs(), "amax")
-    scale = scale_from_amax(amax, format, power_of_two=True)
-    codes = cast_saturating(values, scale.gather(0, group), format)
-    return x._replace(qdata=codes.t().contiguous(), scale=scale[:-1].contiguous())

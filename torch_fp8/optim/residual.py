@@ -88,15 +88,16 @@ def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
     nearest leaves half a unit of 8 + `bits` significant bits.
 
     Args:
-        parameter: (N, K) bfloat16, contiguous; its values are replaced.
-        parts: pairs of row slice and float32 values (rows, K), of all rows.
+        parameter: (N, K) bfloat16, contiguous, or stacked (E, N, K); its values are replaced.
+        parts: pairs of row slice and float32 values (rows, K), of all rows, E * N if stacked.
         bits: the residual bits of large weights, 8, 4 or 0; a small weight has 16.
     """
     bits = bits if is_large(parameter) else SMALL_RESIDUAL_BITS
     stored = zero_residual(parameter, bits) if bits else None
+    matrix = parameter.view(matrix_shape(parameter.shape))
     for rows, value in parts:
         high, residual = split(value, bits)
-        parameter[rows] = high
+        matrix[rows] = high
         if stored is not None:
             assert residual is not None
             stored[rows] = pack(residual, bits)

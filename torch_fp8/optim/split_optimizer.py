@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
@@ -26,6 +27,8 @@ from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.lent_weights import Lending, lent
 from torch_fp8.tensor.dtensor import local
 
+STEPS = "fp8_steps"
+"""The entry of parameter groups that has the step count in a checkpoint of sharded weights."""
 BUCKET_NUMEL = 1 << 25
 """The elements of which an optimizer of `torch.optim` has float32 copies at a time, or a weight."""
 _SEARCH_DEPTH = 4
@@ -49,7 +52,8 @@ class SplitOptimizer(ConvertedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.fp8_hooks_restored += attach_hooks(self)
-        self.fp8_steps += 1
+        # torch.distributed.checkpoint steps with a rate of 0 to see which states there are.
+        self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
         step, result = unhooked(self._fp8_base.step), None
         indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
         buckets = _buckets(list(indices)) if _is_torchs(step) else [set(indices)]
@@ -77,13 +81,18 @@ class SplitOptimizer(ConvertedOptimizer):
             "seed": self.fp8_config.seed,
             "steps": self.fp8_steps,
         }
+        sharded = any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"])
+        if sharded and self.fp8_steps:  # torch.distributed.checkpoint takes states and groups alone
+            for group in packed["param_groups"]:
+                group[STEPS] = self.fp8_steps
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of the user's optimizer."""
         options = state_dict.get(OPTIONS_KEY, {})
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OPTIONS_KEY})
-        self.fp8_steps = options.get("steps", self.fp8_steps)
+        counts = [group.pop(STEPS) for group in self.param_groups if STEPS in group]
+        self.fp8_steps = options.get("steps", max(counts, default=self.fp8_steps))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

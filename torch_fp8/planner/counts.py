@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.comm_counter import CommunicationCount
 from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.planner.experts import GroupedInBF16
 from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
 from torch_fp8.planner.layouts import blocks_of, period
 from torch_fp8.planner.memory_tracker import MemoryTracker
@@ -147,7 +148,8 @@ def _run(model: nn.Module, setup: Setup, role: str) -> None:
     tokens = torch.zeros((setup.micro_batch, setup.sequence), dtype=torch.long)
     labels = tokens[:, :1].float() if role in JUDGES else tokens
     model.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(role in TRAINED):
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with autocast, GroupedInBF16(), torch.set_grad_enabled(role in TRAINED):
         loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
     if role in TRAINED:
         loss.backward()

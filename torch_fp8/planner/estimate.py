@@ -13,6 +13,7 @@ card has measured them.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +27,7 @@ from torch_fp8.planner.cards import (
     SHARE_OF_LINK,
 )
 from torch_fp8.planner.counts import StepBytes
+from torch_fp8.planner.experts import ExpertWeight, expert_seconds, expert_weights_of
 from torch_fp8.planner.setup import BF16, TRAINED, Setup
 
 CAST_BYTES = {
@@ -45,8 +47,8 @@ class Seconds:
     """The seconds of a step by what they go to; those of the wire may be hidden by the others.
 
     Attributes:
-        gemms: the seconds of the linear layers' GEMMs.
-        casts: the seconds of casts to FP8.
+        gemms: the seconds of the GEMMs of linear layers and experts.
+        casts: the seconds of casts to FP8, and of gathers and transpositions for experts.
         others: attention, norms, activation functions, loss.
         optimizer: its step.
         wire: collectives that run beside the arithmetic.
@@ -65,14 +67,21 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Linears:
-    """The linear layers of a GPU's part of a model: (N, K, frozen) of those in FP8 and BF16."""
+    """The linear layers of a GPU's part of a model: (N, K, frozen) of those in FP8 and BF16, and
+    its experts.
+    """
 
     fp8: tuple[tuple[int, int, bool], ...]
     bf16: tuple[tuple[int, int, bool], ...]
+    experts: tuple[ExpertWeight, ...]
 
 
-def linears_of(model: nn.Module) -> Linears:
-    """Collect the shapes of a model's linear layers."""
+def linears_of(model: nn.Module, config: Any) -> Linears:
+    """Collect the shapes of a model's linear layers and experts.
+
+    Args:
+        config: its configuration of transformers.
+    """
     fp8: list[tuple[int, int, bool]] = []
     bf16: list[tuple[int, int, bool]] = []
     for module in model.modules():
@@ -80,7 +89,7 @@ def linears_of(model: nn.Module) -> Linears:
         if isinstance(module, (nn.Linear, Float8Layer)) and weight is not None:
             shape = (*weight.shape, not weight.requires_grad)
             (fp8 if isinstance(module, Float8Layer) else bf16).append(shape)
-    return Linears(tuple(fp8), tuple(bf16))
+    return Linears(tuple(fp8), tuple(bf16), expert_weights_of(model, config))
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
@@ -115,6 +124,11 @@ def seconds_of_step(
         gemms += setup.accumulate * _gemm_seconds(setup, shapes, level, trained=trained)
         if level != BF16:
             casts += setup.accumulate * _cast_seconds(setup, shapes, trained=trained)
+        for in_fp8 in (True, False):
+            experts = [weight for weight in shapes.experts if weight.in_fp8 == in_fp8]
+            of_gemms, moved = expert_seconds(setup, experts, in_fp8=in_fp8, trained=trained)
+            gemms += setup.accumulate * of_gemms
+            casts += setup.accumulate * moved
         others += setup.accumulate * _other_seconds(setup, trained=trained)
         if trained:
             optimizer += _optimizer_bytes(standing[role]) / _bandwidth(setup)

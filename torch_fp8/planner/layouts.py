@@ -60,7 +60,33 @@ def _sizes(
     return base | sizes | more
 
 
-PRESETS: dict[str, dict[str, Any]] = {
+_QWEN_3_MOE = {
+    **_QWEN_3,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+_DENSE: dict[str, dict[str, Any]] = {
     "gpt-7b": _sizes(_GPT, 32, 4096, 16384, 32),
     "gpt-13b": _sizes(_GPT, 40, 5120, 20480, 40),
     "gpt-175b": _sizes(_GPT, 96, 12288, 49152, 96),
@@ -75,9 +101,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b": _sizes(_QWEN_3, 40, 5120, 17408, 40),
     "qwen3-32b": _sizes(_QWEN_3, 64, 5120, 25600, 64),
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _sizes(_QWEN_3_MOE, 48, 2048, 6144, 32),
+    "gpt-oss-20b": _sizes(_GPT_OSS, 24, 2880, 2880, 64, num_local_experts=32),
+    "gpt-oss-120b": _sizes(_GPT_OSS, 36, 2880, 2880, 64, num_local_experts=128),
+    "mixtral-8x7b": _sizes(_MIXTRAL, 32, 4096, 14336, 32),
+}
+"""The presets that are mixtures of experts."""
+PRESETS = _DENSE | EXPERTS
 """Name -> keyword arguments of the configuration, with its ``model_type``."""
 FAMILIES = {
-    family: tuple(name for name in PRESETS if name.startswith(family))
+    family: tuple(name for name in _DENSE if name.startswith(family))
     for family in ("gpt", "llama", "qwen3")
 }
 """Presets of the same kind, the smallest first."""

@@ -10,9 +10,16 @@ from typing import Any
 from torch_fp8.conversion.memory import MemoryReport
 from torch_fp8.planner.counts import StepBytes, standing_bytes, step_bytes
 from torch_fp8.planner.estimate import Seconds, linears_of, seconds_of_step, wire_bytes
-from torch_fp8.planner.layouts import family_of
+from torch_fp8.planner.experts import (
+    LEAST_SPEEDUP,
+    SKIP,
+    expert_weights_of,
+    rows_per_expert,
+    speedup,
+)
+from torch_fp8.planner.layouts import family_of, period
 from torch_fp8.planner.models import make_model, stages
-from torch_fp8.planner.setup import BF16, LEVELS, TRAINED, Setup, make_setup
+from torch_fp8.planner.setup import BF16, DEFAULT_SKIP, LEVELS, TRAINED, Setup, make_setup
 from torch_fp8.quantization.suggestions import unknown_options
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
@@ -68,11 +75,13 @@ class Plan:
         setup: what was planned.
         levels: ``bf16-mixed``, ``O1``, ``O2``, ``O3`` -> what it needs.
         num_params: the parameters of all models of the run, on all GPUs of one replica.
+        experts: what is expected of experts, and whether they stay in BF16; empty: there are none.
     """
 
     setup: Setup
     levels: dict[str, LevelPlan]
     num_params: int
+    experts: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torch-fp8 plan --json`` prints them."""
@@ -88,6 +97,7 @@ class Plan:
             "card": dataclasses.asdict(self.setup.card),
             "setup": setup,
             "rates": "paper",
+            "experts": self.experts,
             "levels": levels,
         }
 
@@ -165,10 +175,34 @@ def plan_beside(
 def _plan(
     setup: Setup, levels: tuple[str, ...], counted: dict[tuple[str, str, int], StepBytes]
 ) -> Plan:
-    plans = {level: _plan_level(setup, level, counted) for level in levels}
+    experts, faster = _experts_of(setup)
+    planned = setup
+    if experts and faster < LEAST_SPEEDUP:
+        planned = dataclasses.replace(setup, skip=(SKIP,))
+        note = f"experts: {experts}, left in BF16: FP8 would be {faster:.2f}x as fast"
+    elif experts:
+        note = f"experts: {experts}, in FP8 {faster:.2f}x as fast as in BF16"
+    else:
+        note = ""
+    plans = {level: _plan_level(planned, level, counted) for level in levels}
+    if planned is not setup and not any(p.fits for p in plans.values() if p.config):
+        in_fp8 = {level: _plan_level(setup, level, {}) for level in levels}
+        if any(p.fits for p in in_fp8.values() if p.config):
+            plans, planned = in_fp8, setup
+            note = f"experts: {experts}, in FP8 for its bytes, {faster:.2f}x as fast as in BF16"
     roles = {role: make_model(setup, role, BF16) for role in setup.roles}
     num_params = sum(p.numel() for m in roles.values() for p in m.parameters()) * setup.tensor
-    return Plan(setup, plans, num_params)
+    return Plan(planned, plans, num_params, note)
+
+
+def _experts_of(setup: Setup) -> tuple[str, float]:
+    """Say how many rows experts compute; return it with the speed in FP8 over that in BF16."""
+    model = make_model(setup, "policy", "O1", layers=period(setup.config))
+    weights = [w for w in expert_weights_of(model, setup.config) if w.in_fp8]
+    if not weights:
+        return "", 1.0
+    rows, count = rows_per_expert(setup, weights[0]), weights[0].num_experts
+    return f"{rows:.0f} rows each of {count} experts", speedup(setup, weights, trained=True)
 
 
 def largest(
@@ -208,7 +242,8 @@ def _plan_level(
     peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
     layers = stages(setup)[0][1]
-    linears = {r: linears_of(make_model(setup, r, level, layers=layers)) for r in setup.roles}
+    models = {role: make_model(setup, role, level, layers=layers) for role in setup.roles}
+    linears = {role: linears_of(model, setup.config) for role, model in models.items()}
     trains = {role: _trained_elements(setup, role) for role in setup.roles}
     seconds = seconds_of_step(setup, level, linears, standing, steps, trains)
     wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
@@ -257,5 +292,7 @@ def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:
 
 
 def _config_text(setup: Setup, level: str) -> str:
-    named = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
+    named: dict[str, Any] = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
+    if setup.skip:
+        named["skip"] = [*DEFAULT_SKIP, *setup.skip]
     return json.dumps({"opt_level": level, **named})

@@ -19,6 +19,7 @@ ROLES = ("policy", "value", "reference", "reward")
 TRAINED = ("policy", "value")
 JUDGES = ("value", "reward")
 """The models with a head of one number."""
+DEFAULT_SKIP = FP8Config().skip
 _AUTO = "tensorwise"
 """The recipe that stands for ``auto``, which is measured on a card."""
 
@@ -44,6 +45,7 @@ class Setup:
         method: ``full``, ``lora`` or ``rlhf``.
         roles: the models that exist; of ``rlhf``.
         rank: the rank of LoRA's adapters.
+        skip: patterns of modules that stay in BF16 beside those of the default.
     """
 
     config: Any
@@ -64,6 +66,7 @@ class Setup:
     method: str
     roles: tuple[str, ...]
     rank: int
+    skip: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -77,7 +80,7 @@ class Setup:
 
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""
-        return FP8Config(recipe=self.recipe, opt_level=level)
+        return FP8Config(recipe=self.recipe, opt_level=level, skip=(*DEFAULT_SKIP, *self.skip))
 
 
 def make_setup(

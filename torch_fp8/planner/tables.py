@@ -91,6 +91,8 @@ def notes(plan: Plan) -> list[str]:
         "within a step. The total is the sum; the peak is what lives at one time.",
         "Seconds are paper: data sheet rates, no card has measured them.",
     ]
+    if plan.experts:
+        lines += ["", f"{plan.experts}."]
     name, why = advice(plan)
     if name:
         lines += ["", f"{name}: {why}.", f"To copy: TORCH_FP8_CONFIG='{plan.levels[name].config}'"]

@@ -123,8 +123,7 @@ class EncodedView(_Readable):
         inner: dict[str, Any], replay: Any, outer_size: Any, outer_stride: Any
     ) -> "EncodedView":
         base = inner["base"]
-        like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-        return EncodedView(base, replay, replay(like))
+        return EncodedView(base, replay, replay(_template(base)))
 
     def dequantize(self) -> Tensor:
         view: Tensor = self.replay(self.base.dequantize())
@@ -140,11 +139,19 @@ class EncodedView(_Readable):
 
         Writers of files compare addresses to find tensors that overlap.
         """
+        start = self._root().data_ptr()
+        return start and start + self.storage_offset() * self.element_size()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the copy whose address the base shows, if it has one."""
+        root = self._root()
+        return root.untyped_storage() if root.data_ptr() else super().untyped_storage()
+
+    def _root(self) -> "Encoded":
         base: Encoded | EncodedView = self
         while isinstance(base, EncodedView):
             base = base.base
-        start = base.data_ptr()
-        return start and start + self.storage_offset() * self.element_size()
+        return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = result = self.dequantize().clone()
@@ -253,6 +260,14 @@ def _is_view(func: Any) -> bool:
     return any(a is not None and not a.is_write for a in aliases)
 
 
+def _template(base: Tensor) -> Tensor:
+    """Return a meta tensor with the geometry of `base`, its place in the memory included."""
+    offset, stride = base.storage_offset(), base.stride()
+    steps = (step * (size - 1) for size, step in zip(base.shape, stride, strict=True) if size)
+    memory = torch.empty(offset + 1 + sum(steps), dtype=base.dtype, device="meta")
+    return memory.as_strided(base.shape, stride, offset)
+
+
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a view of any geometry that writes through; its template is on the meta device."""
     base = args[0]
@@ -260,7 +275,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def replay(x: Tensor) -> Any:
         return func(x, *args[1:], **kwargs)
 
-    views = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+    views = replay(_template(base))
     if isinstance(views, Tensor):
         return EncodedView(base, replay, views)
     return [EncodedView(base, lambda x, i=i: replay(x)[i], v) for i, v in enumerate(views)]

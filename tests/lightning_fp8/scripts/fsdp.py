@@ -82,7 +82,7 @@ class Regression(L.LightningModule):
     def configure_optimizers(self):
         trained = [p for p in self.parameters() if p.requires_grad]
         if self.kind == "sgd":
-            return torch.optim.SGD(trained, lr=1e-2)
+            return torch.optim.SGD(trained, lr=1e-2, momentum=0.9)  # Lightning needs states
         return torch.optim.AdamW(trained, lr=1e-2)
 
 
@@ -176,12 +176,24 @@ def manual():
 
 
 def sgd():
+    """Weights of any optimizer are split, and go on bit for bit from shards and from a file."""
     config = FP8Config()
     model = Regression(config, "sgd")
-    trainer(config).fit(model, data())
+    trainer(config, epochs=2).fit(model, data())
     assert model.split
     assert_stock(model)
-    return "float32"
+    uninterrupted = whole(model.parameters())
+    for sharded in (True, False):
+        path = [f"{tempfile.mkdtemp()}/last"]
+        dist.broadcast_object_list(path)
+        strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
+        first = trainer(config, strategy, callbacks=[SaveAtEnd(path[0])])
+        first.fit(Regression(config, "sgd"), data())
+        model = Regression(config, "sgd")
+        strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
+        trainer(config, strategy, epochs=2).fit(model, data(), ckpt_path=path[0])
+        assert all(map(torch.equal, whole(model.parameters()), uninterrupted)), sharded
+    return "bit for bit"
 
 
 def evaluate():

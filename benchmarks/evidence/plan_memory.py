@@ -1,66 +1,41 @@
 """Peak memory by model, GPUs and level: ``plan_memory.csv`` and the table of docs/choose.md.
 
-    python -m benchmarks.plan_memory            # runs/benchmarks/plan_memory.csv
-    python -m benchmarks.plan_memory --docs     # writes the committed rows into the page
+    python -m benchmarks.evidence.plan_memory            # runs/benchmarks/plan_memory.csv
+    python -m benchmarks.evidence.plan_memory --docs     # writes the committed rows into the page
 
 Counted on the meta device by `torch_fp8.planner`: FSDP2 over all GPUs, one sequence of 4,096 tokens
 on each, activation checkpointing, AdamW.
 """
 
 import argparse
-import json
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.rows import RESULTS, add_csv, read_rows, write_rows
+from torch_fp8.planner.layouts import EXPERTS
 from torch_fp8.planner.plan import plan
 from torch_fp8.planner.setup import LEVELS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "choose.md"
-MARK = "<!-- table: python -m benchmarks.plan_memory --docs -->"
+MARK = "<!-- table: python -m benchmarks.evidence.plan_memory --docs -->"
 FILE = "plan_memory.csv"
 COLUMNS = ("model", "billion_parameters", "gpus", "level", "peak_gib", "fits_80_gib")
-# Qwen3-30B-A3B, by its config.json on the Hugging Face hub.
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-MOE = "qwen3-30b-a3b"
 RUNS = (
     ("llama-3.2-1b", 1),
     ("llama-3.2-3b", 1),
     ("llama-3.1-8b", 1),
     ("llama-3.1-8b", 8),
     ("qwen3-14b", 8),
-    (MOE, 8),
     ("llama-3.1-70b", 64),
+    *((name, 8) for name in EXPERTS),
 )
-"""Presets of the planner, or `MOE`, and the number of GPUs."""
+"""Presets of the planner, and the number of GPUs."""
 
 
 def rows_of(model: str, gpus: int) -> list[dict[str, object]]:
     """Return one row for each level of a model on some H100s."""
-    with tempfile.TemporaryDirectory() as folder:
-        config: Any = model
-        if model == MOE:
-            config = Path(folder) / MOE
-            config.mkdir()
-            (config / "config.json").write_text(json.dumps(QWEN3_MOE))
-        planned = plan(config, gpus=gpus, card="h100", checkpointing=True, levels=LEVELS)
+    planned = plan(model, gpus=gpus, card="h100", checkpointing=True, levels=LEVELS)
     billion = round(planned.num_params / 1e9, 2)
     return [
         {

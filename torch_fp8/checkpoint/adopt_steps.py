@@ -1,0 +1,56 @@
+"""The step counts of optimizers whose weights are sharded, in folders of
+torch.distributed.checkpoint.
+
+The count of a `SplitOptimizer` keys the rounding of its weights, so a run that goes on needs it to
+round by the same random numbers. A folder has it in the optimizer's parameter groups, as
+``<optimizer>.param_groups.<i>.fp8_steps``. A load asks a folder only for what the optimizer has
+before its first step, and that is no count, so folders of stock optimizers load, too.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.optim import Optimizer
+
+from torch_fp8.optim.split_optimizer import STEPS, SplitOptimizer
+
+_KEY = re.compile(rf"(?:^|(?P<optimizer>.*)\.)param_groups\.\d+\.{STEPS}$")
+
+
+def adopt_steps(path: str | Path, optimizers: Iterable[Optimizer]) -> int:
+    """Give optimizers the step counts that a folder of shards has of them.
+
+    Args:
+        path: folder that torch.distributed.checkpoint has written, or a folder with such folders
+            in it, as Accelerate's; a file changes nothing.
+        optimizers: optimizers in the order in which they were saved; only those whose states stay
+            as they are have a count.
+    Returns:
+        Number of optimizers with a count.
+    """
+    counts = list(_counts(Path(path)).values())
+    split = [optimizer for optimizer in optimizers if isinstance(optimizer, SplitOptimizer)]
+    for optimizer, count in zip(split, counts, strict=False):
+        optimizer.fp8_steps = count
+    return min(len(counts), len(split))
+
+
+def _counts(path: Path) -> dict[tuple[str, str], int]:
+    """Return the count of each optimizer that a folder has, in the order of their names."""
+    parts = [path, *sorted(path.glob("*"))] if path.is_dir() else []
+    counts: dict[tuple[str, str], int] = {}
+    for part in parts:
+        if not (part / ".metadata").is_file():
+            continue
+        reader = dcp.FileSystemReader(part)
+        keys = sorted(reader.read_metadata().state_dict_metadata)
+        wanted = dict.fromkeys((key for key in keys if _KEY.search(key)), 0)
+        if wanted:
+            dcp.load(wanted, storage_reader=reader)
+        for key, count in wanted.items():
+            match = _KEY.search(key)
+            assert match is not None
+            counts[str(part), match["optimizer"] or ""] = count
+    return counts

@@ -1,0 +1,139 @@
+"""transformers' own ``FP8Experts``, which it makes of an FP8 checkpoint where there is a GPU.
+
+They hold E4M3 codes (E, R, C) and ``weight_scale_inv`` of blocks of 128 x 128. Each is replaced by
+the module that the model has without quantization, which is converted like any other. A trained
+weight continues from its exact value, as BF16 and the residual that waits for the optimizer. A
+frozen one is cast anew, with a scale for each row, because grouped GEMMs take no blocks.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.fp8_weight import FP8Weight
+from torch_fp8.optim.residual import split_parts
+
+_SCALES = "_scale_inv"
+
+
+def host_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of experts that transformers holds in FP8, by name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).__name__ == "FP8Experts"
+        and type(module).__module__.startswith("transformers.")
+        and all(w.dtype == torch.float8_e4m3fn for _, w, _ in _weights(module))
+        and not any(w.is_meta for _, w, _ in _weights(module))
+    ]
+
+
+@torch.no_grad()
+def take_over_experts(
+    model: nn.Module, config: FP8Config, *, trained: bool, residuals: bool
+) -> list[str]:
+    """Turn transformers' FP8 experts in `model` into those of the model without quantization.
+
+    Args:
+        model, config, trained, residuals: see
+            `torch_fp8.checkpoint.host_layers.take_over_layers`.
+    Returns:
+        A line that says what was done; none where there are no such experts.
+    Raises:
+        ValueError: scales of a weight are broken, with its name; nothing was changed then.
+    """
+    experts = host_experts(model)
+    for name, module in experts:
+        for key, weight, scale in _weights(module):
+            _block_of(f"{name}.{key}", weight, scale)
+    stocks: dict[str, nn.Module] = {}
+    exact = anew = 0
+    while experts:  # each is let go before the next one
+        name, module = experts.pop()
+        stock = _stock_module(model, name, stocks)
+        for key, weight, scale in _weights(module):
+            block = _block_of(name, weight, scale)
+            scale.requires_grad_(False)  # an optimizer may have it
+            codes = weight.detach().reshape(-1, weight.shape[2])
+            stored = FP8Weight(codes, scale.detach().float().reshape(-1, scale.shape[2]), block)
+            values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+            if trained and weight.requires_grad:
+                weight.data = values  # an optimizer may have this Parameter
+                bits = config.large_residual_bits if residuals else 0
+                split_parts(weight, stored.parts(), bits or 0)
+                stock._parameters[key] = weight
+                exact += 1
+            else:
+                matrix = values.view(codes.shape)
+                for rows, value in stored.parts():
+                    matrix[rows] = value
+                stock._parameters[key] = nn.Parameter(values, requires_grad=False)
+                anew += 1
+        stock.train(module.training)
+        model.set_submodule(name, stock)
+        del module, weight, scale, codes, stored
+    parts = {
+        "are trained, from their exact values": exact,
+        "are cast anew when they are frozen, with a scale a row": anew,
+    }
+    said = "; ".join(f"{count} {what}" for what, count in parts.items() if count)
+    return [f"FP8Experts of transformers became experts of the model: {said}"] if said else []
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fused weights of a module, their names and scales."""
+    for key, scale in list(module._parameters.items()):
+        if key.endswith(_SCALES) and scale is not None:
+            name = key.removesuffix(_SCALES)
+            yield name, module._parameters[name], scale
+
+
+def _block_of(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
+    """Return the rows and columns that share a scale."""
+    shape, grid = tuple(weight.shape), tuple(scale.shape)
+    whole = len(grid) == 3 and grid[0] == shape[0]
+    if not whole or any(n % g for n, g in zip(shape[1:], grid[1:], strict=True)):
+        raise ValueError(
+            f"'{name}{_SCALES}' has shape {grid}, which does not divide {shape} into blocks: the "
+            "checkpoint is bad"
+        )
+    if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
+        raise ValueError(
+            f"'{name}{_SCALES}' holds a scale that is not finite or not positive: the checkpoint "
+            "is bad"
+        )
+    return shape[1] // grid[1], shape[2] // grid[2]
+
+
+def _stock_module(model: nn.Module, name: str, stocks: dict[str, nn.Module]) -> nn.Module:
+    """Return the experts that a model has at a place without quantization, without memory.
+
+    Args:
+        model: model of transformers, perhaps within others.
+        name: place of the experts.
+        stocks: stock models by the place of the one that they stand for; new ones are added.
+    """
+    parts = name.split(".")
+    ends = (i for i in range(len(parts)) if _is_host_model(model, ".".join(parts[:i])))
+    end = next(ends)
+    place = ".".join(parts[:end])
+    root: Any = model.get_submodule(place)
+    if place not in stocks:
+        config = copy.deepcopy(root.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            stocks[place] = type(root)(config)
+    inner = ".".join(part for part in parts[end:] if part != "base_layer")
+    module: Any = stocks[place].get_submodule(inner)
+    module.config = model.get_submodule(name).config
+    return module
+
+
+def _is_host_model(model: nn.Module, name: str) -> bool:
+    # Of the class: a model of PEFT passes on the attributes of the one within it.
+    return isinstance(getattr(type(model.get_submodule(name)), "base_model_prefix", None), str)

@@ -1,0 +1,89 @@
+"""The names that a model's tensors have in its checkpoints, as transformers saves it.
+
+transformers may rename a tensor when it saves it (Mixtral's router), and it splits the fused
+weights of experts (E, R, C) into a matrix for each expert and projection. Its own conversion says
+how: here it converts numbers instead of values, a number for each row of a fused weight, and the
+numbers that come out tell which rows a stored matrix has.
+"""
+
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class StoredPart(NamedTuple):
+    """A tensor of a checkpoint, which is a tensor of the model or rows of one.
+
+    Attributes:
+        name: its name in the checkpoint.
+        expert: the expert whose matrix it is; None: it is the whole tensor.
+        begin, end: the rows of the expert's matrix in the fused weight.
+    """
+
+    name: str
+    expert: int | None = None
+    begin: int = 0
+    end: int = 0
+
+    def of(self, fused: Tensor) -> Tensor:
+        """Return the values of the part, from the tensor of the model."""
+        return fused if self.expert is None else fused[self.expert, self.begin : self.end]
+
+
+def stored_parts(
+    model: nn.Module, shapes: Mapping[str, torch.Size], fused: Collection[str]
+) -> dict[str, list[StoredPart]]:
+    """Return what checkpoints have of each tensor of a model, in the order of experts and rows.
+
+    Args:
+        model: model of transformers.
+        shapes: shapes of its tensors by name.
+        fused: names of the tensors that hold the weights of several experts.
+    Raises:
+        ValueError: transformers converts a tensor in another way when it saves it.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:  # transformers 4, or a model of another library
+        return {key: [StoredPart(key)] for key in shapes}
+    plain = [key for key in shapes if key not in fused]
+    numbers = {key: torch.tensor([i]) for i, key in enumerate(plain)}
+    parts: dict[str, list[StoredPart]] = {key: [] for key in shapes}
+    for name, converted in revert(model, dict(numbers)).items():
+        parts[plain[int(converted.flatten()[0])]].append(StoredPart(name))
+    for key in shapes:
+        if key in fused:
+            parts[key] = _of_fused(key, shapes[key], revert, model)
+        elif len(parts[key]) != 1:
+            raise _unknown(key)
+    return parts
+
+
+def _of_fused(key: str, shape: torch.Size, revert: Any, model: nn.Module) -> list[StoredPart]:
+    """Return the parts of a fused weight (E, R, C)."""
+    numbers = torch.arange(shape[:2].numel()).view(*shape[:2], 1)
+    parts = []
+    for name, converted in revert(model, {key: numbers}).items():
+        rows = converted.flatten()
+        expert, begin = divmod(int(rows[0]), shape[1])
+        whole = rows.numel() == numbers.numel()
+        part = StoredPart(name) if whole else StoredPart(name, expert, begin, begin + rows.numel())
+        if not torch.equal(part.of(numbers).flatten(), rows):
+            raise _unknown(key)
+        parts.append(part)
+    parts.sort(key=lambda part: (part.expert or 0, part.begin))
+    if not torch.equal(
+        torch.cat([part.of(numbers).flatten() for part in parts]), numbers.flatten()
+    ):
+        raise _unknown(key)
+    return parts
+
+
+def _unknown(key: str) -> ValueError:
+    return ValueError(
+        f"'{key}' has another name or shape in checkpoints: transformers converts it when it saves "
+        "it, in a way that this export does not know; save the model with save_pretrained"
+    )

@@ -1,0 +1,106 @@
+"""The gated activation of experts on CUDA: the twin of `torch_fp8.ops.expert_gate`.
+
+Bound by memory. Forward reads 4 bytes for each pair of gate and up in BF16, twice, the second time
+from a cache, and writes 1, and 2 for backward; backward reads 4 and writes 3.
+
+Legend: R rows of all experts, I expert width. Launch configurations are fixed.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.expert_gate_kernels import expert_gate_backward_kernel, expert_gate_kernel
+from torch_fp8.kernels.fused_launch import TYPES, saved_outputs
+from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.quantize import BLOCK, pointers
+
+ROWS, WARPS = 4, 4
+WIDE = 512
+"""Columns of a tile: 16 elements of each operand for each thread, half as many of float32, and half
+of these in backward, which holds more. Columns that are no multiple of 16 are moved one by one, in
+tiles of one group.
+"""
+REGISTERS = 128
+"""Left to itself, the assembler takes 96 for one variant and spills 8 bytes."""
+
+
+def _row_outputs(x: Tensor, cols: int) -> tuple[Tensor, Tensor]:
+    """Allocate an E4M3 payload (R, C) and its scales (R, 1)."""
+    rows = x.shape[0]
+    scale = x.new_empty((rows, 1), dtype=torch.float32)
+    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), scale
+
+
+def _block_cols(x: Tensor, cols: int) -> int:
+    return BLOCK if cols % 16 else WIDE >> (x.element_size() == 4)
+
+
+def expert_gate_quantize(
+    h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm, save: bool
+) -> tuple[Tensor | None, ...]:
+    """See `torch_fp8.ops.expert_gate.expert_gate_quantize`."""
+    rows, cols = h.shape[0], h.shape[1] // 2
+    payload, half = _row_outputs(h, cols), h[:, :cols]
+    saved = (*saved_outputs(half, save), *saved_outputs(half, save))
+    if rows:
+        with torch.cuda.device_of(h):
+            expert_gate_kernel[(cdiv(rows, ROWS),)](
+                h.contiguous(),
+                *pointers((None if bias is None else bias.contiguous(),), h),
+                score.contiguous(),
+                offs,
+                *pointers((*payload, *saved), h),
+                rows,
+                cols,
+                offs.shape[0],
+                form.alpha,
+                form.limit,
+                OUT=TYPES[h.dtype],
+                BIAS=bias is not None,
+                CLAMPED=form.clamped,
+                INTERLEAVED=form.interleaved,
+                SAVE=save,
+                BLOCK_R=ROWS,
+                BLOCK_C=_block_cols(h, cols),
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+                maxnreg=REGISTERS,
+            )
+    return (*payload, *saved)
+
+
+def expert_gate_backward(
+    grad: Tensor,
+    score: Tensor,
+    gate_q: Tensor,
+    gate_s: Tensor,
+    up_q: Tensor,
+    up_s: Tensor,
+    form: GateForm,
+) -> tuple[Tensor, ...]:
+    """See `torch_fp8.ops.expert_gate.expert_gate_backward`."""
+    rows, cols = grad.shape
+    results = (*_row_outputs(grad, cols), *_row_outputs(grad, 2 * cols))
+    dscore = grad.new_empty(rows, dtype=torch.float32)
+    if rows:
+        with torch.cuda.device_of(grad):
+            expert_gate_backward_kernel[(cdiv(rows, ROWS),)](
+                grad.contiguous(),
+                score.contiguous(),
+                *pointers((gate_q, gate_s, up_q, up_s, *results, dscore), grad),
+                gate_s.stride(1),
+                rows,
+                cols,
+                form.alpha,
+                form.limit,
+                OUT=TYPES[grad.dtype],
+                CLAMPED=form.clamped,
+                INTERLEAVED=form.interleaved,
+                BLOCK_R=ROWS,
+                BLOCK_C=max(_block_cols(grad, cols) // 2, BLOCK),
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+                maxnreg=REGISTERS,
+            )
+    return (*results, dscore)

@@ -1,0 +1,116 @@
+"""Rows of experts on CUDA: the twins of `torch_fp8.ops.moe_rows`, bit for bit.
+
+All are bound by memory. The transposition reads rows twice: their amaxes for each group and column
+are raised by atomic maxima of whole groups of 16 rows, whose order does not matter, so that one
+expert with most of the tokens takes as many programs as many experts with few.
+
+Legend: T tokens, k experts of a token, R rows, E experts, K columns. Launch configurations are
+fixed.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.fused_launch import amax_bits
+from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.moe_rows_kernels import (
+    combine_rows_kernel,
+    gather_rows_kernel,
+    group_amax_kernel,
+    group_scale_kernel,
+    transpose_groups_kernel,
+)
+
+GATHER_ROWS, GATHER_COLS = 16, 512
+"""16 bytes for each of 512 accesses: four for each thread of four warps."""
+TILE, TILE_WARPS = 128, 16
+"""Rows and columns of a transposed tile: 128 contiguous bytes in both directions."""
+ODD_TILE, ODD_WARPS = 64, 8
+"""The same where columns are no multiple of 16, and bytes are moved one by one."""
+ODD_GATHER_COLS = 128
+COMBINE_TOKENS, COMBINE_COLS = 4, 256
+SCALES = 1024
+WARPS = 4
+GROUP_ALIGNMENT = 16
+
+
+def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """See `torch_fp8.ops.moe_rows.gather_payload`."""
+    (tokens, cols), rows = qdata.shape, token.shape[0]
+    codes = qdata.new_empty((rows, cols))
+    scales = scale.new_empty((rows, 1))
+    block = GATHER_COLS if cols % 16 == 0 else ODD_GATHER_COLS
+    if rows:
+        with torch.cuda.device_of(qdata):
+            gather_rows_kernel[(cdiv(rows, GATHER_ROWS), max(cdiv(cols, block), 1))](
+                qdata.contiguous().view(torch.uint8),
+                scale.contiguous(),
+                token,
+                codes.view(torch.uint8),
+                scales,
+                tokens,
+                rows,
+                cols,
+                BLOCK_R=GATHER_ROWS,
+                BLOCK_C=block,
+                num_warps=WARPS,
+            )
+    return codes, scales
+
+
+def transpose_payload(
+    qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `torch_fp8.ops.moe_rows.transpose_payload`; groups end at multiples of 16 rows."""
+    (tokens, cols), groups = qdata.shape, offs.shape[0]
+    rows = tokens if token is None else token.shape[0]
+    out = qdata.new_empty((cols, rows))  # x^T: contiguous along rows
+    scales = scale.new_empty((groups, cols))
+    if not cols:
+        return out, scales
+    bits = amax_bits(qdata, groups, cols)
+    operands = qdata.contiguous().view(torch.uint8), scale.contiguous(), offs
+    operands = (*operands, offs if token is None else token)
+    tile, warps = (TILE, TILE_WARPS) if cols % 16 == 0 else (ODD_TILE, ODD_WARPS)
+    grid = (cdiv(rows, tile) * cdiv(cols, tile),)
+    flags = {"GATHER": token is not None, "BLOCK_R": tile, "BLOCK_C": tile, "num_warps": warps}
+    with torch.cuda.device_of(qdata):
+        if rows:
+            group_amax_kernel[grid](*operands, bits, tokens, rows, cols, groups, **flags)
+        if groups:
+            group_scale_kernel[(cdiv(groups * cols, SCALES),)](
+                bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS
+            )
+        if rows:
+            transpose_groups_kernel[grid](
+                *operands,
+                scales,
+                out.view(torch.uint8),
+                tokens,
+                rows,
+                cols,
+                groups,
+                **flags,
+                PAD=GROUP_ALIGNMENT if rows % GROUP_ALIGNMENT == 0 else 1,
+            )
+    return out, scales
+
+
+def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
+    """See `torch_fp8.ops.moe_rows.combine_rows`."""
+    (tokens, top_k), cols = row.shape, rows.shape[1]
+    out = rows.new_empty((tokens, cols))
+    if out.numel():
+        with torch.cuda.device_of(rows):
+            combine_rows_kernel[(cdiv(tokens, COMBINE_TOKENS), cdiv(cols, COMBINE_COLS))](
+                rows.contiguous(),
+                row.contiguous(),
+                out,
+                tokens,
+                cols,
+                TOP_K=top_k,
+                BLOCK_T=COMBINE_TOKENS,
+                BLOCK_C=COMBINE_COLS,
+                num_warps=WARPS,
+            )
+    return out

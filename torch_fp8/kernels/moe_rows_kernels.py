@@ -1,0 +1,174 @@
+"""These kernels of rows of experts are launched by `torch_fp8.kernels.moe_rows`.
+
+Legend: T tokens, k experts of a token, R rows, E groups, K columns. Groups of rows end at multiples
+of 16, so that 16 rows of a tile have one scale for each column.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
+from torch_fp8.kernels.quick_launch import quick
+from torch_fp8.kernels.tiles import positions, store_col, tile_at
+
+SAME = tl.constexpr(16)
+"""Rows that belong to one group together."""
+
+
+@triton.jit
+def group_of(offs_ptr, r, groups):
+    """Return how many groups end at or before each of the rows r: its group, or `groups`.
+
+    offs_ptr: ends of at most 1,023 groups, ascending.
+    """
+    before = tl.zeros_like(r).to(tl.int32)
+    for i in tl.static_range(10):  # of 1,023 ends, the most that a grouped GEMM takes
+        further = before + (512 >> i)
+        end = tl.load(offs_ptr + further - 1, mask=further <= groups, other=0x7FFFFFFF)
+        before = tl.where(end <= r, further, before)
+    return before
+
+
+@triton.jit
+def _load_values(operands, tokens, tile, rows, cols, GATHER: tl.constexpr):
+    """Load a tile of rows as float32, zeros outside, and for tokens that are none.
+
+    operands: pointers to codes (T, K), their scales (T,), and the tokens of rows (R,).
+    """
+    x_ptr, scale_ptr, token_ptr = operands
+    _, _, r, c, mask = tile
+    exists = r < rows
+    if GATHER:
+        r = tl.load(token_ptr + r, mask=exists, other=0)
+        exists &= r < tokens
+        mask &= exists[:, None]
+    q = tl.load(x_ptr + r[:, None] * cols + c[None, :], mask=mask, other=0)
+    scale = tl.load(scale_ptr + r, mask=exists, other=1.0)
+    return q.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _groups_of(offs_ptr, tile_r, groups, BLOCK_R: tl.constexpr):
+    """Return the groups (BLOCK_R / 16,) of a tile's rows, each of 16."""
+    first = (tile_r * BLOCK_R + tl.arange(0, BLOCK_R // SAME) * SAME).to(tl.int32)
+    return group_of(offs_ptr, first, groups).to(tl.int64)
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens", "rows", "groups"])
+def group_amax_kernel(
+    x_ptr,
+    scale_ptr,
+    offs_ptr,
+    token_ptr,
+    amax_ptr,
+    tokens,
+    rows,
+    cols,
+    groups,
+    GATHER: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Raise the amaxes (E, K) of groups and columns to those of one tile of rows."""
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    tile_r, _, _, c, _ = tile
+    x = _load_values((x_ptr, scale_ptr, token_ptr), tokens, tile, rows, cols, GATHER)
+    parts = tl.reshape(abs_bits(x), (BLOCK_R // SAME, SAME, BLOCK_C))
+    group = _groups_of(offs_ptr, tile_r, groups, BLOCK_R)
+    mask = (group[:, None] < groups) & (c[None, :] < cols)
+    places = amax_ptr + group[:, None] * cols + c[None, :]
+    tl.atomic_max(places, tl.max(parts, axis=1), mask=mask, sem="relaxed")
+
+
+@quick
+@triton.jit(do_not_specialize=["size"])
+def group_scale_kernel(amax_ptr, scale_ptr, size, BLOCK: tl.constexpr):
+    """Turn the bits of amaxes into scales, powers of two."""
+    i = positions(tl.program_id(0), BLOCK)
+    bits = tl.load(amax_ptr + i, mask=i < size, other=0)
+    tl.store(scale_ptr + i, scale_from_amax(bits, 448.0, True), mask=i < size)
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens", "rows", "groups"])
+def transpose_groups_kernel(
+    x_ptr,
+    scale_ptr,
+    offs_ptr,
+    token_ptr,
+    new_scale_ptr,
+    out_ptr,
+    tokens,
+    rows,
+    cols,
+    groups,
+    GATHER: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr,  # 16 if rows are a multiple of it, else 1
+):
+    """Store the transpose (K, R) of one tile of rows, cast with the scales of its groups."""
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    tile_r, _, r, c, _ = tile
+    x = _load_values((x_ptr, scale_ptr, token_ptr), tokens, tile, rows, cols, GATHER)
+    group = _groups_of(offs_ptr, tile_r, groups, BLOCK_R)
+    mask = (group[:, None] < groups) & (c[None, :] < cols)
+    scale = tl.load(new_scale_ptr + group[:, None] * cols + c[None, :], mask=mask, other=0.0)
+    shape: tl.constexpr = (BLOCK_R // SAME, SAME, BLOCK_C)
+    scale = tl.reshape(tl.broadcast_to(scale[:, None, :], shape), (BLOCK_R, BLOCK_C))
+    behind = scale == 0.0  # no scale is zero
+    q = cast_bounded(tl.where(behind, 0.0, x), tl.where(behind, 1.0, scale), False, True)
+    store_col(out_ptr, q, r, c, rows, cols, PAD)
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def gather_rows_kernel(
+    x_ptr,
+    scale_ptr,
+    token_ptr,
+    out_ptr,
+    out_scale_ptr,
+    tokens,
+    rows,
+    cols,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Copy the codes and scales of the tokens of BLOCK_R rows; zeros and 1 for padding."""
+    r, c = positions(tl.program_id(0), BLOCK_R), positions(tl.program_id(1), BLOCK_C)
+    exists = r < rows
+    token = tl.load(token_ptr + r, mask=exists, other=tokens)
+    inside = c[None, :] < cols
+    mask = (token[:, None] < tokens) & inside
+    q = tl.load(x_ptr + token[:, None] * cols + c[None, :], mask=mask, other=0)
+    tl.store(out_ptr + r[:, None] * cols + c[None, :], q, mask=exists[:, None] & inside)
+    if tl.program_id(1) == 0:
+        scale = tl.load(scale_ptr + token, mask=token < tokens, other=1.0)
+        tl.store(out_scale_ptr + r, scale, mask=exists)
+
+
+@quick
+@triton.jit(do_not_specialize=["tokens"])
+def combine_rows_kernel(
+    x_ptr,
+    row_ptr,
+    out_ptr,
+    tokens,
+    cols,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Add up TOP_K rows for each of BLOCK_T tokens, in order, and round once."""
+    t, c = positions(tl.program_id(0), BLOCK_T), positions(tl.program_id(1), BLOCK_C)
+    exists = t < tokens
+    mask = exists[:, None] & (c[None, :] < cols)
+    total = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
+    for i in tl.static_range(TOP_K):
+        row = tl.load(row_ptr + t * TOP_K + i, mask=exists, other=0)
+        x = tl.load(x_ptr + row[:, None] * cols + c[None, :], mask=mask, other=0.0)
+        x = x.to(tl.float32)
+        total = x if i == 0 else total + x
+    tl.store(out_ptr + t[:, None] * cols + c[None, :], total, mask=mask)

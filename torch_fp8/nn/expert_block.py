@@ -1,0 +1,247 @@
+"""A block of gated experts as one function for autograd: six grouped GEMMs on FP8 payloads.
+
+::
+
+    x8 = rows(x)                      (T, H), cast before it is gathered
+    h  = x8[token] w1^T + b1          (R, 2I)
+    a8 = rows(score * act(h))         (R, I)
+    y  = combine(a8 w2^T)             (T, H)
+
+Saved for backward are x8, gate and up of h in E4M3, and the order of rows: H + 2kI bytes of a token
+and its scales. Backward casts the gradient of y before it is gathered, too::
+
+    da = g8[token] w2                 (R, I)
+    a8, dh8, dscore                   from da, gate and up in one pass
+    dw2 = g8[token]^T a8              (E, H, I)
+    dx = combine(dh8 w1)              (T, H)
+    dw1 = dh8^T x8[token]             (E, 2I, H)
+
+No gradient of the router's scores needs a tensor of (R, H): it is the sum of da times the
+activation. The weight of a token is multiplied in before the second GEMM, so that its bias is
+weighted as well, and makes a product of (T, E) with (E, H).
+
+Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidden, I expert width.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.autograd.current_pass import saves_nothing
+from torch_fp8.autograd.function import once_differentiable
+from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.nn.grouped_linear_function import (
+    GroupedOptions,
+    cast_weight,
+    weight_grad_dtype,
+    weight_gradient,
+)
+from torch_fp8.ops.expert_gate import expert_gate_backward, expert_gate_quantize
+from torch_fp8.ops.fused_quantize import saved_stand_ins
+from torch_fp8.ops.moe_route import Route
+from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+from torch_fp8.tensor.quantizer import Quantizer, output_dtype
+from torch_fp8.tensor.weight_half import gradient_dtype
+
+X, FIRST, SECOND, BIAS, SCORES = range(5)
+"""Places of the function's arguments that have gradients."""
+_HALVES = ("gate", "gate_scale", "up", "up_scale")
+_ONE = 0x38
+"""The code of 1 in E4M3."""
+
+
+class BlockOptions(NamedTuple):
+    """What the function needs beside tensors.
+
+    Attributes:
+        grouped: options of the GEMMs, with the qualified name of the module.
+        form: the gated activation.
+        out_dtype: dtype of the GEMMs' results.
+        grad_dtypes: dtypes of the gradients of both weights.
+        with_gradients: whether a backward may follow.
+    """
+
+    grouped: GroupedOptions
+    form: GateForm
+    out_dtype: torch.dtype
+    grad_dtypes: tuple[torch.dtype, torch.dtype]
+    with_gradients: bool
+
+
+def expert_block(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    route: Route,
+    scores: Tensor,
+    top_k_index: Tensor,
+    grouped: GroupedOptions,
+    form: GateForm,
+) -> Tensor:
+    """Compute gated experts: (T, H), in autocast's dtype where autocast is on, else in x's.
+
+    Args:
+        x: (T, H).
+        weights: (E, 2I, H) and (E, H, I), the last two dimensions swapped if transposed.
+        biases: (E, 2I) and (E, H), or None.
+        route: order of rows.
+        scores: (T, k) router's weights of the experts of each token.
+        top_k_index: (T, k) these experts; E and above: no expert of this rank.
+        grouped: options of the GEMMs.
+        form: gated activation.
+    """
+    first, second = weights
+    grad_dtypes = gradient_dtype(first), gradient_dtype(second)
+    options = BlockOptions(grouped, form, output_dtype(x), grad_dtypes, torch.is_grad_enabled())
+    bias = None if biases is None else biases[0]
+    y: Tensor = ExpertBlockFunction.apply(
+        x, first, second, bias, scores, route.slot, route.token, route.row, route.offs, options
+    )
+    if biases is None:
+        return y
+    experts = biases[1].shape[0]
+    shares = scores.new_zeros(len(scores), experts + 1)  # (T, E + 1)
+    shares = shares.scatter_add(1, top_k_index.long().clamp(max=experts), scores)[:, :experts]
+    return (y + shares.to(y.dtype) @ biases[1].to(y.dtype)).to(y.dtype)
+
+
+class _Gemms(NamedTuple):
+    """The grouped GEMMs of a block.
+
+    Attributes:
+        options: see `GroupedOptions`.
+        offs: ends of the groups, (E,) int32.
+    """
+
+    options: GroupedOptions
+    offs: Tensor
+
+    def rows(
+        self, x: QuantizedTensor, weight: Tensor, dtype: torch.dtype, *, dgrad: bool
+    ) -> Tensor:
+        """Multiply rows (R, K) by the weights of their experts, or in dgrad by the transposes."""
+        options = self.options
+        gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
+        return scaled_grouped_matmul(
+            x,
+            cast_weight(weight, options, flip=options.transposed != dgrad),
+            self.offs,
+            "rows",
+            dtype,
+            fast_accum=gemm.fast_accum,
+            emulate=options.emulate,
+        )
+
+    def bias_gradient(self, g_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        """Add up the rows of each group, (E, N), by a GEMM with ones.
+
+        Args:
+            g_t: (N, R) with a scale (E, N).
+            dtype: result's dtype.
+        """
+        codes = g_t.qdata.new_full((GEMM_ALIGNMENT, g_t.qdata.shape[1]), _ONE, dtype=torch.uint8)
+        scale = g_t.scale.new_ones(len(self.offs), GEMM_ALIGNMENT)
+        ones = QuantizedTensor(codes.view(g_t.qdata.dtype), scale, g_t.granularity)
+        sums = weight_gradient(ones, g_t, self.offs, dtype, self.options._replace(transposed=False))
+        return sums[..., 0].contiguous()  # (E, N, 16) -> (E, N)
+
+
+class ExpertBlockFunction(torch.autograd.Function):
+    """Gated experts and all their gradients; see the module, and `expert_block`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        first: Tensor,
+        second: Tensor,
+        bias: Tensor | None,
+        scores: Tensor,
+        slot: Tensor,
+        token: Tensor,
+        row: Tensor,
+        offs: Tensor,
+        options: BlockOptions,
+    ) -> Tensor:
+        gemms, dtype = _Gemms(options.grouped, offs), options.out_dtype
+        x8, _, _ = Quantizer(options.grouped.recipe.input)(x, rowwise=True, columnwise=False)
+        assert x8 is not None
+        score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
+        h = gemms.rows(gather_rows(x8, token), first, dtype, dgrad=False)  # (R, 2I)
+        saves = options.with_gradients and any(ctx.needs_input_grad)
+        is_dropped = saves and saves_nothing()
+        q, scale, *halves = expert_gate_quantize(
+            h, score, offs, bias, options.form, saves and not is_dropped
+        )
+        if is_dropped:
+            half = h[:, : h.shape[1] // 2]
+            halves = [*saved_stand_ins(half), *saved_stand_ins(half)]
+        assert q is not None
+        assert scale is not None
+        a8 = QuantizedTensor(q, scale, x8.granularity)  # (R, I)
+        y = combine_rows(gemms.rows(a8, second, dtype, dgrad=False), row)  # (T, H)
+        saved: dict[str, Any] = {}
+        if saves:
+            saved = dict(zip(_HALVES, halves, strict=True))
+            saved |= {"score": score, "token": token, "row": row, "offs": offs, "second": second}
+            if ctx.needs_input_grad[X]:
+                saved["first"] = first
+            if ctx.needs_input_grad[FIRST]:
+                saved |= {"x": x8.qdata, "x_scale": x8.scale}
+        ctx.saved_names = tuple(saved)
+        ctx.save_for_backward(*saved.values())
+        ctx.options, ctx.name = options, options.grouped.name
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, first, second, bias, scores))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        options: BlockOptions = ctx.options
+        token, row, offs = saved["token"], saved["row"], saved["offs"]
+        gemms, wants = _Gemms(options.grouped, offs), ctx.needs_input_grad
+        spec = options.grouped.recipe.grad_output
+        g8, _, _ = Quantizer(spec)(grad_output, rowwise=True, columnwise=False)
+        assert g8 is not None
+        grads: list[Tensor | None] = [None] * 10
+        g = gather_rows(g8, token)  # (R, H)
+        da = gemms.rows(g, saved["second"], options.out_dtype, dgrad=True)  # (R, I)
+        del g
+        gate, up = ((saved[name], saved[f"{name}_scale"]) for name in ("gate", "up"))
+        q, scale, dh_q, dh_scale, dscore = expert_gate_backward(
+            da, saved["score"], *gate, *up, options.form
+        )
+        del da, gate, up
+        dh8 = QuantizedTensor(dh_q, dh_scale, g8.granularity)  # (R, 2I)
+        if wants[SECOND]:
+            a_t = transpose_groups(QuantizedTensor(q, scale, g8.granularity), offs)  # (I, R)
+            g_t = transpose_groups(g8, offs, token)  # (H, R)
+            grads[SECOND] = weight_gradient(a_t, g_t, offs, _dtype(ctx, SECOND), options.grouped)
+            del a_t, g_t
+        if wants[X]:
+            rows = gemms.rows(dh8, saved["first"], ctx.dtypes[X], dgrad=True)
+            grads[X] = combine_rows(rows, row)
+            del rows
+        if wants[FIRST] or wants[BIAS]:
+            dh_t = transpose_groups(dh8, offs)  # (2I, R)
+        if wants[FIRST]:
+            x8 = QuantizedTensor(saved["x"], saved["x_scale"], g8.granularity)
+            x_t = transpose_groups(x8, offs, token)  # (H, R)
+            grads[FIRST] = weight_gradient(x_t, dh_t, offs, _dtype(ctx, FIRST), options.grouped)
+        if wants[BIAS]:
+            grads[BIAS] = gemms.bias_gradient(dh_t, ctx.dtypes[BIAS])
+        if wants[SCORES]:
+            grads[SCORES] = dscore[row].to(ctx.dtypes[SCORES])
+        return tuple(grads)
+
+
+def _dtype(ctx: Any, i: int) -> torch.dtype:
+    """Return the dtype of the gradient of a weight; see `weight_grad_dtype`."""
+    return weight_grad_dtype(ctx, i, ctx.options.grad_dtypes[i - FIRST], ctx.dtypes[i])

@@ -1,0 +1,183 @@
+"""The gated activation of experts, times the router's score, cast to FP8 by rows in one pass.
+
+``a = score * act(gate, up)`` is what the second GEMM takes. Backward gets a's gradient and gate and
+up in E4M3, as `torch_fp8.ops.swiglu` saves them. It makes the payload of a anew, for the weight
+gradient, that of the gradient of gate and up, and the gradient of the scores, all in one pass.
+
+Float32 inside; a and the gradients are rounded once, to the dtype of the GEMMs' results, and then
+cast. References on the CPU and kernels on CUDA differ by the last bits of exp alone, as SwiGLU's.
+
+Legend: R rows of all experts, E experts, I expert width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.ops.fused_quantize import save_input, saved_values
+from torch_fp8.ops.moe_route import group_of_rows
+from torch_fp8.ops.quantize import quantize_2d
+from torch_fp8.ops.registry import operator
+from torch_fp8.quantization.formats import E4M3
+
+_BEYOND, _CUT = 1.25, 1.125
+"""Multiples of a limit: what is saved of values just beyond it, and where backward tells these from
+values within, which E4M3 may have rounded up by a sixteenth.
+"""
+ROWS = CastOptions(E4M3.dtype, "rowwise", True, rowwise=True, columnwise=False)
+
+
+def _kernels() -> Any:
+    from torch_fp8.kernels import expert_gate  # Triton is imported where it is used
+
+    return expert_gate
+
+
+def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
+    """Return gate and up, (R, I) each, of h (R, 2I)."""
+    if form.interleaved:
+        return h[:, ::2], h[:, 1::2]
+    gate, up = h.chunk(2, dim=1)
+    return gate, up
+
+
+def join_gate(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
+    """Return h (R, 2I) of gate and up, (R, I) each."""
+    if form.interleaved:
+        return torch.stack([gate, up], 2).flatten(1)
+    return torch.cat([gate, up], 1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Compute the sigmoid of float32; tests put a card's in its place."""
+    return x.sigmoid()
+
+
+def activation(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
+    """Compute the activation of float32 gate and up."""
+    if form.clamped:
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit) + 1
+        return gate * sigmoid(gate * form.alpha) * up
+    return gate * sigmoid(gate) * up
+
+
+def _saved_halves(gate: Tensor, up: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
+    """Return gate and up as they are saved: E4M3 tells what is beyond a limit from what is not."""
+    if not form.clamped:
+        return gate, up
+    beyond = form.limit * _BEYOND
+    gate = torch.where(gate > form.limit, gate.clamp(min=beyond), gate)
+    up = torch.where(up > form.limit, up.clamp(min=beyond), up)
+    return gate, torch.where(up < -form.limit, up.clamp(max=-beyond), up)
+
+
+def _activation_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, form: GateForm
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of gate and up from that of the activation, all float32."""
+    if not form.clamped:
+        sig = sigmoid(gate)
+        silu = gate * sig
+        return grad * up * (sig + silu * (1 - sig)), grad * silu
+    limit = form.limit * _CUT
+    inside, within = ~(gate > limit), ~(up.abs() > limit)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit) + 1
+    sig = sigmoid(gate * form.alpha)
+    silu = gate * sig
+    slope = sig + silu * form.alpha * (1 - sig)
+    dgate, dup = grad * up * slope, grad * silu
+    return dgate.where(inside | dgate.isnan(), 0.0), dup.where(within | dup.isnan(), 0.0)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x in E4M3 with a power of two for each row."""
+    q, s, *_ = quantize_2d.reference(x, ROWS)
+    assert q is not None
+    assert s is not None
+    return q, s
+
+
+def _row_fake(x: Tensor, cols: int) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0]
+    scale = x.new_empty((rows, 1), dtype=torch.float32)
+    return x.new_empty((rows, cols), dtype=E4M3.dtype), scale
+
+
+def _quantize_fake(
+    h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm, save: bool
+) -> tuple[Tensor | None, ...]:
+    half = h.new_empty((h.shape[0], h.shape[1] // 2))
+    return (*_row_fake(h, half.shape[1]), *save_input(half, save), *save_input(half, save))
+
+
+@operator(_quantize_fake, _kernels, results=6)
+def expert_gate_quantize(
+    h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm, save: bool
+) -> tuple[Tensor | None, ...]:
+    """The operator ``torch_fp8::expert_gate_quantize``: cast the activation times the score.
+
+    Args:
+        h: (R, 2I) float32, bfloat16 or float16, contiguous: what the first GEMM returns.
+        score: (R,) float32, 0 for a row of padding.
+        offs: (E,) int32, see `torch_fp8.ops.moe_route.Route`.
+        bias: (E, 2I), any floating dtype, added to h, which is rounded again; or None.
+        form: order of gate and up, and limits.
+        save: whether to return gate and up for backward.
+    Returns:
+        ``(q, s, gate_q, gate_s, up_q, up_s)``: the payload (R, I) E4M3 with a scale (R, 1), a power
+        of two; gate and up in E4M3 (R, I) with scales (R, ceil(I / 128)), None unless `save`.
+    """
+    if bias is not None:
+        group = group_of_rows(offs, h.shape[0]).clamp(max=offs.shape[0] - 1)
+        h = (h.float() + bias.float()[group]).to(h.dtype)
+    gate, up = split_gate(h, form)
+    halves = _saved_halves(gate, up, form)
+    a = activation(gate.float(), up.float(), form) * score[:, None]
+    return *_quantized(a.to(h.dtype)), *(t for half in halves for t in save_input(half, save))
+
+
+def _backward_fake(
+    grad: Tensor,
+    score: Tensor,
+    gate_q: Tensor,
+    gate_s: Tensor,
+    up_q: Tensor,
+    up_s: Tensor,
+    form: GateForm,
+) -> tuple[Tensor, ...]:
+    cols = grad.shape[1]
+    dscore = grad.new_empty(grad.shape[0], dtype=torch.float32)
+    return *_row_fake(grad, cols), *_row_fake(grad, 2 * cols), dscore
+
+
+@operator(_backward_fake, _kernels, results=5)
+def expert_gate_backward(
+    grad: Tensor,
+    score: Tensor,
+    gate_q: Tensor,
+    gate_s: Tensor,
+    up_q: Tensor,
+    up_s: Tensor,
+    form: GateForm,
+) -> tuple[Tensor, ...]:
+    """The operator ``torch_fp8::expert_gate_backward``: all that backward makes of a's gradient.
+
+    Args:
+        grad: (R, I) float32, bfloat16 or float16, contiguous: the gradient of a.
+        score: (R,) float32.
+        gate_q, gate_s, up_q, up_s: what `expert_gate_quantize` saved.
+        form: see `expert_gate_quantize`.
+    Returns:
+        ``(q, s, dh_q, dh_s, dscore)``: the payload of a, (R, I) with (R, 1); that of the gradient
+        of h, (R, 2I) in the order of h with (R, 1); the gradient of the scores, (R,) float32.
+    """
+    gate, up = saved_values(gate_q, gate_s), saved_values(up_q, up_s)
+    g, act = grad.float(), activation(gate, up, form)
+    dscore = (g * act).sum(1)
+    a = _quantized((act * score[:, None]).to(grad.dtype))
+    dgate, dup = _activation_backward(g * score[:, None], gate, up, form)
+    dh = join_gate(dgate.to(grad.dtype), dup.to(grad.dtype), form)
+    return *a, *_quantized(dh), dscore
