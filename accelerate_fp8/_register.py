@@ -216,7 +216,7 @@ def _may_be_frozen(*_: Any) -> bool:
 
 def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     base = layer.get_base_layer()
-    if getattr(base, "fp8_thawed_recipe", None) is not None:
+    if getattr(getattr(base, "fp8", None), "frozen", None) is not None:
         return True
     return bool(getattr(base, "frozen_weights", None) or getattr(base, "fp8_unmerged", None))
 

@@ -31,7 +31,7 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     merges = bound_arguments(inspect.signature(original), self, *args, **kwargs).get("merge")
     layers: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
     experts: list[Any] = [m for m in self.model.modules() if isinstance(m, ExpertStorage)]
-    rounded = sum(layer.fp8_thawed_recipe is not None for layer in layers)
+    rounded = sum(layer.fp8.frozen is not None for layer in layers)
     rounded += sum(len(module.frozen_weights) for module in experts)
     unloaded = original(self, *args, **kwargs)
     for module in (*layers, *experts):

@@ -116,7 +116,7 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _not_blockwise(model: Any) -> list[str]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Layer)}
-    return [name for name, m in layers.items() if m.fp8_recipe.name != "blockwise"]
+    return [name for name, m in layers.items() if m.fp8.recipe.name != "blockwise"]
 
 
 def _of(config: Any, name: str) -> Any:

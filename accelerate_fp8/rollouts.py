@@ -175,7 +175,7 @@ def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if measured is not None:
             self._metrics[mode]["fp8/logprob_difference"].append(measured.mean)
             self._metrics[mode]["fp8/logprob_multiplicative_error"].append(measured.error)
-            recipes = sorted({m.fp8_recipe.name for m in self.model.modules() if _is_layer(m)})
+            recipes = sorted({m.fp8.recipe.name for m in self.model.modules() if _is_layer(m)})
             for kind, text in warnings_of(measured, recipes, self):
                 _say_once(state, kind, text)
     return original(self, *args, **kwargs)

@@ -252,7 +252,7 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
 def recipe_of(layer: nn.Module) -> str:
     """Return the recipe of our linears; empty without any."""
     linears = [module for module in layer.modules() if isinstance(module, Float8Linear)]
-    return linears[0].fp8_recipe.name if linears else ""
+    return linears[0].fp8.recipe.name if linears else ""
 
 
 def traffic_of(variant: str, recipe: str):

@@ -55,7 +55,7 @@ from benchmarks.roofline import TRAFFIC, Rates, Traffic, linears_seconds
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.nn.delayed_scaling import renew_scales
-from torch_fp8.nn.scaling_buffers import ScalingBuffers
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, RECIPES
 
@@ -280,7 +280,7 @@ def _variants(
 
 def learn_scales(module: nn.Module) -> None:
     """Take the scales of delayed scaling from the pass before, as a step of the optimizer does."""
-    renew_scales(layer for layer in module.modules() if isinstance(layer, ScalingBuffers))
+    renew_scales(layer for layer in module.modules() if isinstance(layer, Float8Layer))
 
 
 def widen_linears(module: nn.Module) -> None:

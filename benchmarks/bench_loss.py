@@ -165,7 +165,7 @@ def train(name: str, tokens: dict[str, Any], steps: int, sizes: dict[str, int]) 
     return {
         "losses": [float(loss) for loss in losses],
         "held_out": evaluate(model, tokens["held_out"], sizes),
-        "recipe": linears[0].fp8_recipe.name if linears else "",
+        "recipe": linears[0].fp8.recipe.name if linears else "",
         "fp8_linears": len(linears),
         "bytes_per_parameter": round(bytes_per_parameter(model, optimizer), 3),
     }

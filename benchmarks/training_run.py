@@ -135,7 +135,7 @@ class _Recorder:
         self.losses.append(loss.detach())
         if len(self.losses) == 1:
             linears = [m for m in model.modules() if isinstance(m, Float8Linear)]
-            self.recipes = [m.fp8_recipe.name for m in linears]
+            self.recipes = [m.fp8.recipe.name for m in linears]
 
     def close(self) -> None:
         """Stop recording: the last step is over, and what comes now is not to be measured."""

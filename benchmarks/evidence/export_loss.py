@@ -171,9 +171,10 @@ def weights_of_a_forward(model: Any) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
     original = linear_function._fprop
 
-    def spy(x: Any, w: Any, bias: Any, shape: Any, options: Any, *others: Any) -> Any:
-        seen[options.name] = dequantize(w)
-        return original(x, w, bias, shape, options, *others)
+    def spy(*arguments: Any, **needs: Any) -> Any:
+        y, operands = original(*arguments, **needs)
+        seen[arguments[4].name] = dequantize(operands.weight)
+        return y, operands
 
     linear_function._fprop = spy
     try:

@@ -44,8 +44,8 @@ from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import quantize, rms_norm, swiglu
 from torch_fp8.kernels.launch_tape import Replayed
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rollout import rollout
-from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.optim.state import is_large
 from torch_fp8.tensor.split_weight import split_parameter, stored
 
@@ -104,7 +104,7 @@ def block(case: str, recipe: str) -> Run:
         convert_optimizer(optimizer, config, model=layer)
         layer._optimizer = optimizer  # whose hooks at O3 live as long as it
         for module in layer.modules():  # as after an optimizer's step
-            if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
+            if isinstance(module, Float8Layer) and module.fp8.recipe.delayed:
                 history, scales = module.scaling_state
                 module.load_scaling_state(history.fill_(1), scales)
 

@@ -115,7 +115,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
             model.eval()(x)
 
     def both_layouts() -> None:
-        dtype = linear.fp8_recipe.input.format.dtype
+        dtype = linear.fp8.recipe.input.format.dtype
         options = CastOptions(dtype, "tensorwise", False, True, True, amax=amax)
         torch.ops.torch_fp8.quantize_2d(x, *options)
 
@@ -135,7 +135,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
         "amax": both_layouts,
     }
     operands = {"input": x, "gradient": grad, "weight": stored(weight)}
-    cache = linear.fp8_payloads
+    cache = linear.fp8.payloads
     kept = [] if cache is None else cache.tensors
     launches = count_launches(run[case.ending], **operands | {"weight": [stored(weight), *kept]})
     return launches, operands
@@ -143,7 +143,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
 
 def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     """Return what the step of a layer's weight launches, its payload included."""
-    weight, spec, cache = linear.weight, linear.fp8_recipe.weight, linear.fp8_payloads
+    weight, spec, cache = linear.weight, linear.fp8.recipe.weight, linear.fp8.payloads
     assert cache is not None
     assert isinstance(weight, SplitWeight)
     halves = weight.halves
@@ -154,7 +154,7 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     matrix = WeightMatrix(
         halves.high,
         halves.residual,
-        linear.fp8_config.residual_bits,
+        linear.fp8.config.residual_bits,
         torch.randn_like(halves.high),
         moment(state, "exp_avg"),
         moment(state, "exp_avg_sq"),

@@ -151,7 +151,7 @@ def test_fp8_kwargs_set_the_configuration(accelerate: Any) -> None:
     ]
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
     model = accelerator.prepare(Block())
-    assert model.up.fp8_recipe.name == "rowwise"
+    assert model.up.fp8.recipe.name == "rowwise"
     assert type(model.down) is nn.Linear
     assert accelerator.ddp_handler.find_unused_parameters
     assert len(handlers) == 2  # the caller's list is left alone
@@ -160,7 +160,7 @@ def test_fp8_kwargs_set_the_configuration(accelerate: Any) -> None:
 def test_fp8_kwargs_without_config_are_the_default(accelerate: Any) -> None:
     handlers = [FP8Kwargs()]
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
-    assert accelerator.prepare(Block()).up.fp8_config == FP8Config()
+    assert accelerator.prepare(Block()).up.fp8.config == FP8Config()
 
 
 def test_fp8_kwargs_refuse_what_is_no_config() -> None:

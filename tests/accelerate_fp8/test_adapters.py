@@ -196,10 +196,10 @@ def test_merge_and_unload_gives_bf16_and_lets_the_bytes_go():
     merged = model.merge_and_unload()
     layer = merged.model.layers[0].mlp.up_proj
     assert layer.weight.dtype == torch.bfloat16
-    assert layer.fp8_recipe.name == "tensorwise"
+    assert layer.fp8.recipe.name == "tensorwise"
     gc.collect()
     assert not any(isinstance(p, Float8FrozenWeight) for p in merged.parameters())
-    assert layer.fp8_unmerged is None
+    assert layer.fp8.frozen is None
     assert (logits(merged) - expected).norm() / expected.norm() < 0.1
 
 

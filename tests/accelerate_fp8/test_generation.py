@@ -134,10 +134,11 @@ def test_the_tokens_are_those_of_the_training_forward(
     used: dict[str, list[tuple[Any, Any]]] = {}
     original = linear_function._fprop
 
-    def spy(x: Any, w: Any, bias: Any, shape: Any, options: Any, *others: Any) -> Any:
-        y, made = original(x, w, bias, shape, options, *others)
-        used.setdefault(options.name, []).append((w, made.rowwise.granularity))
-        return y, made
+    def spy(*arguments: Any, **needs: Any) -> Any:
+        y, operands = original(*arguments, **needs)
+        options, granularity = arguments[4], operands.input.rowwise.granularity
+        used.setdefault(options.name, []).append((operands.weight, granularity))
+        return y, operands
 
     monkeypatch.setattr(linear_function, "_fprop", spy)
     model(IDS)
@@ -176,9 +177,10 @@ def test_a_rollout_multiplies_by_the_weights_of_training(
     model, seen = policy(recipe), []
     original = linear_function._fprop
 
-    def spy(x: Any, w: Any, *args: Any) -> Any:
-        seen.append(dequantize(w))
-        return original(x, w, *args)
+    def spy(*args: Any, **needs: Any) -> Any:
+        y, operands = original(*args, **needs)
+        seen.append(dequantize(operands.weight))
+        return y, operands
 
     monkeypatch.setattr(linear_function, "_fprop", spy)
     trained = model(IDS).logits
@@ -198,10 +200,10 @@ def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
     with rollout(model):
         plain(model)
         layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
-        assert all(layer.fp8_payloads.payload is not None for layer in layers)
+        assert all(layer.fp8.payloads.payload is not None for layer in layers)
         assert not any(layer.training for layer in layers)
         assert model.training
-    assert all(layer.fp8_payloads.payload is None for layer in layers)
+    assert all(layer.fp8.payloads.payload is None for layer in layers)
     assert all(layer.training for layer in layers)
     off = policy("rowwise", eval_fp8=False)
     with rollout(off):

@@ -337,7 +337,7 @@ def test_auto_is_a_recipe_per_token_where_the_policy_samples(
     trainer = lab.make(kind, False, {"max_steps": 1})
     trainer.train()
     layers = [m for m in trainer.model.modules() if isinstance(m, Float8Linear)]
-    assert {layer.fp8_recipe.name for layer in layers} == {runs}
+    assert {layer.fp8.recipe.name for layer in layers} == {runs}
     chosen = [line for line in lines if "rowwise in a trainer that samples" in line]
     assert len(chosen) == (runs == "rowwise")
 

@@ -95,7 +95,7 @@ def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
         accelerator.prepare(model)
         assert model(torch.randn(5, 64)).shape == (5, 64)
         assert isinstance(model.up, TransformerEngineLinear)
-        assert model.up.fp8_engine is not None
+        assert model.up.fp8.engine is not None
 
 
 def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:

@@ -62,9 +62,18 @@ def high_precision() -> Iterator[None]:
 
 
 class RunsFP8(nn.Module):
-    """The part of a converted module that knows whether its forwards run in FP8."""
+    """The part of a converted module that knows whether its forwards run in FP8.
 
-    fp8_config: Any
+    Attributes:
+        fp8: what conversion has left in the module, and `torch_fp8.revert` deletes.
+    """
+
+    fp8: Any
+
+    @property
+    def fp8_config(self) -> Any:
+        """The configuration with which the module was converted."""
+        return self.fp8.config
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:

@@ -158,4 +158,4 @@ def name_of(module: Any) -> str:
     A graph serves all blocks of a model, whatever their names: past 8 of them torch.compile leaves
     a function eager. torch 2.11 guards on a name as soon as it is handed to a function.
     """
-    return "" if torch.compiler.is_compiling() else module.fp8_name
+    return "" if torch.compiler.is_compiling() else module.fp8.name

@@ -22,7 +22,7 @@ from torch_fp8.optim.residual import residual_shape, shard_of, sharded_residual_
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.wording import counted
-from torch_fp8.tensor.dtensor import like_parameter, local
+from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.halves import EXACT_BITS, join_matrix, split_matrix
 
@@ -132,7 +132,7 @@ def _empty(weight: Tensor, bits: int) -> Tensor:
     part = shard.numel() * shape[0], weight.numel() * rows  # less than all of a row's columns
     cols = shape[1] * part[0] // part[1] if rows else shape[1]
     empty = torch.zeros(rows, cols, dtype=torch.int8, device=shard.device)
-    return like_parameter(weight, empty, shape)
+    return with_data(weight, empty, shape)
 
 
 def _join(weight: Tensor, saved: Tensor, bits: int) -> bool:

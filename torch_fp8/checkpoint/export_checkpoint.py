@@ -34,9 +34,9 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import frozen_payload
 from torch_fp8.conversion.scaling_state import load_scaling_state_dict
+from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.optim.state import MIN_NUMEL
 from torch_fp8.quantization.split_float import split
 from torch_fp8.tensor.frozen_weight import frozen_parameter
@@ -168,7 +168,7 @@ class _Tensors(ModelTensors):
         read = read_weight(self._files, place, *self._scales[place]).to(self._device)
         if layer is None:
             return read.dequantize(torch.bfloat16)
-        spec = layer.fp8_recipe.weight
+        spec = layer.fp8.recipe.weight
         if spec.granularity in ("block_128x128", "tensorwise") and not spec.delayed:
             payload = frozen_payload(read, spec, key, torch.bfloat16)
             if payload is not None:

@@ -37,7 +37,7 @@ def held_layers(
     held = {}
     for name, layer in layers.items():
         reason = format.refusal(layer.out_features, layer.in_features) or ""
-        if layer.fp8_transposed:
+        if layer.fp8.transposed:
             reason = "engines read the weight of Conv1D in 16 bits"
         elif id(layer) in heads:
             reason = "engines keep the output layer in 16 bits"

@@ -31,10 +31,10 @@ from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.checkpoint.stored_names import StoredPart, stored_parts
 from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
-from torch_fp8.nn.scaling_buffers import INPUT, WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.quantization.scaling import delayed_scale, past_amax
 from torch_fp8.tensor.base import QuantizableTensor
@@ -250,9 +250,10 @@ def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False)
         current: whether its scale is its own, with delayed scaling, too: factors are folded into
             it, and the history is that of the weight without.
     """
-    scale = layer.scaling_buffers()[1][WEIGHT, 0] if layer.fp8_ready and not current else None
-    quantizer = Quantizer(layer.operand_spec(WEIGHT), ScaleSource(scale))
-    return WeightQuantizer(quantizer, transposed=layer.fp8_transposed).for_fprop(weight)
+    known = layer.fp8.scales_known and not current
+    scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
+    quantizer = Quantizer(layer.fp8.spec(WEIGHT), ScaleSource(scale))
+    return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)
 
 
 def input_scale(name: str, layer: Float8Layer) -> Tensor:
@@ -261,20 +262,20 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     Raises:
         ValueError: no forward has recorded an amax yet, or one that is not finite.
     """
-    config, (history, _, amaxes, _) = layer.fp8_config, layer.scaling_buffers()
+    config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
     if not bool(history.isfinite().all() & amaxes.isfinite().all()):
         raise ValueError(
             f"the history of '{name}' holds an Inf or NaN, an amax of its input, which would be "
             "served with a scale that means nothing: training has diverged, or is about to; export "
             "a checkpoint from before"
         )
-    past = past_amax(layer.pushed_history()[INPUT], config.amax_compute_algo)
+    past = past_amax(pushed_history(layer)[INPUT], config.amax_compute_algo)
     if not bool(past):
         raise ValueError(
             f"'{name}' has recorded no amax of its input, so that there is no input_scale; run a "
             "forward in training mode, or load the history (load_scaling_state_dict), then export"
         )
-    return delayed_scale(past, layer.fp8_recipe.input.format, config.margin)
+    return delayed_scale(past, layer.fp8.recipe.input.format, config.margin)
 
 
 def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
@@ -319,7 +320,7 @@ def _in_bf16(
                 "exactly, for its scales are no powers of two. Convert the model with "
                 "recipe='blockwise' or 'rowwise', or with this layer among skip"
             )
-        return (value.t() if layer.fp8_transposed else value,)
+        return (value.t() if layer.fp8.transposed else value,)
 
     return TensorGroup((PlannedTensor(key, PLAIN, shape),), make)
 

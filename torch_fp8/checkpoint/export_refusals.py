@@ -27,7 +27,7 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
                 f"'{name}' is cast by Transformer Engine, whose bytes are not known here; convert "
                 "the model with FP8Config(backend='torch')"
             )
-        first.setdefault(layer.fp8_recipe.name, name)
+        first.setdefault(layer.fp8.recipe.name, name)
     if len(first) > 1:
         parts = ", ".join(f"'{name}' runs {recipe}" for recipe, name in first.items())
         raise ValueError(

@@ -45,8 +45,8 @@ class SmoothFold:
         down = getattr(module, spec.down)
         if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):
             return
-        channels = None if down.fp8_channels is None else down.fp8_channels.amax
-        if channels is None or up.bias is not None or not down.fp8_recipe.smooth:
+        channels = None if down.fp8.channels is None else down.fp8.channels.amax
+        if channels is None or up.bias is not None or not down.fp8.recipe.smooth:
             return
         s, inverse, _ = smooth_factors(channels)
         rows = s
@@ -75,7 +75,7 @@ class SmoothFold:
         values = factors.rows if by_row else factors.columns
         assert values is not None
         values = values.to(weight.device)
-        folded = weight.float() * (values[:, None] if by_row != layer.fp8_transposed else values)
+        folded = weight.float() * (values[:, None] if by_row != layer.fp8.transposed else values)
         return folded.to(weight.dtype)
 
     def input_scale(self, layer: Float8Layer, scale: Tensor) -> Tensor:

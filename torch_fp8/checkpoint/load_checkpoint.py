@@ -133,15 +133,13 @@ def load_frozen(
         if payload is None:
             whole = read if isinstance(read, Tensor) else read.dequantize()
             payload = freeze_tensor(whole, recipe.weight, name, torch.bfloat16)
-        layer.freeze_weight(recipe, emulate, payload)
-        layer.fp8_thaw_notice = notice
+        layer.freeze_weight(recipe, emulate, notice, payload)
         return None
 
     model = _load(cls, path, target, place, convert)
     for layer in model.modules():
         if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
-            layer.drop_scaling()  # made on the meta device
-            layer.init_scaling()
+            layer.restart()  # made on the meta device
     freeze_layers(model, config, target, lambda layer: layer.frozen_weight is not None)
     return model.requires_grad_(False)
 

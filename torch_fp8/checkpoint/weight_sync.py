@@ -75,10 +75,10 @@ def weights_for_engine(
     if engine == "bf16":
         return _in_bf16(root, fold)
     for name, module in modules(root):
-        if isinstance(module, Float8Layer) and module.fp8_recipe.name != "blockwise":
+        if isinstance(module, Float8Layer) and module.fp8.recipe.name != "blockwise":
             raise ValueError(
                 f"engine={engine!r} multiplies by blocks of 128 x 128, and '{name}' runs recipe "
-                f"{module.fp8_recipe.name!r}; convert the model with recipe='blockwise', or start "
+                f"{module.fp8.recipe.name!r}; convert the model with recipe='blockwise', or start "
                 "an engine in BF16"
             )
     smooth = None if is_adapted else SmoothFold(root)

@@ -326,7 +326,7 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
 
 
 def _is_smooth(module: nn.Module) -> bool:
-    return isinstance(module, Float8Layer) and module.fp8_recipe.smooth
+    return isinstance(module, Float8Layer) and module.fp8.recipe.smooth
 
 
 def _keep_scaling_local(model: nn.Module) -> None:

@@ -148,61 +148,50 @@ def freeze_layers(
         meant: whether a layer is to be frozen, if nothing speaks against it.
     """
     recipe, emulate = frozen_recipe(config, device)
-    shared, notice = _shared_weights(model), ThawNotice()
-    sharded, waiting = _sharded_weights(model), False
-    merged = _merged_layers(model)
-    frozen, left = [], []
-    num_params = before = after = 0
+    shared, sharded = _shared_weights(model), _sharded_weights(model)
+    merged, notice, report = _merged_layers(model), ThawNotice(), NOTHING
+    waiting = False
     for name, layer in model.named_modules():
         if not isinstance(layer, Float8Layer):
             continue
+        held = layer.frozen_weight
         # A host's own FP8 layer was: its bytes were taken over, but it runs another recipe yet.
-        new = layer.frozen_weight if layer.fp8_thawed_recipe is None else None
-        if new is None and not meant(layer):
+        taken_over = held is not None and layer.fp8.frozen is None
+        if not (taken_over or meant(layer)):
             continue
         of_fsdp = id(layer.weight) in sharded
         reason = None
-        if layer.frozen_weight is None:
+        if held is None:
             reason = MERGED if layer in merged else _why_not(layer, shared, of_fsdp)
         if reason is not None:
-            left.append((name, reason))
+            report += FreezeReport((), ((name, reason),), None, 0, 0, 0)
             continue
-        held = layer.frozen_weight
+        before = _num_bytes(layer, taken_over)
         if held is None and of_fsdp:
-            layer.run_frozen(recipe, emulate)
-            layer.fp8_thaw_notice = notice
-            shard = local(layer.weight)
-            before += shard.numel() * shard.element_size()
-            num_params += shard.numel()
-            after += shard.numel()
-            frozen.append(name)
+            layer.run_frozen(recipe, emulate, notice)
             waiting = True
-            continue
-        if new is not None:
-            before += new.payload.num_bytes
-            layer.freeze_weight(recipe, emulate, new.payload)
-            layer.fp8_thaw_notice = notice
-            held = layer.frozen_weight
         elif held is None:
-            weight = layer.weight
-            before += weight.numel() * weight.element_size()
-            payload = known_payload(weight, recipe.weight, f"{name}.weight")
-            del weight  # or the Parameter could not be replaced
-            layer.freeze_weight(recipe, emulate, payload)
-            layer.fp8_thaw_notice = notice
-            held = layer.frozen_weight
-        else:
-            before += held.numel() * held.payload.thawed_dtype.itemsize
-        assert held is not None
-        num_params += held.numel()
-        after += held.payload.num_bytes
-        frozen.append(name)
+            payload = known_payload(layer.weight, recipe.weight, f"{name}.weight")
+            layer.freeze_weight(recipe, emulate, notice, payload)
+        elif taken_over:
+            layer.freeze_weight(recipe, emulate, notice, held.payload)
+        num_params, held = local(layer.weight).numel(), layer.frozen_weight
+        after = num_params if held is None else held.payload.num_bytes
+        report += FreezeReport((name,), (), recipe, num_params, before, after)
     if waiting:
         connect_fsdp(model, config)
-    if frozen:
+    if report.frozen:
         convert_producers(model, config)
-    return FreezeReport(
-        tuple(frozen), tuple(left), recipe if frozen else None, num_params, before, after
+    return report
+
+
+def _num_bytes(layer: Float8Layer, taken_over: bool) -> int:
+    """Return the bytes of a weight, or of this rank's shard, before it is frozen."""
+    held, weight = layer.frozen_weight, local(layer.weight)
+    if held is None:
+        return weight.numel() * weight.element_size()
+    return (
+        held.payload.num_bytes if taken_over else held.numel() * held.payload.thawed_dtype.itemsize
     )
 
 
@@ -210,7 +199,7 @@ def thaw_layers(model: nn.Module) -> int:
     """Give all frozen weights of `model` their dtype back; return how many."""
     count = 0
     for module in model.modules():
-        if isinstance(module, Float8Layer) and module.fp8_thawed_recipe is not None:
+        if isinstance(module, Float8Layer) and module.fp8.frozen is not None:
             count += module.frozen_weight is not None
             module.thaw_weight()
     return count

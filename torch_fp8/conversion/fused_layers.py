@@ -8,18 +8,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import torch_fp8.compile.quantize_fusion  # noqa: F401, where there are producers
-from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
 from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
-from torch_fp8.nn.gated_mlp import Float8GatedMLP, other_modules
+from torch_fp8.nn.delayed_scaling import INPUT
+from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
-from torch_fp8.nn.layer_norm import SharedOutput
+from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.nn.scaling_buffers import INPUT
+from torch_fp8.nn.rms_norm import Float8RMSNorm, NormFP8
 from torch_fp8.quantization.option_values import named
 from torch_fp8.tensor.quantizer import Quantizer
 
@@ -65,7 +64,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         if alike and any(len(group) > 1 for group in groups) and share_output(module, name):
             continue
         if not alike and isinstance(module, SharedOutput):
-            keep_output(module)
+            _revert(module)
         quantizer = _reading_quantizer(groups) if alike else None
         if convert_rms_norm(module, name, config, quantizer):
             (converted if alike else unfused).append(name)
@@ -93,8 +92,8 @@ def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | N
     layers = [layer for group in groups for layer in group]
     if not layers:
         return None
-    wgrad = any(m.weight.requires_grad and m.fp8_recipe.wgrad is not None for m in layers)
-    return Quantizer(layers[0].operand_spec(INPUT), columnwise_usage=wgrad)
+    wgrad = any(m.weight.requires_grad and m.fp8.recipe.wgrad is not None for m in layers)
+    return Quantizer(layers[0].fp8.spec(INPUT), columnwise_usage=wgrad)
 
 
 def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
@@ -104,8 +103,8 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
     """
     recipes = set()
     for layer in layers:
-        config = layer.fp8_config
-        recipe = layer.fp8_recipe if layer.fp8_thawed_recipe is None else layer.fp8_thawed_recipe
+        config, frozen = layer.fp8.config, layer.fp8.frozen
+        recipe = layer.fp8.recipe if frozen is None else frozen.recipe
         options = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
         recipes.add((replace(recipe, smooth=False), *options))
     return len(recipes) <= 1
@@ -143,12 +142,10 @@ def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float
 
 
 def _revert(module: nn.Module) -> None:
-    if isinstance(module, SharedOutput):
-        keep_output(module)
-    elif isinstance(module, Float8RMSNorm):
-        revert_rms_norm(module)
-    elif isinstance(module, Float8GatedMLP):
-        revert_gated_mlp(module)
+    for mixin in (SharedOutput, Float8RMSNorm, Float8GatedMLP):
+        if isinstance(module, mixin):
+            del module.fp8
+            remove_mixin(module, mixin)
 
 
 def convert_rms_norm(
@@ -161,23 +158,14 @@ def convert_rms_norm(
         config: the options of the norm.
         quantizer: the quantizer of the FP8 layers that read its output; None: there are none.
     """
+    spec = module.fp8.spec if isinstance(module, Float8RMSNorm) else rms_norm_spec(module)
+    if spec is None:
+        return False
     if not isinstance(module, Float8RMSNorm):
-        spec = rms_norm_spec(module)
-        if spec is None:
-            return False
         add_mixin(module, Float8RMSNorm)
-        assert isinstance(module, Float8RMSNorm)
-        module.fp8_spec = spec
-    module.fp8_config, module.fp8_name, module.fp8_quantizer = config, name, quantizer
-    module.fp8_casts, module.fp8_reader = as_text(quantizer), None
+    assert isinstance(module, Float8RMSNorm)
+    module.fp8 = NormFP8(name, config, spec, quantizer)
     return True
-
-
-def revert_rms_norm(module: Float8RMSNorm) -> None:
-    """Undo `convert_rms_norm`."""
-    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_quantizer", "fp8_casts", "fp8_reader"):
-        delattr(module, name)
-    remove_mixin(module, Float8RMSNorm)
 
 
 def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
@@ -185,22 +173,17 @@ def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
 
     An MLP is converted only if one of its layers runs in FP8.
     """
-    if not isinstance(module, Float8GatedMLP):
-        spec = gated_mlp_spec(module)
-        if spec is None:
-            return False
-        add_mixin(module, Float8GatedMLP)
-        assert isinstance(module, Float8GatedMLP)
-        module.fp8_spec, module.fp8_activation = spec, other_modules(module, spec)
-    module.fp8_config, module.fp8_name = config, name
+    if isinstance(module, Float8GatedMLP):
+        module.fp8 = module.fp8._replace(name=name, config=config)
+        return True
+    spec = gated_mlp_spec(module)
+    if spec is None:
+        return False
+    activation = other_modules(module, spec)
+    add_mixin(module, Float8GatedMLP)
+    assert isinstance(module, Float8GatedMLP)
+    module.fp8 = MLPFP8(name, config, spec, activation)
     return True
-
-
-def revert_gated_mlp(module: Float8GatedMLP) -> None:
-    """Undo `convert_gated_mlp`."""
-    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_activation"):
-        delattr(module, name)
-    remove_mixin(module, Float8GatedMLP)
 
 
 def share_output(module: nn.Module, name: str) -> bool:
@@ -216,11 +199,5 @@ def share_output(module: nn.Module, name: str) -> bool:
             return False
         add_mixin(module, SharedOutput)
         assert isinstance(module, SharedOutput)
-    module.fp8_name = name
+    module.fp8 = SharedFP8(name)
     return True
-
-
-def keep_output(module: SharedOutput) -> None:
-    """Undo `share_output`."""
-    del module.fp8_name
-    remove_mixin(module, SharedOutput)

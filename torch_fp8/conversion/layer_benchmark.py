@@ -192,8 +192,7 @@ def _layer(
         assert isinstance(layer, Float8Linear)
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
         if kept or (kept is not None and keeps_scale(recipe.weight)):
-            assert layer.fp8_payloads is not None
-            layer.fp8_payloads.between_steps = kept  # the first pass, which is not timed, fills it
+            layer.fp8.payloads.between_steps = kept  # the first pass, which is not timed, fills it
     return layer
 
 

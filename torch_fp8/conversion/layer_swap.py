@@ -12,11 +12,6 @@ from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 from torch_fp8.quantization.recipe import Recipe
 
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
-_OWN = (
-    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
-    *("fp8_delayed", "fp8_casts", "fp8_transposed"),
-)
-"""What `Float8Layer.configure` has left in a layer."""
 
 
 def to_float8(
@@ -29,17 +24,19 @@ def to_float8(
     """
     uses_te = config.backend == "transformer-engine"
     if isinstance(module, Float8Layer):
-        if module.frozen_weight is not None and option_that_keeps(config) is None:
-            module.fp8_config, module.fp8_name = config, name
-            module.fp8_thawed_recipe = recipe
-            if module.fp8_recipe.smooth != recipe.smooth:
-                module.run_frozen(module.fp8_recipe, module.fp8_emulate)
+        fp8, frozen = module.fp8, module.fp8.frozen
+        stays = module.frozen_weight is not None and option_that_keeps(config) is None
+        if frozen is not None and stays:
+            fp8.config, fp8.name, frozen.recipe = config, name, recipe
+            fp8.forget_quantizers()
+            if fp8.recipe.smooth != recipe.smooth:
+                module.run_frozen(fp8.recipe, fp8.emulate, frozen.notice)
             return
         module.thaw_weight()
-        if (module.fp8_config, module.fp8_recipe) == (config, recipe):
-            module.fp8_emulate = emulate
+        fp8 = module.fp8
+        if (fp8.config, fp8.recipe) == (config, recipe):
+            fp8.run_emulated(emulate)
             return
-        module.drop_scaling()
         if isinstance(module, TransformerEngineLinear) != uses_te:
             to_stock(module)
     if not isinstance(module, Float8Layer):
@@ -53,7 +50,5 @@ def to_float8(
 def to_stock(module: Float8Layer) -> None:
     """Give `module` its original class, and its weight back in high precision."""
     module.thaw_weight()
-    module.drop_scaling()
-    for name in _OWN:
-        delattr(module, name)
+    module.drop_fp8()
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

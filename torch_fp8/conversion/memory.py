@@ -99,7 +99,7 @@ def memory_report(
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
     scales = [*_frozen_scales(counted), *(s for _, ss in gradients for s in ss)]
     layers = [] if parameters is not None else _layers(model)
-    caches = [m.fp8_payloads for m in layers]
+    caches = [m.fp8.payloads for m in layers]
     return MemoryReport(
         num_params=sum(local(p).numel() for p in _distinct(counted)),
         weights=_num_bytes(counted),
@@ -107,7 +107,7 @@ def memory_report(
         moments=_num_bytes(states["moments"]),
         master=_num_bytes(states["master"]),
         scales=_num_bytes([*states["scales"], *histories, *scales]),
-        caches=_num_bytes([t for cache in caches if cache is not None for t in cache.tensors]),
+        caches=_num_bytes([t for cache in caches for t in cache.tensors]),
     )
 
 
@@ -136,11 +136,11 @@ def expected_memory(
 
 def _cached(layer: Float8Layer) -> int:
     """Return the bytes of a layer's cache: payloads if asked for, and float32 scales."""
-    cache = layer.fp8_payloads
-    if cache is None or cache.between_steps is None:
+    cache = layer.fp8.payloads
+    if cache.between_steps is None:
         return 0
     rows, cols = layer.weight.shape
-    granularity = layer.fp8_recipe.weight.granularity
+    granularity = layer.fp8.recipe.weight.granularity
     layouts = [(rows, cols), (cols, rows)][: cache.num_layouts]
     if granularity == "tensorwise":
         return len(layouts) * rows * cols + 4

@@ -296,7 +296,7 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
         numel = math.prod(features(module))
         total += (2 + trained) * numel
         if isinstance(module, Float8Layer):
-            fp8_wgrad = trained and module.fp8_recipe.wgrad is not None
+            fp8_wgrad = trained and module.fp8.recipe.wgrad is not None
             fp8 += (2 + fp8_wgrad) * numel
     return MatmulFlops(total + experts, fp8, experts)
 

@@ -71,10 +71,10 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
             module.load_scaling_state(history, last_scale)
-    restore_scales(module for module in modules.values() if module.fp8_ready)
+    restore_scales(layer for layer in modules.values() if layer.fp8.scales_known)
 
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     for name, module in model.named_modules():
-        if isinstance(module, Float8Layer) and module.fp8_recipe.delayed:
+        if isinstance(module, Float8Layer) and module.fp8.recipe.delayed:
             yield unwrapped_name(name), module

@@ -45,7 +45,8 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
     num_weights = num_bytes = 0
     layers = {id(m): m for model in models for m in model.modules() if isinstance(m, FrozenStorage)}
     for layer in layers.values():
-        payload = layer.fp8_unmerged
+        state = layer.fp8.frozen
+        payload = None if state is None else state.unmerged
         if payload is None:
             frozen = layer.frozen_weight
             payload = None if frozen is None else frozen.payload

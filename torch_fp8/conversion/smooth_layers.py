@@ -36,7 +36,7 @@ def gated_mlps(
     for name, module in model.named_modules():
         spec: GatedMLPSpec | FusedGateUpSpec | None
         if isinstance(module, Float8GatedMLP):
-            spec = module.fp8_spec
+            spec = module.fp8.spec
         else:
             spec = gated_mlp_spec(module, any_activation=True)
         if spec is not None:

@@ -114,8 +114,8 @@ def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) 
     with torch.no_grad():
         layer(prompt)
         output = layer(token)
-    cache = layer.fp8_payloads
-    repeated = " (repeated)" if cache is not None and cache.operand is not None else ""
+    cache = layer.fp8.payloads
+    repeated = " (repeated)" if cache.operand is not None else ""
     weight = layer.weight.detach() if frozen is None else frozen
     decibels.append(("fprop", 1, sqnr_db(token.double() @ weight.double().t(), output)))
     for name, tokens, sqnr in decibels:

@@ -117,7 +117,7 @@ class LayerObserver:
     def _as_stored(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        return (col, row) if self.layer.fp8_transposed else (row, col)
+        return (col, row) if self.layer.fp8.transposed else (row, col)
 
     def _look(
         self,
@@ -144,7 +144,7 @@ class LayerObserver:
             if not x.numel():
                 return
             if factors is not None:
-                flips = kind == WEIGHT and self.layer.fp8_transposed
+                flips = kind == WEIGHT and self.layer.fp8.transposed
                 x = x * (factors[:, None] if flips else factors)
             for payload, turned in ((row, False), (col, True)):
                 key = None if payload is None else self._key(kind, payload, turned, factors)
@@ -162,7 +162,7 @@ class LayerObserver:
     ) -> None:
         place, source = f"{self.name}/{kind}", x.to(payload.qdata.device)
         statistics = operand_statistics(source, payload, turned=turned, first=first)
-        spec = self.layer.fp8_recipe.grad_output
+        spec = self.layer.fp8.recipe.grad_output
         if kind == GRAD_OUTPUT and self.step.clip_search and spec.granularity == "tensorwise":
             statistics = torch.cat([statistics, clip_statistics(source, spec, statistics[0])])
         before = self.seen.get(place)
@@ -173,7 +173,7 @@ class LayerObserver:
     def before_paused(self, layer: Float8Layer, args: Any) -> None:
         """Look at input and weight before the forward of a paused layer."""
         if trains() and args:
-            recipe, factors = layer.fp8_recipe, None
+            recipe, factors = layer.fp8.recipe, None
             with apart(), guarded(self.step.failed):
                 x, weight = matrix(args[0]), matrix(layer.weight)
                 if x.numel() and recipe.smooth:
@@ -185,7 +185,7 @@ class LayerObserver:
     def after_paused(self, layer: Float8Layer, args: Any, output: Any) -> None:
         """Have the gradient of a paused layer's output looked at."""
         if trains() and isinstance(output, Tensor) and output.requires_grad:
-            spec = layer.fp8_recipe.grad_output
+            spec = layer.fp8.recipe.grad_output
             output.register_hook(lambda grad: self._look_as_if(GRAD_OUTPUT, grad, spec))
 
     def _look_as_if(self, kind: str, x: Tensor, spec: Any) -> None:

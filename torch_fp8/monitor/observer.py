@@ -78,7 +78,7 @@ class Observer:
         step = self.step = Observation(self.clip_search, self.failed)
         for name, layer in self._in_fp8():
             of_layer = LayerObserver(step, name, layer, step.seen)
-            layer.observe(of_layer)
+            layer.fp8.observe(of_layer)
             if is_paused(layer):
                 hooks = Hook(of_layer.before_paused), Hook(of_layer.after_paused)
                 self._handles.append(layer.register_forward_pre_hook(hooks[0]))
@@ -92,7 +92,7 @@ class Observer:
         """Look no longer; what was seen stays."""
         if self.step.goes_on:
             for _, layer in self._in_fp8():
-                layer.observe(None)
+                layer.fp8.observe(None)
         self.step.goes_on = False
         for handle in self._handles:
             handle.remove()

@@ -22,7 +22,7 @@ from torch_fp8.monitor.statistics import (
     update_statistics,
 )
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.nn.delayed_scaling import renew_scales
+from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
@@ -52,12 +52,12 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
         reported: name to what `left_out` returned last; written.
     """
     ours = (layer for _, layer in layers if isinstance(layer, Float8Layer))
-    renew_scales(layer for layer in ours if layer.fp8_recorded)
+    renew_scales(m for m in ours if m.fp8.scaling is not None and m.fp8.scaling.recorded)
     for name, layer in layers:
         if not _leaves_out(layer) or is_paused(layer):
             reported.pop(name, None)  # its histories will begin anew
             continue
-        history = layer.scaling_buffers()[0]
+        history = scaling_buffers(layer)[0]
         before = reported.get(name, torch.zeros(len(LEFT_OUT))).to(history.device)
         counts, reported[name] = left_out(history, before)
         yield f"{name}/history", counts
@@ -67,7 +67,7 @@ def _leaves_out(layer: nn.Module) -> bool:
     """Return whether a layer has histories with a guard; it may have been reverted meanwhile."""
     if not isinstance(layer, Float8Layer):
         return False
-    return layer.fp8_delayed and layer.fp8_config.amax_compute_algo == "max"
+    return layer.fp8.scaling is not None and layer.fp8.config.amax_compute_algo == "max"
 
 
 def look_at_updates(
@@ -143,7 +143,7 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
     """Return what is measured: ``<qualified layer>/<kind>`` to statistics, as `Series` takes it."""
     kinds: dict[str, tuple[str, ...]] = {}
     for name, layer in layers:
-        clipped = layer.fp8_recipe.grad_output.granularity == "tensorwise"
+        clipped = layer.fp8.recipe.grad_output.granularity == "tensorwise"
         searched = clipped and "clip_search" in probes
         kinds[f"{name}/{INPUT}"] = OPERAND
         kinds[f"{name}/{GRAD_OUTPUT}"] = (*OPERAND, *(CLIP if searched else ()))

@@ -36,7 +36,7 @@ class WayBack:
     def __init__(self, layers: Layers, mlps: GatedMLPs, config: FP8Config) -> None:
         self.layers, self.config = dict(layers), config
         self._down = {name: f"{name}.{spec.down}".lstrip(".") for name, _, spec in mlps}
-        self._original = {name: layer.fp8_recipe for name, layer in layers}
+        self._original = {name: layer.fp8.recipe for name, layer in layers}
         self.fallen: dict[str, dict[str, Any]] = {}
         self.times: dict[str, int] = {}
         self.all_until = 0
@@ -111,11 +111,10 @@ class WayBack:
             recipe = self._original[name]
             if fallen and finer is not None:
                 recipe = replace(finer, smooth=recipe.smooth)
-            if layer.fp8_recipe != recipe:
-                layer.drop_scaling()
+            if layer.fp8.recipe != recipe:
                 natively = runs_natively(layer.weight.device, recipe.name)
-                emulate = layer.fp8_config.emulate and not natively
-                layer.configure(layer.fp8_name, layer.fp8_config, recipe, emulate)
+                emulate = layer.fp8.config.emulate and not natively
+                layer.configure(layer.fp8.name, layer.fp8.config, recipe, emulate)
 
     def undo(self) -> None:
         """Have all layers run FP8 as they were converted, and forget what has fallen back."""
@@ -140,7 +139,7 @@ def _check_finer(name: str, layer: Float8Layer, config: FP8Config) -> None:
     if isinstance(layer.weight, DTensor):
         raise ValueError(
             f"FP8Config(on_alarm={config.on_alarm!r}): the weight of '{name}' is sharded, and is "
-            f"gathered as recipe {layer.fp8_recipe.name!r} wants it; name on_alarm='bf16'"
+            f"gathered as recipe {layer.fp8.recipe.name!r} wants it; name on_alarm='bf16'"
         )
     check_device(layer.weight.device, config.on_alarm, config.emulate)
 

@@ -36,4 +36,4 @@ class Float8Conv1D(Float8Layer):
         return super().forward(x)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(nf={self.nf}, nx={self.in_features}, fp8={self.fp8_recipe})"
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.in_features}, fp8={self.fp8.recipe})"

@@ -22,38 +22,18 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_fp8.tensor.dtensor import waited
 
 
-class LocalOperands(NamedTuple):
-    """A linear layer's tensors on this rank, as `torch_fp8.nn.layer_quantizers.Operands`.
+class Parts(NamedTuple):
+    """How a layer's output lies on the ranks that multiply parts of its operands.
 
     Attributes:
-        input: (..., K) or a rank's part of it.
-        weight: (N, K) or a rank's part of it.
         mesh: a mesh of one dimension.
         output: how the output lies on the mesh.
-        bias_grad: how the gradient of the bias does.
         shape: the shape of the whole output.
     """
 
-    input: Tensor
-    weight: Tensor
     mesh: Any
     output: Placement
-    bias_grad: Placement
     shape: tuple[int, ...]
-
-    @property
-    def group(self) -> Any:
-        """The ranks that have parts of the weight."""
-        return self.mesh.get_group()
-
-    def bias(self, bias: Tensor | None) -> Tensor | None:
-        """What this rank adds to its part of the output."""
-        if not isinstance(bias, DTensor):
-            return bias
-        local = waited(bias.to_local(grad_placements=[self.bias_grad]))
-        if self.output.is_partial():  # all ranks' parts will be summed
-            return _Share.apply(local, self.mesh.size())
-        return local
 
     def whole(self, output: Tensor) -> Tensor:
         """This rank's part of the output as the DTensor that it belongs to."""
@@ -68,52 +48,63 @@ class LocalOperands(NamedTuple):
         )
 
 
-def local_operands(linear: Any, input: Tensor) -> LocalOperands:
-    """This rank's parts of input and weight.
+def local_operands(
+    fp8: Any, input: Any, weight: Any, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Parts]:
+    """Return this rank's parts of input, weight and bias, and how the output will lie.
 
     Args:
-        linear: a converted layer, weight (N, K); its name is read for errors alone.
+        fp8: the layer's `torch_fp8.nn.layer_fp8.LayerFP8`, for errors.
         input: (..., K); it or the weight is a DTensor.
+        weight: (N, K).
+        bias: (N,); None where there is none, or the parallel style adds it.
     Raises:
         ValueError: one of them is a DTensor and the other is not; a mesh of several dimensions.
     """
-    weight: Tensor = linear.weight
-    if not isinstance(weight, DTensor):
-        raise ValueError(
-            f"FP8 linear '{linear.fp8_name}' got a DTensor, but its weight is none; give it a "
-            "parallel style in parallelize_module, or input.to_local()"
-        )
-    if not isinstance(input, DTensor):
-        raise ValueError(
-            f"the weight of FP8 linear '{linear.fp8_name}' is sharded as {weight.placements}, but "
-            "its input is no DTensor; have parallelize_module give it a style that prepares its "
-            "input, such as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it "
-            "can be called within the forward of the module that fully_shard was given)"
-        )
-    if linear.fp8_transposed:
-        raise ValueError(
-            f"the weight of FP8 layer '{linear.fp8_name}' is stored transposed (Conv1D) and "
-            f"sharded as {weight.placements}: tensor parallelism in FP8 takes nn.Linear alone; "
-            f"keep it in high precision with FP8Config(skip=('{linear.fp8_name}',))"
-        )
-    if weight.device_mesh.ndim != 1:
-        raise ValueError(
-            f"the weight of FP8 linear '{linear.fp8_name}' is sharded over a mesh of "
-            f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one, "
-            "and FSDP2 in the others only within the forward of its module"
-        )
-    (placement,) = weight.placements
+    mesh, placement = _checked(fp8, input, weight)
     layout = _layout(input, placement)
     if input.placements != (layout.input,):
         input = input.redistribute(placements=[layout.input])
-    return LocalOperands(
+    parts = Parts(mesh, layout.output, (*input.shape[:-1], weight.shape[0]))
+    if isinstance(bias, DTensor):
+        bias = waited(bias.to_local(grad_placements=[layout.bias_grad]))
+        if layout.output.is_partial():  # all ranks' parts will be summed
+            bias = _Share.apply(bias, mesh.size())
+    return (
         waited(input.to_local(grad_placements=[layout.input_grad])),
         waited(weight.to_local(grad_placements=[layout.weight_grad])),
-        weight.device_mesh,
-        layout.output,
-        layout.bias_grad,
-        (*input.shape[:-1], weight.shape[0]),
+        bias,
+        parts,
     )
+
+
+def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:
+    """Return the mesh of a weight (N, K), and how it lies there."""
+    if not isinstance(weight, DTensor):
+        raise ValueError(
+            f"FP8 linear '{fp8.name}' got a DTensor, but its weight is none; give it a parallel "
+            "style in parallelize_module, or input.to_local()"
+        )
+    if not isinstance(input, DTensor):
+        raise ValueError(
+            f"the weight of FP8 linear '{fp8.name}' is sharded as {weight.placements}, but its "
+            "input is no DTensor; have parallelize_module give it a style that prepares its "
+            "input, such as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it "
+            "can be called within the forward of the module that fully_shard was given)"
+        )
+    if fp8.transposed:
+        raise ValueError(
+            f"the weight of FP8 layer '{fp8.name}' is stored transposed (Conv1D) and sharded as "
+            f"{weight.placements}: tensor parallelism in FP8 takes nn.Linear alone; keep it in "
+            f"high precision with FP8Config(skip=('{fp8.name}',))"
+        )
+    if weight.device_mesh.ndim != 1:
+        raise ValueError(
+            f"the weight of FP8 linear '{fp8.name}' is sharded over a mesh of "
+            f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one, "
+            "and FSDP2 in the others only within the forward of its module"
+        )
+    return weight.device_mesh, weight.placements[0]
 
 
 class _Share(torch.autograd.Function):

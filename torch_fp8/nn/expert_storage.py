@@ -63,6 +63,7 @@ class ExpertStorage(RunsFP8):
         fp8_unmerged: the bytes of weights into which adapters are merged, by name.
     """
 
+    fp8_config: Any = None
     fp8_unread = False
     fp8_unmerged: dict[str, FrozenPayload] | None = None
     fp8_name: str

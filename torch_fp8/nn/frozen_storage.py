@@ -11,14 +11,14 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fp8.nn.scaling_buffers import ScalingBuffers
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local, with_data
@@ -38,26 +38,31 @@ class ThawNotice:
     lost = False
 
 
-class FrozenStorage(ScalingBuffers):
+@dataclass(eq=False)
+class FrozenState:
+    """What a layer remembers of a weight that is stored as FP8 alone.
+
+    Attributes:
+        recipe: the recipe that the layer has again when it is thawed.
+        notice: what the weights share that were frozen together.
+        unmerged: the bytes of the weight without the adapters that are merged into it.
+    """
+
+    recipe: Recipe
+    notice: ThawNotice | None = None
+    unmerged: FrozenPayload | None = None
+
+
+class FrozenStorage(RunsFP8):
     """The part of a layer that holds a weight which nobody trains.
 
     Attributes:
-        fp8_thawed_recipe: the recipe that the layer has again when it is thawed; None: its weight
-            is not frozen.
-        fp8_thaw_notice: what the weights share that were frozen together.
-        fp8_unmerged: the bytes of the weight without the adapters that are merged into it.
         fp8_unread: whether ``state_dict`` has the frozen weight itself; see `left_unread`.
     """
 
-    fp8_thawed_recipe: Recipe | None = None
-    fp8_thaw_notice: "ThawNotice | None" = None
-    fp8_unmerged: FrozenPayload | None = None
     fp8_unread = False
-    fp8_name: str
-    fp8_emulate: bool
-    fp8_transposed: bool = False
-    """Whether the weight is stored as (K, N)."""
     bias: nn.Parameter | None
+    weight: nn.Parameter
 
     def configure(self, name: str, config: Any, recipe: Recipe, emulate: bool) -> None:
         """Run `recipe` from now on; see `torch_fp8.nn.linear.Float8Layer`."""
@@ -70,35 +75,52 @@ class FrozenStorage(ScalingBuffers):
         shard = None if weight is None else local(weight)
         return shard if isinstance(shard, Float8FrozenWeight) else None
 
+    @property
+    def thaw_notice(self) -> ThawNotice | None:
+        """What the weight shares with those that were frozen together with it."""
+        state = self.fp8.frozen
+        return None if state is None else state.notice
+
     def freeze_weight(
-        self, recipe: Recipe, emulate: bool, payload: FrozenPayload | None = None
+        self,
+        recipe: Recipe,
+        emulate: bool,
+        notice: ThawNotice | None,
+        payload: FrozenPayload | None = None,
     ) -> None:
         """Hold the weight in FP8 alone from now on; who holds the Parameter holds the new one.
 
         Args:
             recipe: the frozen layer's recipe; its weights have scales of blocks or one per tensor.
             emulate: run its GEMMs through the reference path.
+            notice: what the weights share that are frozen together.
             payload: the bytes, where somebody has quantized them already; None: of the weight.
         """
         weight = self.weight
-        name = f"{self.fp8_name}.weight".lstrip(".")
+        name = f"{self.fp8.name}.weight".lstrip(".")
         if payload is None:
             payload = freeze_tensor(local(weight), recipe.weight, name)
-        payload.name, payload.owner = name, weakref.ref(self)
-        replace_parameter(self, frozen_parameter(payload))
-        self.run_frozen(recipe, emulate)
+        payload.name = name
+        del weight  # or the Parameter could not be replaced
+        self._hold(payload)
+        self.run_frozen(recipe, emulate, notice)
 
-    def run_frozen(self, recipe: Recipe, emulate: bool) -> None:
+    def _hold(self, payload: FrozenPayload) -> None:
+        payload.owner = weakref.ref(self)
+        replace_parameter(self, frozen_parameter(payload))
+
+    def run_frozen(self, recipe: Recipe, emulate: bool, notice: ThawNotice | None) -> None:
         """Run the recipe of frozen layers; the shards of a weight follow when FSDP2 is connected.
 
         Args:
-            recipe, emulate: as of `freeze_weight`.
+            recipe, emulate, notice: as of `freeze_weight`.
         """
-        before = self.fp8_recipe if self.fp8_thawed_recipe is None else self.fp8_thawed_recipe
-        self.drop_scaling()
-        recipe = replace(recipe, smooth=before.smooth)
-        self.configure(self.fp8_name, self.fp8_config, recipe, emulate)
-        self.fp8_thawed_recipe = before
+        fp8 = self.fp8
+        if fp8.frozen is None:
+            fp8.frozen = FrozenState(fp8.recipe)
+        fp8.frozen.notice = notice
+        recipe = replace(recipe, smooth=fp8.frozen.recipe.smooth)
+        self.configure(fp8.name, fp8.config, recipe, emulate)
 
     def thaw_weight(self, dtype: torch.dtype | None = None) -> None:
         """Give the weight its dtype back, or `dtype`, and the layer its recipe.
@@ -108,36 +130,34 @@ class FrozenStorage(ScalingBuffers):
         Raises:
             RuntimeError: it is sharded.
         """
-        recipe, frozen = self.fp8_thawed_recipe, self.frozen_weight
-        if recipe is None:
+        fp8, frozen = self.fp8, self.frozen_weight
+        if fp8.frozen is None:
             return
         if frozen is not None:
             self._refuse_sharded(frozen)
             dtype = frozen.payload.thawed_dtype if dtype is None else dtype
             plain = frozen.dequantize().to(dtype)
             replace_parameter(self, nn.Parameter(plain, requires_grad=False))
-        self.drop_scaling()
-        for name in ("fp8_thawed_recipe", "fp8_thaw_notice", "fp8_unmerged"):
-            self.__dict__.pop(name, None)
-        self.configure(self.fp8_name, self.fp8_config, recipe, self.fp8_emulate)
+        recipe, fp8.frozen = fp8.frozen.recipe, None
+        self.configure(fp8.name, fp8.config, recipe, fp8.emulate)
 
     def _refuse_sharded(self, frozen: Float8FrozenWeight) -> None:
         if frozen is not self.weight:
             raise RuntimeError(
-                f"'{self.fp8_name}.weight' is stored as FP8 alone and sharded by FSDP2, which "
+                f"'{self.fp8.name}.weight' is stored as FP8 alone and sharded by FSDP2, which "
                 "takes no other weight in its place; thaw the model before fully_shard, or convert "
                 "it with FP8Config(frozen_weights='keep')"
             )
 
     def thaw_for_training(self) -> None:
         """Thaw the weight because somebody has asked for its gradient, and say so once."""
-        notice = self.fp8_thaw_notice
+        notice = self.thaw_notice
         self.thaw_weight()
         self.weight.requires_grad_(True)
         if notice is not None and notice.given:
             return
         warnings.warn(
-            f"'{self.fp8_name}.weight' was stored as FP8 alone and is to be trained from now on: "
+            f"'{self.fp8.name}.weight' was stored as FP8 alone and is to be trained from now on: "
             f"it is {self.weight.dtype} again, with the values that FP8 held, and so will the "
             "others be whose gradients are asked for. FP8Config(frozen_weights='keep') leaves such "
             "weights as they are",
@@ -154,12 +174,12 @@ class FrozenStorage(ScalingBuffers):
         Returns:
             Whether the weight is, or was before an earlier merge, frozen.
         """
-        frozen = self.frozen_weight
-        if frozen is None and self.fp8_unmerged is None:
+        state, frozen = self.fp8.frozen, self.frozen_weight
+        if state is None or (frozen is None and state.unmerged is None):
             return False
         if frozen is not None:
             self._refuse_sharded(frozen)
-            self.fp8_unmerged = frozen.payload
+            state.unmerged = frozen.payload
         plain = self.weight.detach().float()
         replace_parameter(self, nn.Parameter(plain, requires_grad=False))
         return True
@@ -170,18 +190,16 @@ class FrozenStorage(ScalingBuffers):
         Args:
             merged: whether an adapter is merged into it.
         """
-        payload = self.fp8_unmerged
-        assert payload is not None
         if merged:
             replace_parameter(self, nn.Parameter(self.weight.to(DTYPE), requires_grad=False))
             return
-        payload.owner = weakref.ref(self)
-        replace_parameter(self, frozen_parameter(payload))
-        del self.fp8_unmerged
+        state = self.fp8.frozen
+        self._hold(state.unmerged)
+        state.unmerged = None
 
     def forget_unmerged(self) -> None:
         """Let the bytes go that a weight had before adapters were merged into it, for good."""
-        if self.fp8_unmerged is not None:
+        if self.fp8.frozen is not None and self.fp8.frozen.unmerged is not None:
             self.thaw_weight()
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
@@ -191,7 +209,7 @@ class FrozenStorage(ScalingBuffers):
             weight = weight.dequantize()
         weight = weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, weight.t() if self.fp8_transposed else weight, bias)
+        return F.linear(x, weight.t() if self.fp8.transposed else weight, bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # A dtype is asked of floating tensors alone: bytes and the bits of scales only move.
@@ -232,9 +250,9 @@ class FrozenStorage(ScalingBuffers):
             return
         if given.shape == frozen.shape:
             if frozen.is_meta and not given.is_meta:  # to be assigned
-                payload, recipe = frozen.payload, self.fp8_recipe
-                weight = freeze_tensor(given, recipe.weight, payload.name, payload.thawed_dtype)
-                self.freeze_weight(recipe, self.fp8_emulate, weight)
+                fp8, old = self.fp8, frozen.payload
+                payload = freeze_tensor(given, fp8.recipe.weight, old.name, old.thawed_dtype)
+                self.freeze_weight(fp8.recipe, fp8.emulate, self.thaw_notice, payload)
             else:
                 frozen.copy_(given)
             given = self.weight  # nothing is left to copy, or to assign in its place

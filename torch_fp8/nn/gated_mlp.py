@@ -30,9 +30,9 @@ from torch_fp8.autograd.function import (
 )
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
@@ -90,17 +90,30 @@ class _Options(NamedTuple):
     """Whether the layer behind wants the amax of each channel (`torch_fp8.ops.smooth`)."""
 
 
+class MLPFP8(NamedTuple):
+    """What conversion leaves in a gated MLP.
+
+    Attributes:
+        name: its qualified name, for errors.
+        config: its options.
+        spec: the names of its layers.
+        activation: the children beside the layers, which are not called; in a tuple, not to own
+            them twice.
+    """
+
+    name: str
+    config: FP8Config
+    spec: GatedMLPSpec | FusedGateUpSpec
+    activation: tuple[nn.Module, ...]
+
+
 class Float8GatedMLP(RunsFP8):
     """The part of a converted gated MLP that goes in front of its own class."""
 
-    fp8_config: FP8Config
-    fp8_name: str
-    fp8_spec: GatedMLPSpec | FusedGateUpSpec
-    fp8_activation: tuple[nn.Module, ...]
-    """The children beside the layers, which are not called; in a tuple, not to own them twice."""
+    fp8: MLPFP8
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        compiling, spec = torch.compiler.is_compiling(), self.fp8_spec
+        compiling, spec = torch.compiler.is_compiling(), self.fp8.spec
         in_fp8 = self.runs_fp8 and (compiling or not is_transformed())
         more = len(args) != 1 or kwargs  # or the input by keyword
         if more or not in_fp8 or self._has_own_activation():
@@ -112,11 +125,11 @@ class Float8GatedMLP(RunsFP8):
         if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
         elif is_ours and not torch.is_grad_enabled():
-            product = _unread(name_of(self), self.fp8_spec.gate_first, inputs)
+            product = _unread(name_of(self), self.fp8.spec.gate_first, inputs)
         elif is_ours:
             product = _SwiGLUFunction.apply(self._options(down_layer), *inputs)
         else:  # DTensors, or what an adapter makes of them
-            gate, up = _gate_and_up([plain(t) for t in inputs], self.fp8_spec.gate_first)
+            gate, up = _gate_and_up([plain(t) for t in inputs], self.fp8.spec.gate_first)
             product = F.silu(gate) * up
             del gate, up
         del inputs
@@ -125,8 +138,8 @@ class Float8GatedMLP(RunsFP8):
 
     def _has_own_activation(self) -> bool:
         """Whether the activation has hooks, or is no longer the one that conversion has seen."""
-        others = other_modules(self, self.fp8_spec)
-        if others != self.fp8_activation:
+        others = other_modules(self, self.fp8.spec)
+        if others != self.fp8.activation:
             return True
         return any(getattr(m, name) for m in others for name in _HOOKS)
 
@@ -137,26 +150,27 @@ class Float8GatedMLP(RunsFP8):
     def _pair(self, x: Tensor, spec: GatedMLPSpec) -> tuple[Tensor, Tensor]:
         gate_layer, up_layer = getattr(self, spec.gate), getattr(self, spec.up)
         if not torch.compiler.is_compiling() and _in_fp8(gate_layer) and _in_fp8(up_layer):
-            x = shared(x, self.fp8_name)
+            x = shared(x, self.fp8.name)
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
         ahead, smooth = None, False
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
-            smooth = down_layer.fp8_recipe.smooth
+            smooth = down_layer.fp8.recipe.smooth
         if _in_fp8(down_layer) and not smooth:
-            spec, delayed = down_layer.operand_spec(INPUT), down_layer.producer_quantizer(INPUT)
+            spec = down_layer.fp8.spec(INPUT)
+            delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
                 wgrad = _wants_wgrad(down_layer)
                 ahead = (delayed or Quantizer(spec))._replace(columnwise_usage=wgrad)
         return _Options(
             name_of(self),
             True,
-            self.fp8_config.save_activations == "fp8",
+            self.fp8.config.save_activations == "fp8",
             ahead,
             self._gradient_readers(),
-            self.fp8_spec.gate_first,
+            self.fp8.spec.gate_first,
             smooth=smooth,
         )
 
@@ -164,24 +178,24 @@ class Float8GatedMLP(RunsFP8):
         """The product in a graph of torch.compile."""
         down, down_wgrad = None, False
         if _in_fp8(down_layer):
-            down, down_wgrad = down_layer.fp8_casts, down_layer.weight.requires_grad
+            down, down_wgrad = down_layer.fp8.casts, down_layer.weight.requires_grad
         product: Tensor = _product_in_graph(
             inputs[0],
             inputs[1] if len(inputs) == 2 else None,
-            self.fp8_config.save_activations == "fp8",
-            self.fp8_spec.gate_first,
+            self.fp8.config.save_activations == "fp8",
+            self.fp8.spec.gate_first,
             (down, down_wgrad),
         )
         return product
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
         """Return what takes the gradients of gate and up, where two layers know both scales."""
-        if isinstance(self.fp8_spec, FusedGateUpSpec):
+        if isinstance(self.fp8.spec, FusedGateUpSpec):
             return None
-        layers = getattr(self, self.fp8_spec.gate), getattr(self, self.fp8_spec.up)
+        layers = getattr(self, self.fp8.spec.gate), getattr(self, self.fp8.spec.up)
         if not all(map(_in_fp8, layers)):
             return None
-        of_gate, of_up = (layer.producer_quantizer(GRAD_OUTPUT) for layer in layers)
+        of_gate, of_up = (layer.fp8.producer_quantizer(layer, GRAD_OUTPUT) for layer in layers)
         if of_gate is None or of_up is None or of_gate.spec != of_up.spec:
             return None
         return of_gate, of_up
@@ -308,7 +322,7 @@ def _in_fp8(layer: nn.Module) -> bool:
 
 
 def _wants_wgrad(layer: Float8Linear) -> bool:
-    return layer.weight.requires_grad and layer.fp8_recipe.wgrad is not None
+    return layer.weight.requires_grad and layer.fp8.recipe.wgrad is not None
 
 
 def _fit(inputs: Sequence[Tensor]) -> bool:

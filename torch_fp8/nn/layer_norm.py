@@ -1,6 +1,6 @@
 """`SharedOutput`: a norm of another kind, whose output FP8 layers cast once for all of them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,16 @@ from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource
 from torch_fp8.tensor.producer import Producer
 
 
+class SharedFP8(NamedTuple):
+    """What conversion leaves in such a norm: its qualified name, for errors."""
+
+    name: str
+
+
 class SharedOutput(nn.Module):
     """The part of such a norm that goes in front of its own class; its output is what it was."""
 
-    fp8_name: str
+    fp8: SharedFP8
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

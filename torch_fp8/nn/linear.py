@@ -29,28 +29,36 @@ out of ``state_dict``. Forwards in training mode and backwards record amaxes, th
 renews the scales (`torch_fp8.nn.delayed_scaling`).
 """
 
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import RunsFP8, is_transformed
-from torch_fp8.autograd.function import as_text
+from torch_fp8.autograd import current_pass
+from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.layer_quantizers import NOT_PLAIN
-from torch_fp8.nn.linear_function import (
-    LinearOptions,
-    linear,
-    linear_in_graph,
-    served_in_graph,
+from torch_fp8.nn.delayed_scaling import (
+    BUFFERS,
+    pushed_history,
+    restore_scales,
+    scales_of,
+    scaling_buffers,
 )
-from torch_fp8.nn.repeated_forward import FLOATS, RepeatedForward
+from torch_fp8.nn.frozen_storage import FrozenStorage
+from torch_fp8.nn.layer_fp8 import LayerFP8, check
+from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
 
+_NOT_PLAIN = (DTensor, QuantizableTensor)
+"""Tensors of which a graph of torch.compile has to know more than of others."""
 
-class Float8Layer(RepeatedForward, RunsFP8):
+
+class Float8Layer(FrozenStorage):
     """The part of a linear layer that runs its fprop, dgrad and wgrad GEMMs in FP8.
 
     It stands in front of a class that has ``weight`` and ``bias`` (see `Float8Linear`).
@@ -64,15 +72,23 @@ class Float8Layer(RepeatedForward, RunsFP8):
 
     in_features: int
     out_features: int
-    fp8_name: str
-    fp8_casts: str
-    """How operands are cast, for `linear_in_graph`."""
+    fp8: LayerFP8
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
+    fp8_transposed: bool = False
+    """Whether the weight is stored as (K, N)."""
+    _fp8_class: type[LayerFP8] = LayerFP8
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:
         return (self.weight,)
+
+    @property
+    def runs_fp8(self) -> bool:
+        fp8 = self.fp8
+        if current_pass.requested or torch.compiler._is_exporting_flag or fp8.paused:
+            return False
+        return self.training or fp8.config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
@@ -80,36 +96,14 @@ class Float8Layer(RepeatedForward, RunsFP8):
             return self._in_high_precision(plain_activation(input))
         if input.is_nested:
             return self._of_jagged(input)
-        if compiling and not (isinstance(input, NOT_PLAIN) or isinstance(self.weight, NOT_PLAIN)):
-            return self._in_graph(input)
-        if not (compiling or torch.is_grad_enabled()):
-            again = self.repeated(input)
-            if again is not None:
-                return again
-        operands = self.operands(input)
-        x, weight = operands.input, operands.weight
-        bias = operands.bias(self.bias) if self.fp8_adds_bias else None
-        shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
-        self._check(shape, dtype, weight)
-        name = "" if compiling else self.fp8_name  # as `name_of`
-        quantizers = self.quantizers(operands.group)
-        out_dtype = autocast_dtype(weight.device.type) or dtype
-        options = LinearOptions(
-            name,
-            dtype,
-            out_dtype,
-            self.fp8_recipe,
-            quantizers,
-            self.fp8_emulate,
-            self.training,
-            compiling and self.fp8_ready,
-        )
-        if not compiling:
-            return operands.whole(linear(x, weight, bias, shape, options))
-        # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
-        rows = x.reshape(-1, shape[-1])
-        y = linear(rows, weight, bias, rows.shape, options, *self.graph_buffers())
-        return operands.whole(y.reshape(*shape[:-1], y.shape[-1]))
+        if compiling:
+            return _in_graph(self, input)
+        if not torch.is_grad_enabled():
+            output = self.fp8.repeated(self, input)
+            if output is not None:
+                return output
+        operands = self.fp8.operands(self, input)
+        return operands.output(linear(*operands[:4], self.fp8.options(self, operands)))
 
     def _of_jagged(self, input: Tensor) -> Tensor:
         """Run on the tokens of all sequences, (sum of lengths, K), of a jagged nested tensor."""
@@ -120,46 +114,12 @@ class Float8Layer(RepeatedForward, RunsFP8):
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
         """What `forward` does where it does not run in FP8, with a weight of any dtype."""
-        if self.fp8_thawed_recipe is not None or _is_mixed(x, self.weight):
+        if self.fp8.frozen is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
         output: Tensor = super().forward(x)
         return output
 
-    def _in_graph(self, x: Tensor) -> Tensor:
-        """What `forward` does with plain tensors in a graph of torch.compile."""
-        self._check(x.shape, x.dtype, self.weight)
-        bias, ready = self.bias if self.fp8_adds_bias else None, False
-        buffers: tuple[Any, ...] = ()
-        if self.fp8_delayed:
-            own, ready = self._buffers, self.fp8_ready
-            buffers = own["fp8_scales"], own["fp8_amaxes"], own["fp8_grad_amax"]
-        if not self.training and not torch.is_grad_enabled() and self.fp8_served is not None:
-            served: Tensor = served_in_graph(
-                x, *self.fp8_served, bias, (self.fp8_casts, ready), *buffers
-            )
-            return served
-        casts = self.fp8_casts, ready, self.training
-        y: Tensor = linear_in_graph(x, self.weight, bias, casts, *buffers)
-        return y
-
-    def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
-        if dtype not in FLOATS:
-            raise TypeError(
-                f"FP8 linear '{self.fp8_name}' takes float32, bfloat16 or float16 input, got "
-                f"{dtype}; cast it, or keep the module in high precision with "
-                f"FP8Config(skip=('{self.fp8_name}',))"
-            )
-        if weight.dtype not in FLOATS:
-            raise TypeError(
-                f"the weight of FP8 linear '{self.fp8_name}' is {weight.dtype}, as model.double() "
-                "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "
-                "torch_fp8.revert(model) first"
-            )
-        features = weight.shape[0 if self.fp8_transposed else 1]
-        if shape[-1] != features:
-            raise ValueError(
-                f"FP8 linear '{self.fp8_name}' takes inputs (..., {features}), got {tuple(shape)}"
-            )
+    # ---- conversion, and what a layer remembers --------------------------------------------------
 
     def configure(self, name: str, config: FP8Config, recipe: Recipe, emulate: bool) -> None:
         """Run `recipe` from now on, with what it remembers empty.
@@ -169,16 +129,111 @@ class Float8Layer(RepeatedForward, RunsFP8):
             config, recipe: what was asked for, and what that is here.
             emulate: run its GEMMs through the reference path.
         """
-        self.fp8_config, self.fp8_recipe = config, recipe
-        self.fp8_emulate, self.fp8_name, self.fp8_delayed = emulate, name, recipe.delayed
-        # Of the class, but a graph guards on every base class before the one that has it.
-        self.fp8_transposed = type(self).fp8_transposed
-        self.fp8_casts = as_text((recipe, self.fp8_transposed, emulate))
-        self.init_scaling()
+        frozen = self.drop_fp8()
+        transposed = type(self).fp8_transposed
+        self.fp8 = self._fp8_class(name, config, recipe, emulate, transposed, frozen)
+        if self.fp8.scaling is not None:
+            self.fp8.scaling.start(self)
+
+    def drop_fp8(self) -> Any:
+        """Remove what `configure` made; return the state of a frozen weight, if there is one."""
+        fp8: LayerFP8 | None = self.__dict__.pop("fp8", None)
+        if fp8 is None:
+            return None
+        if fp8.scaling is not None:
+            fp8.scaling.stop(self)
+        return fp8.frozen
+
+    def restart(self) -> None:
+        """Begin anew, with what the layer remembers empty."""
+        fp8 = self.fp8
+        self.configure(fp8.name, fp8.config, fp8.recipe, fp8.emulate)
+
+    def reset_scaling(self) -> None:
+        """Empty the histories of delayed scaling."""
+        if self.fp8.scaling is not None:
+            self.fp8.scaling.reset(self)
+
+    @property
+    def scaling_state(self) -> tuple[Tensor, Tensor]:
+        """Delayed scaling's amaxes (3, H), the newest first; scales of input and weight (2,).
+
+        What was recorded since the last step of an optimizer is among the amaxes.
+        """
+        history = pushed_history(self)
+        return history, scales_of(self, history[None])[0, :2]
+
+    def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
+        """Go on from what `scaling_state` was; the history suggests the scales."""
+        self.reset_scaling()
+        scaling_buffers(self)[0].copy_(history)
+        if history.any():
+            assert self.fp8.scaling is not None
+            self.fp8.scaling.ready = True
+            restore_scales([self])
+
+    # ---- what torch asks of a module -------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> "Float8Layer":
+        if mode:
+            self.fp8.payloads.forget_evaluation()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.fp8.release()  # of another device or dtype soon
+        before = {n: b for n in BUFFERS if (b := self._buffers.get(n)) is not None}
+        super()._apply(fn, recurse)
+        if self.fp8.scaling is not None:
+            self.fp8.scaling.after_move(self, before)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        scaling = self.fp8.scaling
+        if scaling is None or self.weight.is_meta:
+            return
+        if any(buffer.is_meta for buffer in scaling_buffers(self)):
+            scaling.start(self)  # the weight was assigned, which left these behind
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.fp8 = copy(self.fp8)  # a shallow copy of the layer has the original's
+        if self.fp8.scaling is not None:
+            self.fp8.scaling.track(self)
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_weight is None else ", frozen"
-        return f"{super().extra_repr()}, fp8={self.fp8_recipe}{frozen}"
+        return f"{super().extra_repr()}, fp8={self.fp8.recipe}{frozen}"
+
+
+def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
+    """Return what `Float8Layer.forward` does in a graph of torch.compile.
+
+    It is a function because a graph guards on each method that it calls.
+    """
+    fp8, weight, ready = layer.fp8, layer.weight, False
+    buffers: tuple[Any, ...] = ()
+    if isinstance(x, _NOT_PLAIN) or isinstance(weight, _NOT_PLAIN):
+        operands = fp8.operands(layer, x)
+        if fp8.scaling is not None:
+            buffers = scaling_buffers(layer)[1:]
+        shape = operands.shape
+        # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
+        rows = operands.input.reshape(-1, shape[-1])  # (M, K)
+        tensors = rows, operands.weight, operands.bias, rows.shape
+        y = linear(*tensors, fp8.new_options(layer, operands), *buffers)
+        return operands.output(y.reshape(*shape[:-1], y.shape[-1]))
+    check(fp8, x.shape, x.dtype, weight)
+    bias = layer.bias if layer.fp8_adds_bias else None
+    if fp8.scaling is not None:
+        own, ready = layer._buffers, fp8.scaling.ready
+        buffers = own["fp8_scales"], own["fp8_amaxes"], own["fp8_grad_amax"]
+    if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
+        served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
+        return served
+    casts = fp8.casts, ready, layer.training
+    output: Tensor = linear_in_graph(x, weight, bias, casts, *buffers)
+    return output
 
 
 def _is_mixed(x: Any, weight: Tensor) -> bool:

@@ -25,13 +25,12 @@ from torch_fp8.autograd.function import (
     shape_of_result,
     written_in_backward,
 )
-from torch_fp8.nn.smooth_operands import smooth_operands
+from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import (
-    InputPayloads,
     Quantizer,
     Quantizers,
     WeightQuantizer,
@@ -39,7 +38,6 @@ from torch_fp8.tensor.quantizer import (
     output_dtype,
     quantize_input,
 )
-from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 
@@ -94,14 +92,7 @@ def linear(
         if quantizers.observer is not None:
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
-        if options.recipe.smooth:
-            needs: dict[str, Any] = {"wgrad": False, "fp8_wgrad": False, "dtype": options.out_dtype}
-            operands = smooth_operands(quantizers, x, weight, **needs)
-            return _multiplied(operands.input, operands.weight, bias, shape, options)
-        w = quantizers.weight.without_gradients(weight, options.training)
-        if quantizers.observer is not None:
-            quantizers.observer.weight(weight, w)
-        return _fprop(x, w, bias, shape, options, quantizers, False, False)[0]
+        return _fprop(x, weight, bias, shape, options, quantizers)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
@@ -182,50 +173,60 @@ def served_in_graph(
     rows = x.reshape(-1, x.shape[-1])
     text, ready = casts
     options = _options(text, x.dtype, out_dtype, False, ready)
-    w = QuantizedTensor(qdata, scale, granularity)
-    quantizers = options.quantizers_of(buffers)
-    y, _ = _fprop(rows, w, bias, rows.shape, options, quantizers, False, False)
+    a, _, _ = options.quantizers_of(buffers).input(rows, rowwise=True, columnwise=False)
+    assert a is not None
+    b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum
+    y = scaled_matmul(a, b, out_dtype, bias=bias, fast_accum=fast_accum, emulate=options.emulate)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _fprop(
     x: Tensor,
-    w: QuantizedTensor,
+    weight: Tensor,
     bias: Tensor | None,
     shape: torch.Size,
     options: LinearOptions,
     quantizers: Quantizers,
-    wgrad: bool,
-    fp8_wgrad: bool,
-) -> tuple[Tensor, InputPayloads]:
-    """y, and the payloads of the input."""
-    payloads = quantize_input(
-        quantizers.input,
-        x,
-        wgrad=wgrad,
-        fp8_wgrad=fp8_wgrad,
-        dtype=options.out_dtype,
-        observer=quantizers.observer,
-    )
-    return _multiplied(payloads, w, bias, shape, options), payloads
+    *,
+    gradients: bool = False,
+    wgrad: bool = False,
+    fp8_wgrad: bool = False,
+) -> tuple[Tensor, CastOperands]:
+    """Return y (..., N), and the operands as they were cast.
 
-
-def _multiplied(
-    payloads: InputPayloads,
-    w: QuantizedTensor,
-    bias: Tensor | None,
-    shape: torch.Size,
-    options: LinearOptions,
-) -> Tensor:
+    Args:
+        x, weight, bias, shape: see `linear`.
+        quantizers: casts of the operands.
+        gradients: whether a backward may follow; else the weight may be that of the last forward.
+        wgrad, fp8_wgrad: see `torch_fp8.tensor.quantizer.quantize_input`.
+    """
+    dtype, recipe, observer = options.out_dtype, options.recipe, quantizers.observer
+    if recipe.smooth:
+        operands = smooth_operands(
+            quantizers, x, weight, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype
+        )
+    else:
+        if gradients:  # first, while x may still be on its way
+            w = quantizers.weight.for_fprop(weight)
+        else:
+            w = quantizers.weight.without_gradients(weight, options.training)
+        if observer is not None:
+            observer.weight(weight, w)
+        payloads = quantize_input(
+            quantizers.input, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype, observer=observer
+        )
+        # One scale for the whole weight serves both layouts: backward need not look for it.
+        w_scale = w.scale if w.granularity == "tensorwise" else None
+        operands = CastOperands(payloads, w, w_scale)
     y = scaled_matmul(
-        payloads.rowwise,
-        w,
-        options.out_dtype,
+        operands.input.rowwise,
+        operands.weight,
+        dtype,
         bias=bias,
-        fast_accum=options.recipe.fprop.fast_accum,
+        fast_accum=recipe.fprop.fast_accum,
         emulate=options.emulate,
     )
-    return reshaped(y, (*shape[:-1], y.shape[-1]))
+    return reshaped(y, (*shape[:-1], y.shape[-1])), operands
 
 
 def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -264,31 +265,21 @@ class LinearFunction(torch.autograd.Function):
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
         quantizers = options.quantizers_of(buffers)
-        inverse = None
-        if options.recipe.smooth:
-            needs: dict[str, Any] = {"wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
-            operands = smooth_operands(quantizers, x, weight, **needs, dtype=options.out_dtype)
-            payloads, w, w_scale, inverse = operands
-            y = _multiplied(payloads, w, bias, shape, options)
-        else:
-            w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
-            if quantizers.observer is not None:
-                quantizers.observer.weight(weight, w)
-            y, payloads = _fprop(x, w, bias, shape, options, quantizers, wants_wgrad, fp8_wgrad)
-            # One scale for the whole weight serves both layouts: backward need not look for it.
-            w_scale = w.scale if w.granularity == "tensorwise" else None
+        needs = {"gradients": True, "wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
+        y, operands = _fprop(x, weight, bias, shape, options, quantizers, **needs)
+        payloads = operands.input
         saved = {
             "weight": weight if wants_dgrad else None,
-            "w_scale": w_scale,
+            "w_scale": operands.weight_scale,
             "x": payloads.qdata,
             "x_scale": payloads.scale,
-            "inverse": inverse if fp8_wgrad else None,
+            "inverse": operands.inverse if fp8_wgrad else None,
         }
         # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
         present = {name: t for name, t in saved.items() if t is not None}
         ctx.saved_names = tuple(present)
         ctx.save_for_backward(*present.values())
-        dtype = gradient_dtype(weight) if isinstance(weight, SplitWeight) else weight.dtype
+        dtype = gradient_dtype(weight)
         ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
         ctx.weight_dtype = weight.dtype
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers

@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.delayed_scaling import WEIGHT
+from torch_fp8.nn.layer_fp8 import check
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.tensor.base import QuantizableTensor
@@ -72,17 +73,16 @@ class MergeAware(nn.Module):
         base = self.base_layer
         if len(active) > 1 or kwargs.get("adapter_names") is not None:
             raise ValueError(
-                f"FP8Config(merge_aware=True) multiplies '{base.fp8_name}' by one merged weight, "
+                f"FP8Config(merge_aware=True) multiplies '{base.fp8.name}' by one merged weight, "
                 f"and adapters {', '.join(map(repr, active))} are active, or chosen by row; "
                 "activate one with set_adapter()"
             )
         adapter = active[0]
         if adapter not in self.fp8_adapters:
-            _take(base.fp8_name, self, base)
+            _take(base.fp8.name, self, base)
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
-            if base.fp8_payloads is not None:
-                base.fp8_payloads.forget_evaluation()
+            base.fp8.payloads.forget_evaluation()
             y: Tensor = MergedLinear.apply(
                 x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
             )
@@ -99,9 +99,9 @@ class MergeAware(nn.Module):
         """
         base: Any = self.base_layer
         weight = base.weight
-        if base.fp8_thawed_recipe is None or isinstance(weight, DTensor):
+        if base.fp8.frozen is None or isinstance(weight, DTensor):
             raise RuntimeError(
-                f"'{base.fp8_name}' is no FP8 base any more (it was thawed, or sharded), which "
+                f"'{base.fp8.name}' is no FP8 base any more (it was thawed, or sharded), which "
                 "FP8Config(merge_aware=True) folds the adapter into; leave merge_aware out"
             )
         with torch.autocast(weight.device.type, enabled=False):
@@ -109,12 +109,12 @@ class MergeAware(nn.Module):
             # A copy that was pickled has its values in BF16, which holds them exactly.
             plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
             folded = (plain.float() + delta).to(torch.bfloat16)
-        return WeightQuantizer(base.quantizer(WEIGHT)).for_fprop(folded)
+        return WeightQuantizer(base.fp8.quantizer(base, WEIGHT)).for_fprop(folded)
 
     def _evaluation_weight(self, adapter: str, a: Tensor, b: Tensor) -> QuantizedTensor:
         base, frozen = self.base_layer, self.base_layer.frozen_weight
-        cache = base.fp8_payloads
-        if cache is None or frozen is None or base.training or is_capturing(a.device):
+        cache = base.fp8.payloads
+        if frozen is None or base.training or is_capturing(a.device):
             return self.merged_weight(adapter)
         versions = [
             cache.version_of(x) if isinstance(x, SplitWeight) else cache.scope for x in (a, b)
@@ -142,7 +142,7 @@ class MergedLinear(torch.autograd.Function):
         y, saved = _product(x, w, bias, layer, wgrad=True)
         ctx.save_for_backward(saved, w.qdata, w.scale, a, b)
         ctx.layer, ctx.granularity, ctx.scaling = layer, w.granularity, scaling
-        ctx.name = layer.fp8_name
+        ctx.name = layer.fp8.name
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -152,7 +152,7 @@ class MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, qdata, scale, a, b = ctx.saved_tensors
         layer, (wants_x, wants_a, wants_b, wants_bias) = ctx.layer, ctx.needs_input_grad[:4]
-        quantizer, dgrad = layer.quantizers().grad_output, layer.fp8_recipe.dgrad
+        quantizer, dgrad = layer.fp8.quantizers(layer).grad_output, layer.fp8.recipe.dgrad
         g8, _, grad_bias = quantizer(
             grad_output,
             rowwise=wants_x,
@@ -160,11 +160,11 @@ class MergedLinear(torch.autograd.Function):
             sum_dtype=ctx.bias_dtype if wants_bias else None,
         )
         grad_x = grad_a = grad_b = None
-        if layer.fp8_observer is not None:
-            layer.fp8_observer.backward(grad_output, g8, None, None, None)
+        if layer.fp8.observer is not None:
+            layer.fp8.observer.backward(grad_output, g8, None, None, None)
         if wants_x:
             w = transposed(QuantizedTensor(qdata, scale, ctx.granularity))
-            emulate, fast = layer.fp8_emulate, dgrad.fast_accum
+            emulate, fast = layer.fp8.emulate, dgrad.fast_accum
             assert g8 is not None
             assert w is not None
             grad_x = scaled_matmul(g8, w, ctx.dtype, fast_accum=fast, emulate=emulate)
@@ -182,13 +182,13 @@ def _product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return y (..., N), and x (M, K) in y's dtype for the gradients of an adapter."""
     shape, dtype = x.shape, output_dtype(x)
-    layer._check(shape, x.dtype, layer.weight)
-    quantizer, observer = layer.quantizers().input, layer.fp8_observer
+    check(layer.fp8, shape, x.dtype, layer.weight)
+    quantizer, observer = layer.fp8.quantizers(layer).input, layer.fp8.observer
     if observer is not None and not wgrad:
         observer = observer.without_gradients(layer.training)
     needs = {"wgrad": wgrad, "fp8_wgrad": False, "dtype": dtype, "observer": observer}
     payloads = quantize_input(quantizer, x, **needs)
-    fast, emulate = layer.fp8_recipe.fprop.fast_accum, layer.fp8_emulate
+    fast, emulate = layer.fp8.recipe.fprop.fast_accum, layer.fp8.emulate
     bias = None if bias is None else cast(bias, dtype)
     y = scaled_matmul(payloads.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)
     return y.view(*shape[:-1], y.shape[-1]), payloads.qdata
@@ -266,7 +266,7 @@ def _why_not(module: Any, base: Float8Layer) -> str | None:
             )
         if type(module.lora_A[adapter]) is not nn.Linear:
             return f"has an adapter of {type(module.lora_A[adapter]).__name__}; take plain LoRA"
-    if base.fp8_transposed:
+    if base.fp8.transposed:
         return "adapts a Conv1D, which engines do not read in FP8; adapt nn.Linear layers"
     if base.frozen_weight is None:
         return "has a base that is trained, or not stored as FP8 alone; freeze it"

@@ -23,6 +23,7 @@ from torch_fp8.autograd.current_pass import (
     saves_nothing,
 )
 from torch_fp8.autograd.function import (
+    as_text,
     of_text,
     once_differentiable,
     only_shape_matters,
@@ -90,21 +91,40 @@ class _Options(NamedTuple):
         return NormInputs(x.detach(), weight.detach(), eps, self.offset, self.out_dtype)
 
 
+class NormFP8:
+    """How one RMSNorm hands over FP8.
+
+    Args:
+        name: qualified name of the norm, for errors.
+        config: the options of the norm.
+        spec: what it computes.
+        quantizer: cast of the FP8 layers that read the output; None: there are none.
+
+    Attributes:
+        casts: `quantizer` as a constant of a graph of torch.compile.
+        reader: the quantizer of the layer that read the output first last time, with delayed
+            scaling.
+    """
+
+    def __init__(
+        self, name: str, config: FP8Config, spec: RMSNormSpec, quantizer: Quantizer | None
+    ) -> None:
+        self.name, self.config, self.spec, self.quantizer = name, config, spec, quantizer
+        self.casts = as_text(quantizer)
+        self.reader: Quantizer | None = None
+
+    def note_reader(self, quantizer: Quantizer) -> None:
+        """Remember which layer has read an output first."""
+        self.reader = quantizer
+
+
 class Float8RMSNorm(RunsFP8):
     """The part of a converted RMSNorm that goes in front of its own class.
 
     Shapes: input (..., C), weight (C,), output (..., C).
     """
 
-    fp8_config: FP8Config
-    fp8_name: str
-    fp8_spec: RMSNormSpec
-    fp8_quantizer: Quantizer | None
-    """How the FP8 layers that read the output cast it, if there are any."""
-    fp8_reader: Quantizer | None
-    """The quantizer of the layer that read the output first last time, with delayed scaling."""
-    fp8_casts: str
-    """The former, for `_norm_in_graph`."""
+    fp8: NormFP8
     weight: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +139,8 @@ class Float8RMSNorm(RunsFP8):
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
-        spec, save_fp8 = self.fp8_spec, self.fp8_config.save_activations == "fp8"
+        fp8, spec = self.fp8, self.fp8.spec
+        save_fp8 = fp8.config.save_activations == "fp8"
         out_dtype = x.dtype
         if spec.promotes and weight.dtype != out_dtype:
             out_dtype = torch.promote_types(out_dtype, weight.dtype)
@@ -128,25 +149,25 @@ class Float8RMSNorm(RunsFP8):
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
         alone = is_fsdp_class(type(self))
         if compiling:
-            casts = None if alone else self.fp8_casts
+            casts = None if alone else fp8.casts
             return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
-        waits = self.fp8_quantizer is not None and not alone
+        waits = fp8.quantizer is not None and not alone
         if waits and not torch.is_grad_enabled():  # without autograd's bookkeeping
             matrix = x.reshape(-1, x.shape[-1])
             inputs = NormInputs(matrix.detach(), weight.detach(), eps, spec.offset, out_dtype)
-            source = LazySource(self.fp8_name, inputs[:2], _Unread(inputs), self._note_reader)
+            source = LazySource(fp8.name, inputs[:2], _Unread(inputs), fp8.note_reader)
             return LazyQuantizedTensor(source, x.shape, out_dtype)
         options = _Options(
-            self.fp8_name,
+            fp8.name,
             spec.offset,
             out_dtype,
             torch.is_grad_enabled(),
             save_fp8,
-            self.fp8_quantizer if waits else None,
+            fp8.quantizer if waits else None,
             self._expected_reader(x) if waits else None,
             waits,
         )
-        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
+        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, fp8.note_reader)
         return output
 
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
@@ -154,14 +175,11 @@ class Float8RMSNorm(RunsFP8):
 
         Not in evaluation, whose scales are those of whoever reads.
         """
-        reader = self.fp8_reader
+        reader = self.fp8.reader
         if reader is None or reader.source.scale is None or not self.training:
             return None
         scale = reader.source.scale
         return reader if type(scale) is type(x.detach()) and scale.device == x.device else None
-
-    def _note_reader(self, quantizer: Quantizer) -> None:
-        self.fp8_reader = quantizer
 
 
 class _RMSNormFunction(torch.autograd.Function):

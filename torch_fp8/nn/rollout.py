@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torch_fp8.nn.layer_quantizers import LayerQuantizers
+from torch_fp8.nn.linear import Float8Layer
 
 
 @contextlib.contextmanager
@@ -35,21 +35,20 @@ def rollout(
             parameter, and a rollout begins with casting the weights into it. Without it they must
             go with this rollout.
     """
-    layers = [m for m in model.modules() if isinstance(m, LayerQuantizers) and _serves(m)]
+    layers = [m for m in model.modules() if isinstance(m, Float8Layer) and _serves(m)]
     trained = [layer for layer in layers if layer.training]
     for layer in trained:
         layer.training = False
     try:
         for layer in layers:
-            layer.begin_scope(compiled)
+            layer.fp8.begin_scope(layer, compiled)
         yield
     finally:
         for layer in layers:
-            layer.end_scope(keep_graphs)
+            layer.fp8.end_scope(keep_graphs)
         for layer in trained:
             layer.train()
 
 
-def _serves(layer: LayerQuantizers) -> bool:
-    within = layer.fp8_payloads is not None and layer.fp8_payloads.in_scope
-    return not within and layer.fp8_config.eval_fp8 and getattr(layer, "runs_fp8", True)
+def _serves(layer: Float8Layer) -> bool:
+    return not layer.fp8.payloads.in_scope and layer.fp8.config.eval_fp8 and layer.runs_fp8

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import Payloads, QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor
@@ -31,20 +31,20 @@ from torch_fp8.tensor.quantizer import (
 from torch_fp8.tensor.split_weight import stored
 
 
-class SmoothOperands(NamedTuple):
+class CastOperands(NamedTuple):
     """What fprop multiplies, and what backward needs of it.
 
     Attributes:
-        input: with the payload that wgrad takes, of ``x s``.
-        weight: (N, K), of ``w / s``.
+        input: with the payload that wgrad takes; smooth, of ``x s``.
+        weight: (N, K); smooth, of ``w / s``.
         weight_scale: () of the weight as it is, for dgrad; None: its cast finds it.
-        inverse: (K,) float32, 1 / s.
+        inverse: (K,) float32, 1 / s; None: the input is cast as it is.
     """
 
     input: InputPayloads
     weight: QuantizedTensor
     weight_scale: Tensor | None
-    inverse: Tensor
+    inverse: Tensor | None = None
 
 
 def smooth_operands(
@@ -55,7 +55,7 @@ def smooth_operands(
     wgrad: bool,
     fp8_wgrad: bool,
     dtype: torch.dtype,
-) -> SmoothOperands:
+) -> CastOperands:
     """Cast the operands of fprop, and the input for the wgrad that may follow.
 
     Args:
@@ -91,7 +91,7 @@ def smooth_operands(
         payloads = InputPayloads(row, col.qdata, col.scale, None)
     else:
         payloads = InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
-    return SmoothOperands(payloads, *_smooth_weight(quantizers, weight, inverse), inverse)
+    return CastOperands(payloads, *_smooth_weight(quantizers, weight, inverse), inverse)
 
 
 def _smooth_weight(
@@ -109,7 +109,10 @@ def _smooth_weight(
         amax = (columns * inverse).amax()
         if not isinstance(weight, QuantizableTensor):
             scale = _scale(quantizer, columns)
-    row, _ = _cast(quantizer, rows, inverse, amax)
+    row, _ = smoothed_layouts(
+        rows, inverse, _options(quantizer, amax, rowwise=True, columnwise=False)
+    )
+    assert row is not None
     if quantizers.observer is not None:
         quantizers.observer.weight(weight, row, inverse)
     return row, scale
@@ -122,17 +125,6 @@ def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
         return quantizer.source.scale
     amax, spec = group_amax(columns, quantizer.group), quantizer.spec
     return scale_from_amax(amax, spec.format, spec.power_of_two)
-
-
-def _cast(
-    quantizer: Quantizer, rows: Tensor, factors: Tensor, amax: Tensor | None
-) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    payloads: Payloads = smoothed_layouts(
-        rows, factors, _options(quantizer, amax, rowwise=True, columnwise=False)
-    )
-    row, col = payloads
-    assert row is not None
-    return row, col
 
 
 def _options(

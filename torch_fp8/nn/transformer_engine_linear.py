@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.nn.layer_fp8 import LayerFP8, check
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.transformer_engine import (
     NOT_SHARDED,
@@ -48,6 +49,29 @@ class Engine(NamedTuple):
     recipe: Any
 
 
+class EngineFP8(LayerFP8):
+    """`LayerFP8` of a layer whose GEMMs Transformer Engine runs.
+
+    Attributes:
+        engine: Transformer Engine's layer; None: the next forward makes one.
+        pending_scaling: delayed scaling of a checkpoint, or of the module that this is a copy of,
+            for the engine.
+    """
+
+    engine: Engine | None = None
+    pending_scaling: tuple[Tensor, Tensor] | None = None
+
+    def recorded(self) -> tuple[Tensor, Tensor] | None:
+        """Return `scaling_state` of an engine that has run, or what waits for one."""
+        if self.engine is None or not self.recipe.delayed:
+            return self.pending_scaling
+        return read_scaling(self.engine.linear) or self.pending_scaling
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "engine": None, "pending_scaling": self.recorded()}
+
+
 class TransformerEngineLinear(Float8Linear, nn.Linear):
     """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in Transformer Engine's FP8.
 
@@ -63,18 +87,17 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         ValueError: an input of another width, or a sharded one or a sharded weight.
     """
 
-    fp8_engine: Engine | None = None
-    fp8_pending_scaling: tuple[Tensor, Tensor] | None = None
-    """Delayed scaling of a checkpoint or of the module that this is a copy of, for the engine."""
+    fp8: EngineFP8
+    _fp8_class = EngineFP8
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             return self._in_high_precision(input)
         if isinstance(input, DTensor) or isinstance(self.weight, DTensor):
-            raise ValueError(f"FP8 linear '{self.fp8_name}' got a DTensor: {NOT_SHARDED}")
-        self._check(input.shape, input.dtype, self.weight)
+            raise ValueError(f"FP8 linear '{self.fp8.name}' got a DTensor: {NOT_SHARDED}")
+        check(self.fp8, input.shape, input.dtype, self.weight)
         rows = input.reshape(-1, self.in_features)  # (M, K)
-        multiple, num_rows = alignment(self.fp8_recipe), rows.shape[0]
+        multiple, num_rows = alignment(self.fp8.recipe), rows.shape[0]
         padding = -num_rows % multiple if num_rows else multiple
         output = self._multiply(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
         if padding:
@@ -82,12 +105,12 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         return output.reshape(*input.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        engine = self.fp8_engine or self._start_engine()
+        engine = self.fp8.engine or self._start_engine()
         parameters = engine.linear._parameters
         for name, mine in (("weight", self.weight), ("bias", self.bias)):
             if mine is not None:
                 parameters[name] = half(mine) if isinstance(mine, SplitWeight) else mine
-        entered = self.fp8_recipe.delayed and _regions[-1] is engine.recipe
+        entered = self.fp8.recipe.delayed and _regions[-1] is engine.recipe
         region = None if entered else engine.autocast(enabled=True, recipe=engine.recipe)
         # Transformer Engine takes several dtypes only under torch's autocast.
         device, widest = rows.device.type, torch.float32
@@ -103,57 +126,40 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         te, dtype = load(), self.weight.dtype
         options = {"bias": self.bias is not None, "params_dtype": dtype, "device": "meta"}
         linear = te.Linear(self.in_features, self.out_features, **options)
-        recipe = native_recipe(self.fp8_config, self.fp8_recipe)
-        self.fp8_engine = Engine(linear, te.autocast, recipe)
-        if self.fp8_pending_scaling is not None:
+        recipe = native_recipe(self.fp8.config, self.fp8.recipe)
+        self.fp8.engine = Engine(linear, te.autocast, recipe)
+        if self.fp8.pending_scaling is not None:
             with torch.no_grad():  # its first forward makes what is to be written
-                self._multiply(self.weight.new_zeros(alignment(self.fp8_recipe), self.in_features))
-            write_scaling(linear, self.fp8_config, self.fp8_recipe, *self.fp8_pending_scaling)
-            self.fp8_pending_scaling = None
-        return self.fp8_engine
+                self._multiply(self.weight.new_zeros(alignment(self.fp8.recipe), self.in_features))
+            write_scaling(linear, self.fp8.config, self.fp8.recipe, *self.fp8.pending_scaling)
+            self.fp8.pending_scaling = None
+        return self.fp8.engine
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
         """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
-        length = self.fp8_config.amax_history_len
+        length = self.fp8.config.amax_history_len
         empty = torch.zeros(3, length, device="cpu"), torch.ones(2, device="cpu")
-        return self._recorded() or empty
-
-    def _recorded(self) -> tuple[Tensor, Tensor] | None:
-        """`scaling_state` of an engine that has run, or what waits for one."""
-        if self.fp8_engine is None or not self.fp8_recipe.delayed:
-            return self.fp8_pending_scaling
-        return read_scaling(self.fp8_engine.linear) or self.fp8_pending_scaling
+        return self.fp8.recorded() or empty
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
         """Go on from what `scaling_state` was."""
-        self.drop_scaling()
-        self.fp8_pending_scaling = (history.clone(), last_scale.clone())
-
-    def init_scaling(self) -> None:
-        """Do nothing: Transformer Engine makes what it needs in the first forward."""
-
-    def drop_scaling(self) -> None:
-        """Forget Transformer Engine's layer and its scaling."""
-        self.__dict__.pop("fp8_engine", None)
-        self.__dict__.pop("fp8_pending_scaling", None)
+        self.fp8.engine = None
+        self.fp8.pending_scaling = (history.clone(), last_scale.clone())
 
     def _apply(self, fn: Any, recurse: bool = True) -> "TransformerEngineLinear":
-        device, recorded = self.weight.device, self._recorded()
+        device, recorded = self.weight.device, self.fp8.recorded()
         super()._apply(fn, recurse)
         if self.weight.device != device:  # what scales is on the old one
-            self.fp8_engine, self.fp8_pending_scaling = None, recorded
+            self.fp8.engine, self.fp8.pending_scaling = None, recorded
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "fp8_engine": None, "fp8_pending_scaling": self._recorded()}
 
 
 class AutocastRegion:
     """``te.autocast`` around the forward of a module above layers with delayed scaling."""
 
     def __init__(self, module: nn.Module, layer: TransformerEngineLinear) -> None:
-        self._recipe = layer.fp8_config, layer.fp8_recipe
+        self._recipe = layer.fp8.config, layer.fp8.recipe
         self._entered: list[contextlib.ExitStack] = []
         self._handles = (
             module.register_forward_pre_hook(self.enter),
@@ -189,6 +195,6 @@ def place_regions(model: nn.Module) -> None:
             if isinstance(region, AutocastRegion):
                 region.remove()
         layers = (m for m in module.modules() if isinstance(m, TransformerEngineLinear))
-        layer = next((m for m in layers if m.fp8_recipe.delayed), None)
+        layer = next((m for m in layers if m.fp8.recipe.delayed), None)
         if layer is not None and layer is not module:
             AutocastRegion(module, layer)

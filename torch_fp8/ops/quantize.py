@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.registry import operator
-from torch_fp8.ops.transpose import transposed_bytes
+from torch_fp8.ops.transpose import transposed_bytes, transposed_in_backward
 from torch_fp8.quantization.formats import Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
@@ -123,14 +123,22 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
     return (x.qdata.float() * scale).to(dtype)
 
 
-def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
+def transposed(x: QuantizedTensor, grad_output: Tensor | None = None) -> QuantizedTensor | None:
     """Return x^T, (C, R) contiguous, with the same codes; None where its scales would differ.
 
     Scales are the same where each belongs to as many rows as columns.
+
+    Args:
+        x: (R, C).
+        grad_output: the gradient with which a backward begins: a compiled graph then makes the
+            transpose there, and forward keeps none.
     """
     if x.granularity not in SQUARE:
         return None
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
+    if grad_output is not None and torch.compiler.is_compiling():
+        qdata = transposed_in_backward(x.qdata, grad_output)
+        return QuantizedTensor(qdata, scale, x.granularity)
     columns = padded_rows(x.qdata.shape[0], x.granularity)
     return QuantizedTensor(transposed_bytes(x.qdata, columns), scale, x.granularity)
 

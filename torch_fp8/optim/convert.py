@@ -186,7 +186,7 @@ def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:
     for module in model.modules():
         multiplies = has_linear_forward(module)
         if isinstance(module, Float8Layer):
-            multiplies = not module.fp8_config.eval_fp8
+            multiplies = not module.fp8.config.eval_fp8
         if multiplies and module.weight in split:
             multiply_half(module)
 
@@ -251,11 +251,10 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     modules = [] if model is None else model.modules()  # a compiled one has no truth value
-    layers = [m for m in modules if isinstance(m, Float8Layer) and m.fp8_payloads is not None]
+    layers = [m for m in modules if isinstance(m, Float8Layer) and m.fp8.config.backend == "torch"]
     num_payloads = 0
     for layer in layers:
-        cache, weight, spec = layer.fp8_payloads, layer.weight, layer.fp8_recipe.weight
-        assert cache is not None
+        cache, weight, spec = layer.fp8.payloads, layer.weight, layer.fp8.recipe.weight
         if weight not in stepped or not (payloads or keeps_scale(spec)):
             continue
         if isinstance(weight, SplitWeight):

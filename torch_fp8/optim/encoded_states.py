@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled, matrix_shape, num_groups
-from torch_fp8.tensor.dtensor import like_parameter, local
+from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 
 FORMATS_KEY = "moment_formats"
@@ -62,7 +62,7 @@ def encoded_entry(
     entry = {}
     for (part, of), stored in zip(_PARTS.items(), moment.codes, strict=True):
         data = stored.view(of(moment.shape)).to(device, copy=True)
-        entry[f"{name}_{part}"] = like_parameter(parameter, data, of(parameter.shape))
+        entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
     return entry
 
 
@@ -88,7 +88,7 @@ def decoded(entry: Mapping[str, Any], names: Any = MOMENT_FORMATS) -> dict[str, 
         rows, cols = matrix_shape(shard.shape)
         stored = BlockScaled(shard.reshape(rows, cols), local(scale).reshape(rows, -1))
         value = Float8Moment(stored, MOMENT_FORMATS[name], shard.shape).dequantize()
-        plain[name] = like_parameter(codes, value, tuple(codes.shape))
+        plain[name] = with_data(codes, value, tuple(codes.shape))
     return plain
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
 from torch_fp8.quantization.split_float import pack, split, stored_cols, unpack
-from torch_fp8.tensor.dtensor import like_parameter, local
+from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.halves import EXACT_BITS, empty_residual, join_matrix
 from torch_fp8.tensor.split_weight import halves_of
@@ -164,7 +164,7 @@ def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
     shard = stored.contiguous().view(torch.int8)
     rows = local(weight).shape[0]
     cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
-    return like_parameter(weight, shard.view(rows, cols).clone(), shape)
+    return with_data(weight, shard.view(rows, cols).clone(), shape)
 
 
 def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from torch_fp8.quantization.block_scaled import (
     MIN_NUMEL,
     BlockScaled,
 )
-from torch_fp8.tensor.dtensor import like_parameter, local
+from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 
 SMALL_RESIDUAL_BITS = 16
@@ -55,7 +55,7 @@ def new_moments(parameter: Tensor) -> State:
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for name, format in MOMENT_FORMATS.items():
         zeros = Float8Moment.zeros(local(parameter), format)
-        state[name] = like_parameter(parameter, zeros, tuple(parameter.shape))
+        state[name] = with_data(parameter, zeros, tuple(parameter.shape))
     return state
 
 
@@ -84,7 +84,7 @@ def settle_moments(parameter: Tensor, state: State) -> None:
             target.store(shard)
         else:
             target = shard.to(local(parameter).device, dtype)
-        state[name] = like_parameter(parameter, target, tuple(parameter.shape))
+        state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 
 def moment(state: State, name: str) -> BlockScaled:
@@ -110,7 +110,7 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
                 entry |= encoded_entry(name, local(value), parameter, _saved_on(parameter))
                 continue
             dense = local(value).dequantize(_saved_on(parameter))
-            entry[name] = like_parameter(parameter, dense, tuple(parameter.shape))
+            entry[name] = with_data(parameter, dense, tuple(parameter.shape))
         elif value is not None:
             entry[name] = _copied(value)
     return entry

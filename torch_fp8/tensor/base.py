@@ -34,21 +34,24 @@ class QuantizableTensor(Tensor):
 
     views: tuple[Any, ...] = _VIEWS
 
-    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+    def quantize(
+        self,
+        quantizer: Any,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        grad_output: Tensor | None = None,
+    ) -> Payloads:
         """The payloads that are asked for.
 
         Args:
             quantizer: the `torch_fp8.tensor.quantizer.Quantizer` of the layer that asks.
             rowwise: whether to return the matrix (R, C) quantized along C.
             columnwise: whether to return its transpose (C, R) quantized along R.
+            grad_output: the gradient with which a backward begins, of a weight there; see
+                `torch_fp8.ops.quantize.transposed`.
         """
         raise NotImplementedError
-
-    def quantize_in_backward(
-        self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
-    ) -> Payloads:
-        """Return the payloads of a weight in the backward that begins with `grad_output`."""
-        return self.quantize(quantizer, rowwise=rowwise, columnwise=columnwise)
 
     def stacked_payload(self, flip: bool) -> QuantizedTensor:
         """The payload of stacked weights (E, R, C), with a scale a row.

@@ -14,32 +14,26 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def like_parameter(parameter: Tensor, data: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`data`, of this rank's shard, as a DTensor of global `shape` where the parameter is one."""
-    if not isinstance(parameter, DTensor):
-        return data
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(
-        data,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return data of this rank's shard, sharded as a parameter or a gradient is.
 
-
-def with_data(tensor: Tensor, data: Tensor) -> Tensor:
-    """`data`, of this rank's shard, sharded as `tensor`, a parameter or a gradient, is."""
+    Args:
+        tensor: a DTensor; for any other the data is returned as it is.
+        data: this rank's part of the result.
+        shape: global shape of a contiguous result; None: shape and strides of `tensor`.
+    """
     if not isinstance(tensor, DTensor):
         return data
+    stride = tensor.stride()
+    if shape is not None:
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(
         data,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
+        shape=tensor.shape if shape is None else torch.Size(shape),
+        stride=stride,
     )
 
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
-from torch_fp8.ops.transpose import transposed_in_backward
-from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
@@ -82,14 +80,10 @@ class Float8FrozenWeight(QuantizableTensor):
         self.payload, self.chain = payload, chain
         return self
 
-    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
-        """The bytes as they are held, and transposed."""
-        return frozen_payloads(self, quantizer.spec, rowwise, columnwise, None)
-
-    def quantize_in_backward(
-        self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
+    def quantize(
+        self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
     ) -> Payloads:
-        """Return the payloads as `quantize` does."""
+        """The bytes as they are held, and transposed."""
         return frozen_payloads(self, quantizer.spec, rowwise, columnwise, grad_output)
 
     def dequantize(self) -> Tensor:
@@ -265,7 +259,7 @@ def frozen_payloads(
         weight: whole.
         spec: how the asking layer casts; its scales must be those of the weight.
         rowwise, columnwise: what is asked for.
-        grad_output: in a backward; see `torch_fp8.ops.transpose.transposed_in_backward`.
+        grad_output: in a backward; see `torch_fp8.ops.quantize.transposed`.
     """
     stored = _stored(weight)
     if spec.granularity != stored.granularity:
@@ -273,14 +267,7 @@ def frozen_payloads(
             f"{weight.payload.name} is stored as FP8 with {stored.granularity} scales, and its "
             f"layer asks for {spec.granularity}: convert the model again, or torch_fp8.thaw(model)"
         )
-    turned = None
-    if columnwise and grad_output is not None and torch.compiler.is_compiling():
-        scale = stored.scale.t().contiguous() if stored.scale.ndim else stored.scale
-        qdata = transposed_in_backward(stored.qdata, grad_output)
-        turned = QuantizedTensor(qdata, scale, stored.granularity)
-    elif columnwise:
-        assert stored.granularity in SQUARE
-        turned = transposed(stored)
+    turned = transposed(stored, grad_output) if columnwise else None
     return stored if rowwise else None, turned
 
 

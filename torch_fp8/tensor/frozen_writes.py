@@ -69,7 +69,7 @@ def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
 def _warn_of_loss(payload: FrozenPayload, func: Any) -> None:
     """Say so once for all weights that were frozen together."""
     owner = None if payload.owner is None else payload.owner()
-    notice = getattr(owner, "fp8_thaw_notice", None)
+    notice = getattr(owner, "thaw_notice", None)
     if notice is not None and notice.lost:
         return
     warnings.warn(

@@ -237,7 +237,14 @@ class LazyQuantizedTensor(QuantizableTensor):
         self.production, self.outer_shape, self.outer_dtype = production, size, dtype
         return self
 
-    def quantize(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
+    def quantize(
+        self,
+        quantizer: Quantizer,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        grad_output: Tensor | None = None,
+    ) -> Payloads:
         """The payloads, made when they are first asked for; see `LazySource`."""
         if not (rowwise or columnwise):
             return None, None

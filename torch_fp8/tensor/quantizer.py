@@ -194,8 +194,9 @@ class WeightQuantizer(NamedTuple):
         """
         flip = self.transposed
         if isinstance(weight, QuantizableTensor):
-            row, col = type(weight).quantize_in_backward(
-                weight, self.quantizer, grad_output, rowwise=flip, columnwise=not flip
+            needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
+            row, col = type(weight).quantize(
+                weight, self.quantizer, **needs, grad_output=grad_output
             )
         else:
             cache = self._step_cache(weight)
@@ -245,7 +246,7 @@ class Quantizers(NamedTuple):
         Args:
             ready: whether the scales are known.
             training: whether the slots of input and weight are raised.
-            buffers: see `torch_fp8.nn.scaling_buffers.BUFFERS`, without the histories.
+            buffers: see `torch_fp8.nn.delayed_scaling.BUFFERS`, without the histories.
         """
         if not buffers:
             return self

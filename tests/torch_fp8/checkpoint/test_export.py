@@ -49,11 +49,12 @@ def _multiplied(monkeypatch, model, training=True):
     """The values of weights and the scales of inputs of the next forward, by layer."""
     seen, original = {}, linear_function._fprop
 
-    def spy(x, w, bias, shape, options, *others):
-        y, made = original(x, w, bias, shape, options, *others)
+    def spy(x, weight, bias, shape, options, *others, **needs):
+        y, operands = original(x, weight, bias, shape, options, *others, **needs)
         assert options.name not in seen
-        seen[options.name] = _values(w.qdata, w.scale), made.rowwise.scale.clone()
-        return y, made
+        w, a = operands.weight, operands.input.rowwise
+        seen[options.name] = _values(w.qdata, w.scale), a.scale.clone()
+        return y, operands
 
     monkeypatch.setattr(linear_function, "_fprop", spy)
     model.train(training)

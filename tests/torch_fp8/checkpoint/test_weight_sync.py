@@ -43,9 +43,10 @@ def _adapted(**changes):
 def _multiplied(monkeypatch, model):
     seen, original = {}, linear_function._fprop
 
-    def spy(x, w, bias, shape, options, *others):
-        seen[f"{options.name}.weight"] = dequantize(w)
-        return original(x, w, bias, shape, options, *others)
+    def spy(x, weight, bias, shape, options, *others, **needs):
+        y, operands = original(x, weight, bias, shape, options, *others, **needs)
+        seen[f"{options.name}.weight"] = dequantize(operands.weight)
+        return y, operands
 
     monkeypatch.setattr(linear_function, "_fprop", spy)
     with torch.autocast("cpu", torch.bfloat16):

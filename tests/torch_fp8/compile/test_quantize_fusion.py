@@ -64,7 +64,7 @@ def _remember(model):
     """Delayed scaling's layers have each another past, which the next amaxes may exceed or not."""
     generator = torch.Generator().manual_seed(1)
     for layer in model.modules():
-        if isinstance(layer, Float8Linear) and layer.fp8_recipe.delayed:
+        if isinstance(layer, Float8Linear) and layer.fp8.recipe.delayed:
             history, last = layer.scaling_state
             history[:, 0] = torch.tensor([4.0, 0.1, 4.0]) * torch.rand(3, generator=generator)
             layer.load_scaling_state(history, last)
@@ -191,7 +191,7 @@ def test_a_compiled_block_is_scaled_by_steps_as_an_eager_one():
         _assert_equal(list(block.buffers()), list(twin.buffers()))
         renew_scales(*block.parameters(), *twin.parameters())
         _assert_equal(list(block.buffers()), list(twin.buffers()))
-        assert all(m.fp8_ready for m in twin.modules() if isinstance(m, Float8Linear))
+        assert all(m.fp8.scales_known for m in twin.modules() if isinstance(m, Float8Linear))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -382,7 +382,7 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph(family):
     layers = [Block(family).layer for _ in range(3)]
     model = nn.ModuleList(layers)
     convert_to_float8(model)
-    assert [layer.mlp.fp8_name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
+    assert [layer.mlp.fp8.name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     angles = Block(family).angles

@@ -85,8 +85,8 @@ def test_a_layer_that_is_no_faster_stays_in_bf16(timed):
     assert f"  skipped   small: {reason}" in report.summary().splitlines()
     assert report.flops_share < 1
     assert type(net["small"]) is nn.Linear
-    assert net["narrow"].fp8_recipe.name == "tensorwise"
-    assert net["narrow"].fp8_config == AUTO
+    assert net["narrow"].fp8.recipe.name == "tensorwise"
+    assert net["narrow"].fp8.config == AUTO
 
 
 @pytest.mark.parametrize(("us", "converted"), [(1 - 2 * MARGIN, 5), (1 - MARGIN / 2, 4), (1, 4)])
@@ -147,7 +147,7 @@ def test_a_named_recipe_turns_the_layers_left_into_fp8(timed):
     convert_to_float8(net, AUTO)
     assert type(net["small"]) is nn.Linear
     assert convert_to_float8(net, FP8Config(recipe="rowwise")).choice is None
-    assert net["small"].fp8_recipe.name == "rowwise"
+    assert net["small"].fp8.recipe.name == "rowwise"
 
 
 def test_every_candidate_has_the_users_options(timed):
@@ -175,7 +175,7 @@ def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level
     convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
     fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
     assert fresh
-    kept = {r.recipe.name: r.layer.fp8_payloads.between_steps for r in fresh if r.recipe}
+    kept = {r.recipe.name: r.layer.fp8.payloads.between_steps for r in fresh if r.recipe}
     if level == "O1":
         assert set(kept.values()) == {None}
     else:

@@ -17,6 +17,7 @@ from torch_fp8 import (
     memory_report,
     revert,
 )
+from torch_fp8.autograd.function import of_text
 from torch_fp8.nn.layer_filter import matches
 
 
@@ -112,7 +113,7 @@ def test_another_config_replaces_the_first():
     report = convert_to_float8(model, FP8Config(recipe="rowwise", skip=("lm_head", "layers.0")))
     assert report.converted == LINEARS[2:]
     assert type(model.layers[0]["up"]) is nn.Linear
-    assert model.layers[1]["up"].fp8_recipe.name == "rowwise"
+    assert model.layers[1]["up"].fp8.recipe.name == "rowwise"
     assert not dict(model.named_buffers())
 
 
@@ -361,10 +362,20 @@ def test_emulation_is_decided_at_conversion(monkeypatch, recipe, emulate, emulat
     config = FP8Config(recipe=recipe, emulate=emulate)
     report = convert_to_float8(model, config, device="cuda:0")
     assert report.emulated is emulated
-    assert model.layers[0]["up"].fp8_emulate is emulated
+    assert model.layers[0]["up"].fp8.emulate is emulated
     backend = "emulation" if emulated else "torch scaled_mm"
     assert f"{backend} on NVIDIA H100 (sm_90)" in report.summary()
     assert convert_to_float8(Model()).emulated
+
+
+def test_a_second_conversion_decides_on_emulation_anew_for_graphs_too(monkeypatch):
+    model, config = Model(), FP8Config(recipe="rowwise", emulate=True)
+    for native in (False, True):
+        monkeypatch.setattr("torch_fp8.conversion.convert.runs_natively", lambda *_, n=native: n)
+        convert_to_float8(model, config)
+        fp8 = model.layers[0]["up"].fp8
+        assert fp8.emulate is not native
+        assert of_text(fp8.casts) == (fp8.recipe, False, not native)
 
 
 def test_an_old_card_is_refused_before_anything_changes(monkeypatch):

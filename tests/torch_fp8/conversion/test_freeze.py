@@ -42,7 +42,7 @@ def test_a_frozen_model_takes_a_byte_and_runs_block_scales(recipe):
     assert model.up.weight is weights[0], "the Parameters are the same objects"
     assert model.down.weight is weights[1]
     assert "Float8" in type(model.up).__name__
-    assert model.up.fp8_recipe.name == "blockwise"
+    assert model.up.fp8.recipe.name == "blockwise"
     counted = memory_report(model)
     others = 4 * (2 * 64 * 128 + 208)
     assert counted.weights == others + 2 * 128 * 208
@@ -185,7 +185,7 @@ def test_asking_for_gradients_thaws_with_one_warning():
     assert up.dtype == torch.float32
     assert up.requires_grad
     assert torch.equal(up, values)
-    assert model.up.fp8_recipe.name == "delayed"
+    assert model.up.fp8.recipe.name == "delayed"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     convert_optimizer(optimizer, FP8Config(recipe="delayed"), model=model)
     model(IDS).sum().backward()
@@ -240,7 +240,7 @@ def test_thaw_and_revert_leave_nothing():
     freeze(model, FP8Config(recipe="tensorwise"))
     assert thaw(model) == 2
     assert thaw(model) == 0
-    assert model.up.fp8_recipe.name == "tensorwise"
+    assert model.up.fp8.recipe.name == "tensorwise"
     assert model.up.weight is up
     freeze(model)
     assert torch_fp8.revert(model) == 2

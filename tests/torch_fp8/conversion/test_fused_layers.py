@@ -270,7 +270,7 @@ def test_mlps_that_compute_something_else_stay_as_they_are():
 
     model = nn.Sequential(Swapped(64, 64))
     assert convert_to_float8(model).producers == ("0",)
-    assert model[0].fp8_spec[:3] == ("up_proj", "down_proj", "gate_proj")
+    assert model[0].fp8.spec[:3] == ("up_proj", "down_proj", "gate_proj")
 
 
 def test_mlps_without_a_layer_in_fp8_stay_as_they_are():
@@ -301,7 +301,7 @@ def test_norms_that_no_layer_of_their_width_reads_return_plain_tensors():
         norms.append(model["norm"])
     for norm in norms:
         assert isinstance(norm, Float8RMSNorm)
-        assert norm.fp8_quantizer is None
+        assert norm.fp8.quantizer is None
         assert type(norm(gaussian(4, norm.weight.shape[0]))) is torch.Tensor
 
 

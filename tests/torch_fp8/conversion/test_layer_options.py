@@ -62,7 +62,7 @@ def _config(recipe="tensorwise", opt_level="O1", **options):
 
 def _recipes(model):
     return {
-        name: module.fp8_recipe.name
+        name: module.fp8.recipe.name
         for name, module in model.named_modules()
         if isinstance(module, Float8Linear)
     }
@@ -80,11 +80,11 @@ def test_layers_get_the_options_of_the_last_pattern_that_matches():
     report = convert_to_float8(model, _config(overrides=overrides))
     recipes = _recipes(model)
     assert recipes["layers.0.self_attn.q_proj"] == "blockwise"
-    assert model.layers[0].self_attn.q_proj.fp8_recipe.wgrad is None
+    assert model.layers[0].self_attn.q_proj.fp8.recipe.wgrad is None
     downs = [layer.mlp.down_proj for layer in model.layers]
-    assert [down.fp8_recipe.name for down in downs] == ["delayed", "delayed"]
-    assert [down.fp8_config.margin for down in downs] == [1, 2]
-    assert downs[0].fp8_recipe.wgrad is None  # of the first pattern
+    assert [down.fp8.recipe.name for down in downs] == ["delayed", "delayed"]
+    assert [down.fp8.config.margin for down in downs] == [1, 2]
+    assert downs[0].fp8.recipe.wgrad is None  # of the first pattern
     assert recipes["layers.1.mlp.gate_proj"] == "tensorwise"
     assert not [name for name in recipes if name.startswith("layers.1.self_attn")]
     reasons = dict(report.skipped)
@@ -123,7 +123,7 @@ def test_what_casts_differently_is_not_fused_and_the_summary_says_so():
     report = convert_to_float8(model, _config("delayed", overrides=overrides))
     assert report.unfused == ("layers.0.attn_norm", "layers.0.mlp_norm")  # beside both
     attention = model.layers[0]
-    assert attention.attn_norm.fp8_quantizer is None
+    assert attention.attn_norm.fp8.quantizer is None
     assert isinstance(attention.attn_norm, Float8RMSNorm)
     assert isinstance(model.layers[1].mlp, Float8GatedMLP)
     alone = Model().layers[0]

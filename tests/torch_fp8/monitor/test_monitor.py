@@ -47,7 +47,7 @@ def test_a_run_with_a_monitor_is_bit_for_bit_the_same(recipe, tmp_path):
     assert all(math.isfinite(value) for value in logged[6].values() if value == value)
     layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
-    assert not any(m.fp8_observer for m in layers)
+    assert not any(m.fp8.observer for m in layers)
 
 
 def test_statistics_are_those_of_the_tensors():

@@ -107,7 +107,7 @@ class Watched:
 
     def multiplied(self, which=(0, 0, 0)):
         """The payloads of each operand, (payload, whether it is the source's transpose)."""
-        flip = self.layer.fp8_transposed
+        flip = self.layer.fp8.transposed
         n, k = self.layer.weight.shape[::-1] if flip else self.layer.weight.shape
         sizes = {"fprop": (M, n, k), "dgrad": (M, k, n), "wgrad": (k, n, M) if flip else (n, k, M)}
         made = {kind: [] for kind in KINDS}
@@ -202,7 +202,7 @@ def test_statistics_are_those_of_smoothed_operands(monkeypatch, recipe):
 def test_statistics_are_those_of_cached_weights(monkeypatch, recipe, keep):
     options = {"recipe": recipe, "opt_level": "O2", "cache_weights": keep}
     watched = Watched(monkeypatch, nn.Linear(K, N), **options)
-    cache, current = watched.layer.fp8_payloads, []
+    cache, current = watched.layer.fp8.payloads, []
     watched.optimizer.register_step_pre_hook(
         lambda *_: current.append(cache._version == watched.layer.weight.halves.version)
     )
@@ -215,7 +215,7 @@ def test_a_stale_payload_is_not_hidden_by_the_monitor(monkeypatch):
     options = {"recipe": "tensorwise", "opt_level": "O2", "cache_weights": True}
     watched = Watched(monkeypatch, nn.Linear(K, N), **options)
     watched.step()
-    watched.layer.fp8_payloads._row.qdata.view(torch.uint8).zero_()
+    watched.layer.fp8.payloads._row.qdata.view(torch.uint8).zero_()
     series = watched.step()
     assert series["fp8/0/weight/underflow"] == 1
     watched.check(series)
@@ -367,14 +367,14 @@ def test_a_layer_that_nobody_observes_calls_no_monitor(monkeypatch):
     for _ in range(4):
         watched.step()
     assert seen == [False, True, False, True]
-    assert "fp8_observer" not in watched.layer.__dict__
+    assert watched.layer.fp8.observer is None
 
 
 def test_a_layer_that_is_reverted_in_a_measured_step_is_observed_no_longer(monkeypatch):
     watched = Watched(monkeypatch, nn.Linear(K, N), nn.Linear(N, OUT), recipe="rowwise")
     watched.step()
     revert(watched.layer)
-    assert "fp8_observer" not in watched.layer.__dict__
+    assert "fp8" not in watched.layer.__dict__
     for _ in range(2):
         series = watched.step()
         assert "fp8/1/input/sqnr" in series

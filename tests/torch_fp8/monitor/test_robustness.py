@@ -79,13 +79,13 @@ def test_nan_in_a_tensor_is_the_worst_of_each_statistic():
 def test_copies_and_files_of_a_model_in_a_measured_step_have_no_observer():
     watched = Watched(recipe="tensorwise", opt_level="O1")
     watched.step()
-    assert watched.model[0].fp8_observer is not None  # the next step is to be measured
+    assert watched.model[0].fp8.observer is not None  # the next step is to be measured
     twin = copy.deepcopy(watched.model)
     file = io.BytesIO()
     torch.save(watched.model, file)
     file.seek(0)
     for other in (twin, torch.load(file, weights_only=False)):
-        assert other[0].fp8_observer is None
+        assert other[0].fp8.observer is None
         other(torch.full((16, 64), 1e6)).sum().backward()
     watched.step()
     assert watched.logged[2]["fp8/0/input/amax"] < 100
@@ -220,8 +220,8 @@ def test_a_smooth_down_projection_falls_back_and_returns_smooth(on_alarm):
         watched.model[1].up_proj.weight[7] = watched.model[1].gate_proj.weight[7]
     watched.step()
     assert is_paused(down) == (on_alarm == "bf16")
-    assert down.fp8_recipe.smooth
-    assert down.fp8_recipe.name == ("delayed" if on_alarm == "bf16" else "rowwise")
+    assert down.fp8.recipe.smooth
+    assert down.fp8.recipe.name == ("delayed" if on_alarm == "bf16" else "rowwise")
     watched.step()
     assert watched.logged[3]["fp8/1.down_proj/input/sqnr"] > 25
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_a_smooth_down_projection_falls_back_and_returns_smooth(on_alarm):
     for _ in range(3):
         watched.step()
     assert not is_paused(down)
-    assert (down.fp8_recipe.name, down.fp8_recipe.smooth) == ("delayed", True)
+    assert (down.fp8.recipe.name, down.fp8.recipe.smooth) == ("delayed", True)
     assert watched.logged[6]["fp8/1.down_proj/input/sqnr"] > 28
 
 

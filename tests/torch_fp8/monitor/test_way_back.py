@@ -71,14 +71,12 @@ def test_an_aligned_mlp_takes_its_down_projection_to_a_finer_recipe():
     with torch.no_grad():
         watched.model[1].up_proj.weight[7] = watched.model[1].gate_proj.weight[7]
     watched.step()
-    recipes = [
-        getattr(m, "fp8_recipe", None) for m in (watched.model[0], watched.model[1].down_proj)
-    ]
+    recipes = [m.fp8.recipe for m in (watched.model[0], watched.model[1].down_proj)]
     assert [recipe.name for recipe in recipes] == ["delayed", "rowwise"]
     watched.step()  # norms and MLPs hand over what each layer casts
     assert watched.logged[3]["fp8/1.down_proj/input/sqnr"] > 25
     watched.monitor.close()
-    assert watched.model[1].down_proj.fp8_recipe.name == "delayed"
+    assert watched.model[1].down_proj.fp8.recipe.name == "delayed"
 
 
 def test_the_state_goes_through_json_and_is_applied():
@@ -174,7 +172,7 @@ def test_nothing_is_measured_where_ranks_run_out_of_inputs_one_by_one():
         watched.step()
     watched.step()
     assert list(watched.logged) == [1]
-    assert not any(layer.fp8_observer for _, layer in watched.monitor._layers)
+    assert not any(layer.fp8.observer for _, layer in watched.monitor._layers)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_re
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.tensor.payload_cache import PayloadCache
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 
@@ -93,7 +94,7 @@ def test_the_kept_payload_is_the_one_of_a_fresh_cast():
             convert_to_float8(model, config)
             convert_optimizer(optimizer, config, model=model)
             _step(model, optimizer, 0)
-            cache, spec = model[0].fp8_payloads, model[0].fp8_recipe.weight
+            cache, spec = model[0].fp8.payloads, model[0].fp8.recipe.weight
             shapes = {tuple(t.shape) for t in cache.tensors if t.element_size() == 1}
             stored, turned = (144, 96), (96, 144)
             kept_alone = stored if in_both_orders else turned
@@ -102,7 +103,8 @@ def test_the_kept_payload_is_the_one_of_a_fresh_cast():
             x = torch.randn(3, 144)
             with torch.no_grad():
                 kept = model(x)
-                model[0].fp8_payloads = None
+                model[0].fp8.payloads = PayloadCache(transposed=True, keeps_evaluation=False)
+                model[0].fp8.forget_quantizers()
                 assert torch.equal(kept, model(x))
             numel = 144 * 96
             assert sum(t.numel() for t in cache.tensors if t.element_size() == 1) == numel * (

@@ -101,3 +101,15 @@ def test_a_history_that_is_not_finite_is_refused(value):
     state["0.amax_history"][1, 3] = value
     with pytest.raises(ValueError, match=r"'0.amax_history' holds an Inf or NaN"):
         load_scaling_state_dict(model, state)
+
+
+def test_a_layer_follows_the_optimizer_when_a_shallow_copy_of_it_is_gone():
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_to_float8(model, FP8Config(recipe="delayed"))
+    twin = copy.copy(model[0])
+    del twin
+    model(torch.randn(4, 32)).sum().backward()
+    assert model[0].fp8.scaling.recorded
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not model[0].fp8.scaling.recorded
+    assert model[0].fp8.scales_known

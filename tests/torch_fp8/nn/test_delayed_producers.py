@@ -17,9 +17,9 @@ from tests.torch_fp8.nn.test_gated_mlp import Joined, Pair
 from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, renew_scales, train
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormInputs, NormWithRstd
+from torch_fp8.nn.delayed_scaling import INPUT, scaling_buffers
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import tensor_amax
@@ -147,14 +147,17 @@ def test_who_reads_first_may_change():
     model = _block()
     _assert_same(model, _plain(copy.deepcopy(model)), gaussian(8, SIZE))
     model.readers.order = ("b", "a")
-    scales = [layer.quantizer(INPUT).source.scale for layer in (model.readers.a, model.readers.b)]
+    scales = [
+        layer.fp8.quantizer(layer, INPUT).source.scale
+        for layer in (model.readers.a, model.readers.b)
+    ]
     assert torch.equal(*scales)
     model(gaussian(8, SIZE, seed=2))
-    slots = [layer.scaling_buffers()[2][INPUT] for layer in (model.readers.a, model.readers.b)]
+    slots = [scaling_buffers(layer)[2][INPUT] for layer in (model.readers.a, model.readers.b)]
     assert torch.equal(*slots)
     assert slots[0] > 0
     model(gaussian(8, SIZE, seed=2))
-    assert model.readers.norm.fp8_reader is model.readers.b.quantizer(INPUT)
+    assert model.readers.norm.fp8.reader is model.readers.b.fp8.quantizer(model.readers.b, INPUT)
 
 
 def test_a_reader_in_evaluation_behind_a_norm_in_training():
@@ -164,7 +167,7 @@ def test_a_reader_in_evaluation_behind_a_norm_in_training():
     twin = _plain(copy.deepcopy(model))
     for x in _steps(zeros=False):
         _assert_same(model, twin, x)
-    assert not model.readers.a.fp8_ready
+    assert not model.readers.a.fp8.scales_known
 
 
 # What runs.
@@ -192,13 +195,13 @@ def test_one_operator_casts_each_of_them_and_takes_the_amax(mlp):
 def test_a_norm_learns_who_reads_it():
     model = _block()
     norm = model.readers.norm
-    assert norm.fp8_reader is None
+    assert norm.fp8.reader is None
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert calls.names.count("rms_norm_statistics") == 2
     renew_scales()
     model(gaussian(8, SIZE))
-    assert norm.fp8_reader is model.readers.a.quantizer(INPUT)
+    assert norm.fp8.reader is model.readers.a.fp8.quantizer(model.readers.a, INPUT)
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert "rms_norm_statistics" not in calls.names
@@ -212,18 +215,18 @@ def test_copies_have_scales_and_slots_of_their_own():
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    before = model.readers.a.scaling_buffers()[2].clone()
+    before = scaling_buffers(model.readers.a)[2].clone()
     for x in _steps():
         _assert_same(copied, loaded, x)
-    assert torch.equal(model.readers.a.scaling_buffers()[2], before)
-    assert copied.readers.norm.fp8_reader.source.slot is not model.readers.norm.fp8_reader
+    assert torch.equal(scaling_buffers(model.readers.a)[2], before)
+    assert copied.readers.norm.fp8.reader.source.slot is not model.readers.norm.fp8.reader
 
 
 def test_a_norm_that_is_converted_again_has_met_nobody():
     model = _block()
     model(gaussian(8, SIZE))
     convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=8))
-    assert model.readers.norm.fp8_reader is None
+    assert model.readers.norm.fp8.reader is None
 
 
 # Checkpointing.

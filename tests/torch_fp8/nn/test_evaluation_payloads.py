@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.tensor.quantizer
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
-from torch_fp8.nn import repeated_forward
+from torch_fp8.nn import layer_fp8
 from torch_fp8.nn.rollout import rollout
 from torch_fp8.ops import scaled_mm
+from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
@@ -51,14 +52,14 @@ def _evaluate(model, seed=0):
 @torch.no_grad()
 def _fresh(model, seed=0):
     """What the model gives where nothing is kept."""
-    kept = [layer.fp8_payloads for layer in model[::2]]
+    kept = [layer.fp8.payloads for layer in model[::2]]
     for layer in model[::2]:
-        layer.fp8_payloads = None
-        layer.__dict__.pop("_fp8_quantizers", None)
+        layer.fp8.payloads = PayloadCache(keeps_evaluation=False)
+        layer.fp8.forget_quantizers()
     output = model(_x(seed))
     for layer, its in zip(model[::2], kept, strict=True):
-        layer.fp8_payloads = its
-        layer.__dict__.pop("_fp8_quantizers", None)
+        layer.fp8.payloads = its
+        layer.fp8.forget_quantizers()
     return output
 
 
@@ -79,7 +80,7 @@ def weight_casts(monkeypatch):
 
 def _repeat(monkeypatch):
     """Have layers repeat forwards on the CPU as they do on CUDA."""
-    monkeypatch.setattr(repeated_forward, "is_watched", lambda x: False)
+    monkeypatch.setattr(layer_fp8, "is_watched", lambda x: False)
     if not scaled_mm._CPU_HAS_F_SCALED_MM:  # torch 2.11 has that operator for CUDA alone
         monkeypatch.setattr(scaled_mm, "_HAS_OPERATOR", False)
 
@@ -93,7 +94,7 @@ def repeats(request, monkeypatch):
 
 
 def _kept(model):
-    return [layer.fp8_payloads.payload is not None for layer in model[::2]]
+    return [layer.fp8.payloads.payload is not None for layer in model[::2]]
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -351,7 +352,7 @@ def test_it_can_be_turned_off_and_undone(weight_casts):
     _evaluate(model)
     revert(model)
     assert type(model[0].weight) is nn.Parameter
-    assert "fp8_payloads" not in model[0].__dict__
+    assert "fp8" not in model[0].__dict__
 
 
 def test_compiled_forwards_cast_as_before():

@@ -394,7 +394,7 @@ def test_an_activation_that_is_replaced_after_conversion_is_the_one_that_counts(
 def test_a_copy_has_an_activation_of_its_own_and_stays_fused():
     model = _model()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert copied[1].fp8_activation == (copied[1].act_fn,) != (model[1].act_fn,)
+        assert copied[1].fp8.activation == (copied[1].act_fn,) != (model[1].act_fn,)
         assert_equal(train(copy.deepcopy(model), gaussian(32, 64)), train(copied, gaussian(32, 64)))
 
 
@@ -480,7 +480,7 @@ def test_conversion_keeps_class_and_name_and_reverts():
     assert isinstance(mlp, Joined)
     assert isinstance(mlp, Float8GatedMLP)
     assert type(mlp).__name__ == "Joined"
-    assert mlp.fp8_spec == ("gate_up_proj", "down_proj", True)
+    assert mlp.fp8.spec == ("gate_up_proj", "down_proj", True)
     want = train(model, gaussian(4, 64))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin.zero_grad()
@@ -494,7 +494,7 @@ def test_conversion_keeps_class_and_name_and_reverts():
     assert type(mlp) is not Joined
     config = FP8Config(save_activations="bf16")
     convert_to_float8(model, config)
-    assert mlp.fp8_config is config
+    assert mlp.fp8.config is config
     revert(model)
     assert type(mlp) is Joined
     assert not any(k.startswith("fp8") for k in vars(mlp))

@@ -51,9 +51,9 @@ def test_names_are_those_of_the_last_conversion_and_go_with_it():
     before = set(vars(norm))
     model = _model(norm)
     convert_to_float8(model)
-    assert norm.fp8_name == "0"
+    assert norm.fp8.name == "0"
     convert_to_float8(nn.ModuleDict({"block": model}))
-    assert norm.fp8_name == "block.0"
+    assert norm.fp8.name == "block.0"
     assert isinstance(norm, SharedOutput)
     revert(model)
     assert type(norm) is nn.LayerNorm

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fp8
 from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.nn import scaling_buffers
+from torch_fp8.nn import delayed_scaling
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -38,7 +38,7 @@ def _reference_backward(model, x, grad):
     """dgrad and wgrad of the dequantized operands in float64: the reference path."""
     from torch_fp8.ops.quantize import dequantize, quantize
 
-    recipe = model[0].fp8_recipe
+    recipe = model[0].fp8.recipe
     weight = model[0].weight.detach()
     g_row = dequantize(quantize(grad, recipe.grad_output)).double()
     g_col = dequantize(quantize(grad.t(), recipe.grad_output)).double()
@@ -331,12 +331,15 @@ def test_a_step_that_a_cuda_graph_captures_renews_scales_in_place(monkeypatch):
     _, fp8 = _pair("delayed")
     _run(fp8, torch.randn(4, K))
     renew_scales()
-    scales = [source.scale for source in fp8[0].scale_sources()]
+    scales = [source.scale for source in fp8[0].fp8.scaling.sources(fp8[0])]
     before = [scale.clone() for scale in scales]
-    monkeypatch.setattr(scaling_buffers, "is_capturing", lambda device: True)
+    monkeypatch.setattr(delayed_scaling, "is_capturing", lambda device: True)
     _run(fp8, 9 * torch.randn(4, K), 9 * torch.randn(4, N))
     renew_scales()
-    assert all(s.scale is scale for s, scale in zip(fp8[0].scale_sources(), scales, strict=True))
+    assert all(
+        s.scale is scale
+        for s, scale in zip(fp8[0].fp8.scaling.sources(fp8[0]), scales, strict=True)
+    )
     assert [bool(s == b) for s, b in zip(scales, before, strict=True)] == [False, True, False]
 
 
@@ -352,7 +355,7 @@ def test_scales_that_a_backward_needs_outlive_a_step():
         y = model(x)
         before = model[0].fp8_scales[2, 0].clone()
         between()
-        model[0].scale_sources()[2].scale = before
+        model[0].fp8.scaling.sources(model[0])[2].scale = before
         model.zero_grad()
         y.sum().backward()
         grads.append(model[0].weight.grad)
@@ -615,3 +618,16 @@ def test_jagged_nested_tensors_are_computed_as_their_tokens(recipe, norm):
             assert module(x).shape == y.shape
     for expected, got in zip(*grads, strict=True):
         assert (got - expected).norm() < 0.15 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_converted_layer_has_one_attribute_more_and_revert_deletes_it(recipe):
+    model = nn.Sequential(nn.Linear(K, N))
+    before, buffers = set(vars(model[0])), set(model[0]._buffers)
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    model(torch.randn(4, K)).sum().backward()
+    model.eval()(torch.randn(4, K))
+    assert set(vars(model[0])) - before == {"fp8"}
+    revert(model)
+    assert set(vars(model[0])) == before
+    assert set(model[0]._buffers) == buffers

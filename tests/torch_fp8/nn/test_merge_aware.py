@@ -60,7 +60,7 @@ def folds(monkeypatch):
     seen, original = [], MergeAware.merged_weight
 
     def counted(self, adapter):
-        seen.append(self.base_layer.fp8_name)
+        seen.append(self.base_layer.fp8.name)
         return original(self, adapter)
 
     monkeypatch.setattr(MergeAware, "merged_weight", counted)
@@ -160,9 +160,9 @@ def test_each_forward_folds_once_and_a_rollout_once_in_all(folds):
             change()
             assert not torch.equal(model(IDS).logits, before)
             assert folds == ["base_model.model.model.layers.0.mlp.up_proj.base_layer"]
-        assert all(m.base_layer.fp8_payloads.payload is not None for m in layers_of(model).values())
+        assert all(m.base_layer.fp8.payloads.payload is not None for m in layers_of(model).values())
     model(IDS)
-    assert all(m.base_layer.fp8_payloads.payload is None for m in layers_of(model).values())
+    assert all(m.base_layer.fp8.payloads.payload is None for m in layers_of(model).values())
 
 
 def test_the_summary_says_that_it_is_on():
@@ -265,10 +265,10 @@ def test_what_is_folded_for_a_cuda_graph_is_not_kept(monkeypatch):
     with torch.no_grad(), rollout(model):
         monkeypatch.setattr(merge_aware, "is_capturing", lambda _: True)
         layer(x)
-        assert layer.base_layer.fp8_payloads.payload is None
+        assert layer.base_layer.fp8.payloads.payload is None
         monkeypatch.undo()
         layer(x)
-        assert layer.base_layer.fp8_payloads.payload is not None
+        assert layer.base_layer.fp8.payloads.payload is not None
 
 
 def test_an_adapter_that_is_added_later_is_looked_at_too():

@@ -9,7 +9,7 @@ from torch import nn
 from tests.torch_fp8.conversion.test_fused_layers import Norm
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.nn.scaling_buffers import INPUT
+from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
@@ -43,7 +43,7 @@ def test_each_instance_is_tried_with_its_own_attributes():
     norms = [Offset(48, offset) for offset in (1.0, 0.0, 2.0)]
     report = convert_to_float8(nn.Sequential(*norms, nn.Linear(48, 48)))
     assert report.producers == ("0", "1")
-    assert [norm.fp8_spec.offset for norm in norms[:2]] == [1.0, 0.0]
+    assert [norm.fp8.spec.offset for norm in norms[:2]] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("cls", [Norm, lambda size: Offset(size, 1.0)], ids=["Norm", "Offset"])
@@ -69,8 +69,8 @@ def test_a_second_conversion_counts():
     model = _stack(Norm(64), nn.Linear(64, 64))
     config = FP8Config(recipe="blockwise", save_activations="bf16")
     convert_to_float8(model, config)
-    assert model[0].fp8_config is config
-    assert model[0].fp8_quantizer.spec == model[1].operand_spec(INPUT)
+    assert model[0].fp8.config is config
+    assert model[0].fp8.quantizer.spec == model[1].fp8.spec(INPUT)
 
 
 def test_frozen_layers_get_no_transposed_blocks():
@@ -92,7 +92,7 @@ def test_frozen_layers_get_no_transposed_blocks():
 def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     y = _stack(Norm(64), nn.Linear(64, 64), recipe="blockwise")[0](_x(8, 64))
     assert isinstance(y, LazyQuantizedTensor)
-    spec = _stack(nn.Linear(64, 64))[0].operand_spec(INPUT)
+    spec = _stack(nn.Linear(64, 64))[0].fp8.spec(INPUT)
     assert spec.granularity == "tensorwise"
     row, col = y.production.layouts(Quantizer(spec), rowwise=True, columnwise=True)
     dense = y.production.producer.dense()

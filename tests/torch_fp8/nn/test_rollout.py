@@ -46,14 +46,14 @@ def _expected(model):
 
 
 def _kept(model):
-    return [layer.fp8_payloads for layer in model[::2]]
+    return [layer.fp8.payloads for layer in model[::2]]
 
 
 def _in_scope(model):
     """A copy whose layers have cast their weights in a rollout of its own, which goes on."""
     other = copy.deepcopy(model)
     for layer in other[::2]:
-        layer.begin_scope(False)
+        layer.fp8.begin_scope(layer, False)
     other(_x())
     return other
 
@@ -157,12 +157,12 @@ def test_a_compiled_decode_reads_what_was_cast_once(casts, monkeypatch, recipe):
         casts.clear()
         with rollout(model, compiled=True), torch.no_grad():
             assert len(casts) == 2  # at once
-            places.add(tuple(layer.fp8_served[0].data_ptr() for layer in model[::2]))
+            places.add(tuple(layer.fp8.served[0].data_ptr() for layer in model[::2]))
             made = [compiled(_x()) for _ in range(2)]
             assert len(casts) == 2
             assert all(torch.equal(y, _expected(model)) for y in made)
             assert counter.frame_count == 1
-        assert all(layer.fp8_served is None for layer in model[::2])
+        assert all(layer.fp8.served is None for layer in model[::2])
         _step(model)
     assert len(places) == 1  # CUDA graphs would read there
     (graph,) = counter.graphs
@@ -195,5 +195,5 @@ def test_layers_that_keep_nothing_are_left_alone():
     frozen = _model("blockwise")
     freeze(frozen)
     with rollout(frozen, compiled=True), torch.no_grad():
-        assert all(layer.fp8_served is None for layer in frozen[::2])
+        assert all(layer.fp8.served is None for layer in frozen[::2])
         assert torch.equal(frozen(_x()), _expected(frozen))

@@ -183,7 +183,7 @@ def test_state_dict_and_histories_are_those_without():
     load_scaling_state_dict(models[0], smooth)
     before = models[0].state_dict()
     convert_to_float8(models[1], FP8Config(recipe="delayed", opt_level="O1"))
-    assert not models[1][1].down_proj.fp8_recipe.smooth
+    assert not models[1][1].down_proj.fp8.recipe.smooth
     assert all(torch.equal(v, before[k]) for k, v in models[1].state_dict().items())
 
 
@@ -238,7 +238,7 @@ def test_down_projections_stored_as_fp8_alone_and_behind_an_adapter():
     options = {"skip": ("lora_A", "lora_B"), "smooth_swiglu": True}
     convert_to_float8(model, FP8Config(recipe="tensorwise", **options))
     assert freeze(model).frozen == ("1.gate_proj", "1.up_proj", "1.down_proj.base_layer")
-    assert model[1].down_proj.base_layer.fp8_recipe.smooth
+    assert model[1].down_proj.base_layer.fp8.recipe.smooth
     x = gaussian(128, SIZE)
     want, got = train(plain, x), train(model, x)
     assert _worst_rows(want[0], got[0]) > 20

@@ -223,8 +223,8 @@ def test_keeps_parameters_tying_and_requires_grad(te):
     assert torch.equal(model.up.weight, frozen)
     assert set(optimizer.state) == {p for p in after.values() if p.requires_grad}
     for layer in layers(model):  # what Transformer Engine multiplies and asks for requires_grad
-        assert layer.fp8_engine.linear.weight is layer.weight
-        assert layer.bias is None or layer.fp8_engine.linear.bias is layer.bias
+        assert layer.fp8.engine.linear.weight is layer.weight
+        assert layer.bias is None or layer.fp8.engine.linear.bias is layer.bias
 
 
 def test_transformer_engine_makes_no_weights(te, monkeypatch):
@@ -297,7 +297,7 @@ def test_copies_and_pickles_are_models_of_their_own(te, recipe, make):
     train(model, steps=2)
     assert b"transformer_engine.pytorch" not in pickle.dumps(model)
     copied = make(model)
-    assert [layer.fp8_engine for layer in layers(copied)] == [None] * 4
+    assert [layer.fp8.engine for layer in layers(copied)] == [None] * 4
     assert [type(layer) for layer in layers(copied)] == [TransformerEngineLinear] * 4
     assert copied.middle.weight is copied.again.weight
     before = [p.clone() for p in model.parameters()]
@@ -330,7 +330,7 @@ def test_another_backend_replaces_the_first_and_comes_back(te):
     convert_to_float8(model, FP8Config(opt_level="O1"))
     assert layers(model) == []
     assert {type(m) for m in model.children()} == {nn.Embedding, nn.Linear, Float8Linear}
-    assert "fp8_engine" not in model.up.__dict__
+    assert not hasattr(model.up.fp8, "engine")
     torch_loss = train(model, steps=1)
     report = convert_to_float8(model, TE)
     assert len(layers(model)) == len(report.converted) == 4
@@ -389,7 +389,7 @@ def test_recipes(te, options, expected):
     linear = nn.Linear(32, 32)
     convert_to_float8(linear, FP8Config(backend="transformer-engine", **options))
     linear(torch.ones(16, 32))
-    recipe = linear.fp8_engine.recipe
+    recipe = linear.fp8.engine.recipe
     assert f"{type(recipe).__name__} {recipe.fp8_format.name}" == expected
 
 
@@ -404,7 +404,7 @@ def test_options_of_delayed_scaling(te):
     )
     convert_to_float8(linear, config)
     linear(torch.ones(16, 32))
-    recipe = linear.fp8_engine.recipe
+    recipe = linear.fp8.engine.recipe
     assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (
         16,
         "most_recent",
@@ -424,7 +424,7 @@ def test_mxfp8_takes_blocks_of_32(te, monkeypatch):
     seen = recorded(monkeypatch, te, lambda inp, output: inp.shape)
     model[1](torch.ones(5, 64))
     assert seen == [(32, 64)]
-    assert type(model[1].fp8_engine.recipe).__name__ == "MXFP8BlockScaling"
+    assert type(model[1].fp8.engine.recipe).__name__ == "MXFP8BlockScaling"
 
 
 def test_other_sizes_are_skipped_with_the_reason(te):

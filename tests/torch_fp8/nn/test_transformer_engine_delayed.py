@@ -27,7 +27,7 @@ def state():
 
 def tracked(layer):
     """Transformer Engine's own histories and scales of a layer."""
-    return layer.fp8_engine.linear.fp8_meta
+    return layer.fp8.engine.linear.fp8_meta
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -109,14 +109,14 @@ def test_scaling_state_resumes(te):
     assert state["up.amax_history"].shape == (3, 8)
     assert state["up.last_scale"].shape == (2,)
     model(batch(5)).sum().backward()
-    uninterrupted = [layer.fp8_engine.linear.get_fp8_meta_tensors() for layer in layers(model)]
+    uninterrupted = [layer.fp8.engine.linear.get_fp8_meta_tensors() for layer in layers(model)]
     resumed = Model()
     resumed.load_state_dict(weights)
     convert_to_float8(resumed, DELAYED)
     torch_fp8.load_scaling_state_dict(resumed, state)
     resumed(batch(5)).sum().backward()
     for layer, before in zip(layers(resumed), uninterrupted, strict=True):
-        after = layer.fp8_engine.linear.get_fp8_meta_tensors()
+        after = layer.fp8.engine.linear.get_fp8_meta_tensors()
         for key, tensors in before.items():
             torch.testing.assert_close(after[key], tensors, rtol=1e-5, atol=0)
 
@@ -156,11 +156,11 @@ def test_scaling_follows_the_weight_to_another_device(te):
     convert_to_float8(model, DELAYED)
     model(torch.ones(16, 32)).sum().backward()
     history, _ = linear.scaling_state
-    engine = linear.fp8_engine
+    engine = linear.fp8.engine
     linear.to(torch.float64).to(torch.float32)
-    assert linear.fp8_engine is engine
+    assert linear.fp8.engine is engine
     linear.to("meta")
-    assert linear.fp8_engine is None
+    assert linear.fp8.engine is None
     assert torch.equal(linear.scaling_state[0], history)
 
 
@@ -168,11 +168,11 @@ def test_converting_twice_keeps_the_histories(te):
     model = Model()
     first = convert_to_float8(model, DELAYED)
     train(model, steps=2)
-    engines = [layer.fp8_engine for layer in layers(model)]
+    engines = [layer.fp8.engine for layer in layers(model)]
     history = torch_fp8.scaling_state_dict(model)
     second = convert_to_float8(model, DELAYED)
     assert (first.converted, first.skipped) == (second.converted, second.skipped)
-    assert all(a.fp8_engine is b for a, b in zip(layers(model), engines, strict=True))
+    assert all(a.fp8.engine is b for a, b in zip(layers(model), engines, strict=True))
     assert history.keys() == torch_fp8.scaling_state_dict(model).keys()
     assert all(torch.equal(history[k], v) for k, v in torch_fp8.scaling_state_dict(model).items())
     assert len(model._forward_pre_hooks) == 1

@@ -5,6 +5,7 @@ counts as the one that defines it and the registry that calls it, for its inside
 card and a reference here.
 """
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch_fp8
 import torch_fp8.ops.scaled_mm as gemm
 from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn import layer_quantizers
+from torch_fp8.nn import layer_fp8
 from torch_fp8.nn.linear import Float8Layer
 
 ENGINE = Path(torch_fp8.__file__).parent
@@ -53,15 +54,96 @@ def modules_on_the_way(layer, x):
     return list(entered)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
-def test_few_modules_lie_between_a_layer_and_its_gemm(recipe):
+def places_of(value):
+    """The memory of all tensors in a value, which may be a tuple of tuples."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr()}
+    if isinstance(value, tuple):
+        return set().union(*map(places_of, value))
+    return set()
+
+
+class Walk:
+    """The files that an input enters, as an argument of their functions, up to the product.
+
+    What such a function returns is followed in its place: a view, a payload, a tuple with one. The
+    layer's own parameters are not followed, nor what an operator does inside.
+    """
+
+    def __init__(self, layer, x):
+        self.files: list[str] = []
+        self._parameters = set().union(*map(places_of, layer.parameters()))
+        self._followed = places_of(x)
+        self._holds: list[object] = []  # so that no memory is used again
+        self._running: set[object] = set()
+        self._begun = self._ended = False
+        self._operator = None
+
+    def __call__(self, frame, event, argument):
+        if event == "return" and frame in self._running:
+            self._running.discard(frame)
+            self._operator = None if frame is self._operator else self._operator
+            self._follow(argument)
+        if event != "call" or self._ended or self._operator is not None:
+            return
+        code = frame.f_code
+        self._begun = self._begun or code is Float8Layer.forward.__code__
+        path = Path(code.co_filename)
+        if not self._begun or ENGINE not in path.parents:
+            return
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        arguments = tuple(frame.f_locals.get(name) for name in code.co_varnames[:count])
+        if not places_of(arguments) & self._followed:
+            return
+        self._running.add(frame)
+        self._ended = code is gemm._multiply.__code__
+        if path.name == "registry.py":  # an operator's inside is a kernel on a card
+            self._operator = frame
+        elif not self.files or self.files[-1] != str(path.relative_to(ENGINE)):
+            self.files.append(str(path.relative_to(ENGINE)))
+
+    def _follow(self, value):
+        self._holds.append(value)
+        self._followed |= places_of(value) - self._parameters
+
+
+def walk(layer, x):
+    followed = Walk(layer, x)
+    sys.setprofile(followed)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return followed.files
+
+
+def trained(recipe):
     model = nn.Sequential(nn.Linear(128, 128))
     convert_to_float8(model, FP8Config(recipe=recipe))
     x = torch.randn(32, 128, requires_grad=True)
     model(x).sum().backward()  # what is made once is made
     renew_scales()
-    modules = modules_on_the_way(model[0], x)
+    return model[0], x
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
+def test_few_modules_lie_between_a_layer_and_its_gemm(recipe):
+    modules = modules_on_the_way(*trained(recipe))
     assert len(modules) <= MOST, "\n".join(modules)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_input_enters_five_files_before_its_gemm_and_none_twice(recipe):
+    layer, x = trained(recipe)
+    files = walk(layer, x)
+    assert files == [
+        "nn/linear.py",
+        "nn/layer_fp8.py",
+        "nn/linear_function.py",
+        "tensor/quantizer.py",
+        "ops/quantize.py",
+        "ops/scaled_mm.py",  # the GEMM's
+    ]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -71,11 +153,11 @@ def test_quantizers_are_made_once_for_both_passes_of_a_checkpoint(recipe, monkey
     x = torch.randn(32, 128, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
     made = []
-    make = layer_quantizers.WeightQuantizer
-    monkeypatch.setattr(layer_quantizers, "WeightQuantizer", lambda *a: made.append(a) or make(*a))
+    make = layer_fp8.WeightQuantizer
+    monkeypatch.setattr(layer_fp8, "WeightQuantizer", lambda *a: made.append(a) or make(*a))
     for _ in range(2):
         checkpoint(model, x, use_reentrant=False).sum().backward()
     assert not made
-    model[0].init_scaling()
+    model[0].restart()
     checkpoint(model, x, use_reentrant=False).sum().backward()
     assert len(made) == 1

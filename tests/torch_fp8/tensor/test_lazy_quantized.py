@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
 from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.nn.layer_norm import shared
-from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
 from torch_fp8.tensor.scale_source import ScaleSource
@@ -32,7 +32,7 @@ def _x(*shape):
 
 
 def test_who_asks_first_decides_the_scale_of_both_layouts():
-    spec = _norm_and_layer()[1].operand_spec(INPUT)
+    spec = _norm_and_layer()[1].fp8.spec(INPUT)
     y = shared(_x(16, 64), "mlp")
     first, second = (Quantizer(spec, ScaleSource(torch.tensor(scale))) for scale in (0.5, 0.125))
     row, none = y.production.layouts(first, rowwise=True, columnwise=False)

@@ -101,7 +101,7 @@ def test_kept_weights_have_scales_that_hardly_ever_change(recipe):
     model, _ = _model(True, recipe)
     _backward(model, 0)
     layer = model[0]
-    scale = layer.fp8_payloads.training_row(layer.weight, layer.fp8_recipe.weight).scale
+    scale = layer.fp8.payloads.training_row(layer.weight, layer.fp8.recipe.weight).scale
     assert torch.equal(scale.log2(), scale.log2().round())
 
 
@@ -125,9 +125,9 @@ def test_a_weight_is_never_read_for_its_amax_after_the_first_forward(weight_read
 
 def test_a_scale_is_kept_where_it_takes_a_read_of_its_own():
     for recipe in RECIPES:
-        kept = [layer.fp8_payloads.between_steps for layer in _model(False, recipe)[0][::2]]
+        kept = [layer.fp8.payloads.between_steps for layer in _model(False, recipe)[0][::2]]
         assert kept == [False if recipe == "tensorwise" else None] * 2
-    assert _model(None)[0][0].fp8_payloads.between_steps is None
+    assert _model(None)[0][0].fp8.payloads.between_steps is None
 
 
 @pytest.mark.parametrize("cache", [False, True, "both"])
@@ -139,7 +139,7 @@ def test_nothing_is_kept_of_a_plain_parameter(cache):
     for _ in range(2):
         _backward(model, 0)
         optimizer.step()
-        assert [layer.fp8_payloads.tensors for layer in model[::2]] == [[], []]
+        assert [layer.fp8.payloads.tensors for layer in model[::2]] == [[], []]
 
 
 def test_another_recipe_starts_afresh():
@@ -260,7 +260,7 @@ def test_a_collective_into_a_weight_is_seen(name, single_process_group):
     model, _ = _model("both")
     weight = model[2].weight
     _backward(model, 0)
-    cache, version = model[2].fp8_payloads, weight.halves.version
+    cache, version = model[2].fp8.payloads, weight.halves.version
     assert cache.col(weight) is not None
     with torch.no_grad():
         _COLLECTIVES[name](weight)
@@ -392,5 +392,5 @@ def test_a_checkpoint_that_repeats_a_forward_only_reads_the_weight(cache):
         with torch.autocast("cpu", torch.bfloat16):
             output = checkpoint(model, x, use_reentrant=False)
         output.float().square().mean().backward()
-        kept.append([id(t) for layer in (model[0], model[2]) for t in layer.fp8_payloads.tensors])
+        kept.append([id(t) for layer in (model[0], model[2]) for t in layer.fp8.payloads.tensors])
     assert kept[0] == kept[1]

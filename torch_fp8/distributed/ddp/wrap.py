@@ -147,7 +147,7 @@ def connect_ddp(
 def _recipes(module: nn.Module) -> list[tuple[str, str]]:
     """Return the qualified name and the recipe's name of each FP8 layer."""
     layers = module.named_modules()
-    return [(name, m.fp8_recipe.name) for name, m in layers if isinstance(m, Float8Layer)]
+    return [(name, m.fp8.recipe.name) for name, m in layers if isinstance(m, Float8Layer)]
 
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:

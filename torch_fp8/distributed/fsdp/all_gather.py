@@ -27,8 +27,8 @@ from torch_fp8.distributed.fsdp.unsharded_weight import (
     UnshardedFloat8Weight,
     exponent_bytes,
 )
+from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
@@ -58,7 +58,7 @@ class WeightGather:
         self._param_group = param_group
         self.device = param_group.device
         self.group = fsdp_param.mesh_info.shard_process_group
-        self.spec = module.fp8_recipe.weight
+        self.spec = module.fp8.recipe.weight
         self.siblings: list[WeightGather] = [self]
         self.announced = False
         self._made_for_this_gather = False
@@ -162,7 +162,8 @@ class WeightGather:
             return
         self._scale = scale.view(())
         if self.spec.delayed:
-            source = self.module.scale_sources()[WEIGHT]
+            assert self.module.fp8.scaling is not None
+            source = self.module.fp8.scaling.sources(self.module)[WEIGHT]
             source.record(amax)
             self._scale = self._scale if source.scale is None else source.scale
 

@@ -170,7 +170,9 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             info = param._module_info
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
             precision = "in high precision"
-            if isinstance(info.module, Float8Layer | Float8Experts):
+            if isinstance(info.module, Float8Layer):
+                precision = f"in FP8 ({info.module.fp8.recipe.name})"
+            elif isinstance(info.module, Float8Experts):
                 precision = f"in FP8 ({info.module.fp8_recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
@@ -238,7 +240,7 @@ def _why_not_sharded(group: Any, param: Any) -> str | None:
 def _why_not_gathered(param: Any, owners: list[nn.Module]) -> str | None:
     if not all(isinstance(owner, Float8Layer) for owner in owners):
         return "a module in high precision shares it"
-    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Layer)}
+    recipes = {owner.fp8.recipe for owner in owners if isinstance(owner, Float8Layer)}
     if len(recipes) > 1:
         return "layers of several recipes share it"
     granularity = recipes.pop().weight.granularity

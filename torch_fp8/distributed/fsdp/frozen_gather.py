@@ -37,7 +37,7 @@ class FrozenGather(WeightGather):
             qdata.to(shard.device),
             scale.to(shard.device),
             self.spec,
-            f"{layer.fp8_name}.weight".lstrip("."),
+            f"{layer.fp8.name}.weight".lstrip("."),
             dtype,
             weakref.ref(layer),
             self._first_row() % 128 if rows else 0,
@@ -119,7 +119,7 @@ class FrozenGather(WeightGather):
         del shard
         if self.fsdp_param.sharded_param.requires_grad:
             raise RuntimeError(
-                f"'{self.module.fp8_name}.weight' is stored as FP8 alone and sharded by FSDP2, and "
+                f"'{self.module.fp8.name}.weight' is stored as FP8 alone and sharded by FSDP2, and "
                 "its gradient was asked for (requires_grad=True); thaw the model before "
                 "fully_shard, or convert it with FP8Config(frozen_weights='keep')"
             )
@@ -157,7 +157,7 @@ def connect_frozen(groups: list[Any]) -> int:
 def is_frozen(param: Any) -> bool:
     """Return whether FSDP's record is of a weight that is to be held in FP8 alone."""
     module = param._module_info.module
-    return can_be_frozen(param) and module.fp8_thawed_recipe is not None
+    return can_be_frozen(param) and module.fp8.frozen is not None
 
 
 def can_be_frozen(param: Any) -> bool:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
-from torch_fp8.ops.transpose import transposed_in_backward
-from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
 
@@ -63,17 +61,14 @@ class UnshardedFloat8Weight(QuantizableTensor):
         self.payload = payload
         return self
 
-    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
-        """The payloads as they were gathered."""
-        row = gathered_rowwise(self, quantizer.spec) if rowwise else None
-        return row, gathered_columnwise(self, quantizer.spec) if columnwise else None
-
-    def quantize_in_backward(
-        self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
+    def quantize(
+        self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
     ) -> Payloads:
-        """Return the payloads as `quantize` does."""
-        row = gathered_rowwise(self, quantizer.spec) if rowwise else None
-        return row, gathered_columnwise(self, quantizer.spec, grad_output) if columnwise else None
+        """The payloads as they were gathered."""
+        spec = quantizer.spec
+        row = gathered_rowwise(self, spec)
+        col = transposed_or_recast(row, spec, grad_output) if columnwise else None
+        return row if rowwise else None, col
 
     def before_cast(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None
@@ -89,8 +84,8 @@ class UnshardedFloat8Weight(QuantizableTensor):
         return gathered_rowwise(self, self.payload.spec)
 
     def columnwise(self) -> QuantizedTensor:
-        """The transposed weight, (K, N), quantized along N; see `gathered_columnwise`."""
-        return gathered_columnwise(self, self.payload.spec)
+        """The transposed weight, (K, N), quantized along N; see `transposed_or_recast`."""
+        return transposed_or_recast(self.rowwise(), self.payload.spec)
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
@@ -165,35 +160,21 @@ def gathered_rowwise(weight: UnshardedFloat8Weight, spec: CastSpec) -> Quantized
     return QuantizedTensor(weight.qdata, scale, spec.granularity)
 
 
-def gathered_columnwise(
-    weight: UnshardedFloat8Weight, spec: CastSpec, grad_output: Tensor | None = None
+def transposed_or_recast(
+    row: QuantizedTensor, spec: CastSpec, grad_output: Tensor | None = None
 ) -> QuantizedTensor:
-    """The transposed weight, (K, N), quantized along N.
+    """The transpose (C, R), quantized along R, of what was gathered as (R, C), quantized along C.
 
     The very payload, transposed, where a scale belongs to as many rows as columns. Else what the
     payload stands for is cast again; its scales are powers of two, which keeps every mantissa, so
     only what the other scale makes subnormal is rounded a second time.
 
     Args:
-        weight, spec: as of `gathered_rowwise`.
-        grad_output: in a backward that is compiled: forward is not to keep a transposed copy.
-    """
-    row = gathered_rowwise(weight, spec)
-    if grad_output is not None and torch.compiler.is_compiling() and spec.granularity in SQUARE:
-        qdata = transposed_in_backward(row.qdata, grad_output)
-        scale = row.scale.t().contiguous() if row.scale.ndim else row.scale
-        return QuantizedTensor(qdata, scale, spec.granularity)
-    return transposed_or_recast(row, spec)
-
-
-def transposed_or_recast(row: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
-    """The transpose (C, R), quantized along R, of what was gathered as (R, C), quantized along C.
-
-    Args:
-        row: whose scales are powers of two where they do not belong to as many rows as columns.
+        row: what was gathered.
         spec: how it was cast.
+        grad_output: in a backward; see `torch_fp8.ops.quantize.transposed`.
     """
-    same = transposed(row)
+    same = transposed(row, grad_output)
     if same is not None:
         return same
     # BF16 holds 4 significant bits times a power of two exactly.

@@ -210,7 +210,9 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         """
         return transposed_or_recast(self.rowwise(), self.gather.spec)
 
-    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+    def quantize(
+        self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
+    ) -> Payloads:
         """The payloads as they were gathered, whatever scale the layer would take."""
         return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None
 

@@ -16,8 +16,8 @@ from torch_fp8.distributed.tensor_parallel.all_gather import (
     Shards,
     gather_activation,
 )
+from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import waited
 from torch_fp8.tensor.quantizer import output_dtype
@@ -49,7 +49,7 @@ def replicate(
     if placement.is_partial():
         x = x.redistribute(placements=[Replicate()], async_op=True)
     elif placement.is_shard():
-        refuse_gather(linear.fp8_name, linear.fp8_recipe, placement, x.ndim)
+        refuse_gather(linear.fp8.name, linear.fp8.recipe, placement, x.ndim)
         return _Gather.apply(x, linear, gather_again)
     if isinstance(x._local_tensor, AllGatheredFloat8Tensor):
         return x
@@ -71,7 +71,7 @@ def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTens
     """
     if not placement.is_shard():
         return output.redistribute(placements=[placement], async_op=True)
-    refuse_gather(linear.fp8_name, linear.fp8_recipe, placement, output.ndim)
+    refuse_gather(linear.fp8.name, linear.fp8.recipe, placement, output.ndim)
     return _Scatter.apply(output, placement, linear)
 
 
@@ -108,9 +108,9 @@ def _gathered(
     """
     shard = waited(x._local_tensor)
     shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
-    quantizer = linear.quantizer(operand, shards.group)
+    quantizer = linear.fp8.quantizer(linear, operand, shards.group)
     cast = quantizer.spec, quantizer.shared_scale(shard), dtype
-    observed = linear.fp8_observer is not None
+    observed = linear.fp8.observer is not None
     gathered = gather_activation(
         shard, shards, *cast, gather_again=gather_again, keep_part=observed
     )
@@ -175,7 +175,7 @@ def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
     if not torch.equal(largest[: x.ndim], -largest[x.ndim :]):
         raise ValueError(
-            f"FP8 linear '{linear.fp8_name}' got parts of different shapes on the ranks of its "
+            f"FP8 linear '{linear.fp8.name}' got parts of different shapes on the ranks of its "
             f"group, {tuple(x.shape)} here, in plain tensors, which cannot say what belongs where; "
             "pass DTensors (use_local_output=False in the style that makes them), or pad the tokens"
         )

@@ -183,8 +183,8 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
     layout = module.__dict__.get("fp8_gathered")
     if not isinstance(layout, Shard) or not isinstance(module, Float8Linear):
         return
-    if module.fp8_config.communication != "off":
-        refuse_gather(module.fp8_name, module.fp8_recipe, layout)
+    if module.fp8.config.communication != "off":
+        refuse_gather(module.fp8.name, module.fp8.recipe, layout)
 
 
 def gathers_features(module: nn.Module) -> bool:
@@ -201,7 +201,7 @@ def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
     """Return whether what a layer needs of other ranks travels in FP8."""
     if not isinstance(module, Float8Linear) or not module.runs_fp8:
         return False
-    return module.fp8_config.communication != "off"
+    return module.fp8.config.communication != "off"
 
 
 def _consumer(module: nn.Module | None) -> Float8Linear | None:
@@ -215,7 +215,7 @@ def _consumer(module: nn.Module | None) -> Float8Linear | None:
         and isinstance(layer.weight, DTensor)
         and layer.weight.placements[-1].is_shard(0)
     ]
-    casts = {str(layer.fp8_recipe.input): layer.fp8_name for layer in consumers}
+    casts = {str(layer.fp8.recipe.input): layer.fp8.name for layer in consumers}
     if len(casts) > 1:
         raise ValueError(
             f"FP8 layers {sorted(casts.values())} share an input that PrepareFloat8ModuleInput "

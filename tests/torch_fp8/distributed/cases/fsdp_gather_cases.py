@@ -31,7 +31,7 @@ from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
-from torch_fp8.nn.scaling_buffers import WEIGHT
+from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.ops.quantize import quantize
 
 
@@ -55,7 +55,7 @@ def case_bits():
             unshard(model)
             same = []
             for name, weight in weights_of(model).items():
-                spec = model.get_submodule(name).fp8_recipe.weight
+                spec = model.get_submodule(name).fp8.recipe.weight
                 exact = plain.get_submodule(name).weight.detach()
                 whole = quantize(exact, spec)
                 same.append(

@@ -48,7 +48,7 @@ def case_few_rows():
         same = []
         for name, weight in weights_of(model).items():
             layer = alone.get_submodule(name)
-            whole = quantize(layer.weight.detach(), layer.fp8_recipe.weight)
+            whole = quantize(layer.weight.detach(), layer.fp8.recipe.weight)
             bits = torch.equal(whole.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
             same.append(bits and torch.equal(whole.scale, weight.rowwise().scale))
         model.reshard()

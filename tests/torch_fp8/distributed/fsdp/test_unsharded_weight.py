@@ -60,10 +60,10 @@ def test_a_layer_takes_it_as_it_would_take_the_weight(recipe):
     layer = nn.Linear(64, 96)
     convert_to_float8(layer, FP8Config(recipe=recipe, emulate=True))
     made = []
-    for weight in (layer.weight.detach(), gathered(layer.weight.detach(), layer.fp8_recipe.weight)):
+    for weight in (layer.weight.detach(), gathered(layer.weight.detach(), layer.fp8.recipe.weight)):
         if isinstance(weight, UnshardedFloat8Weight):
             weight.payload.amax = weight.dequantize().abs().amax()
-            layer.init_scaling()
+            layer.restart()
         layer.weight = nn.Parameter(weight)
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = layer(x)
@@ -94,7 +94,7 @@ def test_compiled_layers_take_it_in_one_graph_and_keep_no_copy(recipe):
     model = Gated()
     convert_to_float8(model, FP8Config(recipe=recipe))
     for layer in model.children():
-        layer.weight = nn.Parameter(gathered(layer.weight.detach(), layer.fp8_recipe.weight))
+        layer.weight = nn.Parameter(gathered(layer.weight.detach(), layer.fp8.recipe.weight))
     graphs = []
 
     def keep(graph, inputs):
