@@ -19,6 +19,7 @@ from tests.kernel_cases.comparison import same_bits
 from tests.torch_fp8.kernels import test_compiled, test_producers_compiled
 from torch_fp8.kernels import messages as wire
 from torch_fp8.kernels import quantize, rms_norm
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
@@ -126,7 +127,15 @@ def launching() -> Iterator[tuple[str, Callable[[], None]]]:
     for name in (*producers.DTYPES, *producers.ODD):
         yield f"norms, {name}", partial(_of_input, producers.launch_norms, name)
         yield f"SwiGLU, {name}", partial(_of_input, producers.launch_swiglu, name)
+    yield "groups of whole tiles of rows, odd columns", _odd_columns
     yield "smoothing, bf16", partial(_of_input, producers.launch_smoothing, "bf16")
+
+
+def _odd_columns() -> None:
+    """Cast each layout alone of rows that need no padding."""
+    for row, col in ((True, False), (False, True)):
+        options = CastOptions(E4M3, "block_1x128", False, row, col)
+        quantize.quantize_2d(values(128, 515, dtype=BF16), options)
 
 
 def unaligned_messages() -> None:
