@@ -128,7 +128,7 @@ class ExpertExport:
             fused = weight.payload.quantized
             return fused._replace(qdata=part.of(fused.qdata), scale=part.of(fused.scale))
         assert isinstance(self._module, Float8Experts)
-        return quantize(part.of(weight), self._module.fp8_recipe.weight)
+        return quantize(part.of(weight), self._module.fp8.recipe.weight)
 
 
 def _plain(weight: Tensor) -> Tensor:

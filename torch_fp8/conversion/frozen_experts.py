@@ -48,7 +48,7 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
         experts.freeze_weights()
         payloads = [w.payload for w in experts.frozen_weights.values()]
         after, numel = sum(p.num_bytes for p in payloads), sum(p.qdata.numel() for p in payloads)
-        report += FreezeReport(names, (), experts.fp8_recipe, numel, before, after)
+        report += FreezeReport(names, (), experts.fp8.recipe, numel, before, after)
     return report
 
 

@@ -286,7 +286,7 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
                 numel = parameter.numel() * _active_share(model, module, parameter)
                 if isinstance(module, Float8Experts):
                     total += (2 + parameter.requires_grad) * numel
-                    wgrad = parameter.requires_grad and module.fp8_recipe.wgrad is not None
+                    wgrad = parameter.requires_grad and module.fp8.recipe.wgrad is not None
                     fp8 += (2 + wgrad) * numel
                 else:
                     experts += (2 + parameter.requires_grad) * numel

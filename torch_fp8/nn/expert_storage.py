@@ -9,13 +9,14 @@ are powers of two, so that exponents shift and only what falls below the least n
 
 import warnings
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
+from torch_fp8.config import FP8Config
 from torch_fp8.nn.frozen_storage import plain_copy, replace_parameter
 from torch_fp8.ops.moe_rows import transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
@@ -55,6 +56,23 @@ def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
     return x._replace(qdata=qdata, scale=turned.scale[..., None])
 
 
+@dataclass(frozen=True)
+class ExpertsFP8:
+    """What conversion leaves in a module of experts.
+
+    Attributes:
+        name: qualified, for errors.
+        config: the configuration of the model, or of this module.
+        recipe: the recipe of experts.
+        emulate: whether the GEMMs run through the reference path.
+    """
+
+    name: str
+    config: FP8Config
+    recipe: Recipe
+    emulate: bool
+
+
 class ExpertStorage(RunsFP8):
     """The part of an expert module that holds weights which nobody trains.
 
@@ -63,11 +81,9 @@ class ExpertStorage(RunsFP8):
         fp8_unmerged: the bytes of weights into which adapters are merged, by name.
     """
 
-    fp8_config: Any = None
+    fp8: ExpertsFP8
     fp8_unread = False
     fp8_unmerged: dict[str, FrozenPayload] | None = None
-    fp8_name: str
-    fp8_recipe: Recipe
 
     @property
     def fp8_weight_names(self) -> tuple[str, ...]:
@@ -86,8 +102,8 @@ class ExpertStorage(RunsFP8):
             weight = self._parameters.get(name)
             if weight is None or isinstance(weight, Float8FrozenWeight):
                 continue
-            full = f"{self.fp8_name}.{name}".lstrip(".")
-            payload = freeze_tensor(weight, self.fp8_recipe.weight, full)
+            full = f"{self.fp8.name}.{name}".lstrip(".")
+            payload = freeze_tensor(weight, self.fp8.recipe.weight, full)
             del weight  # or the Parameter could not be replaced
             self._hold(name, payload)
 
@@ -111,7 +127,7 @@ class ExpertStorage(RunsFP8):
         for name in names:
             getattr(self, name).requires_grad_(True)
         warnings.warn(
-            f"the weights of '{self.fp8_name}' were stored as FP8 alone and are to be trained from "
+            f"the weights of '{self.fp8.name}' were stored as FP8 alone and are to be trained from "
             "now on: they have their dtype again, with the values that FP8 held. "
             "FP8Config(frozen_weights='keep') leaves such weights as they are",
             stacklevel=3,

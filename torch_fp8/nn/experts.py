@@ -37,7 +37,7 @@ from torch_fp8.nn.expert_adapters import (
 )
 from torch_fp8.nn.expert_block import expert_block
 from torch_fp8.nn.expert_gate import gate_form
-from torch_fp8.nn.expert_storage import ExpertStorage
+from torch_fp8.nn.expert_storage import ExpertsFP8, ExpertStorage
 from torch_fp8.nn.grouped_linear_function import (
     CombineFunction,
     GroupedOptions,
@@ -49,10 +49,7 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 from torch_fp8.tensor.lazy_quantized import plain
 
-OWN = (
-    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
-    *("fp8_was_eager", "fp8_unmerged", "fp8_factors", "fp8_gate"),
-)
+OWN = ("fp8", "fp8_was_eager", "fp8_unmerged", "fp8_factors", "fp8_gate")
 """What `Float8Experts.configure` leaves in a module."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -77,8 +74,6 @@ class Float8Experts(ExpertStorage):
     is_transposed: bool
     act_fn: Any
     post_expert_norm: Any
-    fp8_config: FP8Config
-    fp8_emulate: bool
     fp8_was_eager: bool
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
     """Adapters that are active in this forward, by the name of their weight."""
@@ -93,8 +88,7 @@ class Float8Experts(ExpertStorage):
             config: the configuration of the model, or of this module.
             emulate: run its GEMMs through the reference path.
         """
-        self.fp8_config, self.fp8_recipe = config, expert_recipe(config)
-        self.fp8_name, self.fp8_emulate = name, emulate
+        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate)
         self.fp8_gate = gate_form(self)
         experts_dispatch.add(self)
 
@@ -131,7 +125,7 @@ class Float8Experts(ExpertStorage):
         """Return whether one function computes all: a gate that it knows, which nobody watches, and
         no adapters.
         """
-        if self.fp8_gate is None or self.fp8_recipe.wgrad is None:
+        if self.fp8_gate is None or self.fp8.recipe.wgrad is None:
             return False
         act_fn = getattr(self, "act_fn", None)
         hooks = (getattr(act_fn, name, None) for name in _HOOKS)
@@ -154,8 +148,8 @@ class Float8Experts(ExpertStorage):
         return y.to(hidden_states.dtype)
 
     def _options(self, name: str) -> GroupedOptions:
-        shown = "" if torch.compiler.is_compiling() else f"{self.fp8_name}.{name}".rstrip(".")
-        return GroupedOptions(shown, self.fp8_recipe, self.is_transposed, self.fp8_emulate)
+        shown = "" if torch.compiler.is_compiling() else f"{self.fp8.name}.{name}".rstrip(".")
+        return GroupedOptions(shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate)
 
     def _product(
         self,
@@ -204,7 +198,7 @@ class Float8Experts(ExpertStorage):
         experts_dispatch.add(self)  # a copy or an unpickled module
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.fp8_recipe}".removeprefix(", ")
+        return f"{super().extra_repr()}, fp8={self.fp8.recipe}".removeprefix(", ")
 
 
 class Float8BatchedExperts(Float8Experts):

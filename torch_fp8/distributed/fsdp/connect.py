@@ -170,10 +170,8 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             info = param._module_info
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
             precision = "in high precision"
-            if isinstance(info.module, Float8Layer):
+            if isinstance(info.module, Float8Layer | Float8Experts):
                 precision = f"in FP8 ({info.module.fp8.recipe.name})"
-            elif isinstance(info.module, Float8Experts):
-                precision = f"in FP8 ({info.module.fp8_recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
             parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
