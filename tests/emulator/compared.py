@@ -78,6 +78,7 @@ class Comparison:
             self._inside, start = True, len(self._launches)
             self.compared += 1
             copies = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
+            results = None
             try:
                 results = function(*args)
                 with off_card():
@@ -85,7 +86,6 @@ class Comparison:
             except (Mismatch, Fault) as error:
                 for number in range(start, len(self._launches)):
                     self.unequal[number] = f"{function.__name__}: {error}"
-                return None
             finally:
                 self._inside = False
             return results

@@ -55,9 +55,9 @@ def near(got: Tensor, want: Tensor, what: str = "result") -> None:
     got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
     if not want.numel():
         return
-    size = want.abs() + want.abs().amax(-1, keepdim=True) * 2.0**-14
     step = torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-14
-    far = (got - want).abs() > step * size
+    cancelled = want.abs().amax(-1, keepdim=True) * max(step * 2.0**-14, 2.0**-22)
+    far = (got - want).abs() > step * want.abs() + cancelled
     require(not far.any(), f"{what}: {int(far.sum())} of {far.numel()} are too far off")
     if dtype != torch.float32:
         share = float((got != want).float().mean())
