@@ -21,7 +21,11 @@ def machines(backend="static"):
     """The launcher's words on each of two machines."""
     both = (*LAUNCH, "--num_processes", 2, "--num_machines", 2, "--rdzv_backend", backend)
     meet = (*both, "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
-    return [[*meet, "--machine_rank", rank] for rank in range(2)]
+    commands = [[*meet, "--machine_rank", rank] for rank in range(2)]
+    if backend == "c10d":  # each would take itself for the host of 127.0.0.1
+        for rank, words in enumerate(commands):
+            words += ["--rdzv_conf", f"is_host={1 - rank}"]
+    return commands
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +62,10 @@ def test_a_machine_without_the_package_is_named_by_the_others(start):
     """
     both = {"TORCH_FP8_CONFIG": '{"agreement_timeout": 5}', "ACCELERATE_MIXED_PRECISION": "fp8"}
     meet = (*TORCHRUN, "--rdzv_endpoint", f"127.0.0.1:{free_port()}")
-    first = start(*meet, "--node_rank", 0, SCRIPTS / "train.py", **both)
+    host, guest = (("--node_rank", rank, "--rdzv_conf", f"is_host={1 - rank}") for rank in (0, 1))
+    first = start(*meet, *host, SCRIPTS / "train.py", **both)
     without = {**both, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    second = start(*meet, "--node_rank", 1, SCRIPTS / "train.py", python=sys.executable, **without)
+    second = start(*meet, *guest, SCRIPTS / "train.py", python=sys.executable, **without)
     assert first.wait(timeout=150) != 0
     assert re.search(r"ValueError: rank [01] did not ask for FP8 while", first.log.read_text())
     second.kill()
