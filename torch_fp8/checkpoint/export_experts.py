@@ -35,7 +35,7 @@ class ExpertExport:
     Args:
         name: qualified, of the module.
         module: the experts; in FP8, or in high precision.
-        parts: what the checkpoint has of each of its fused weights, by the weight's name.
+        parts: tensors of the checkpoint for each fused weight (E, R, C), by the weight's name.
         format: the format of the checkpoint.
     Attributes:
         is_fp8: whether the module runs in FP8.
@@ -148,7 +148,7 @@ def with_routers(
     Args:
         ignored: names of linear layers that are not in FP8.
         places: all modules by name.
-        parts: what the checkpoint has of each tensor.
+        parts: tensors of the checkpoint for each tensor of the model.
     """
     names = list(ignored)
     for name, module in places:

@@ -93,10 +93,16 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _block_of(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
-    """Return the rows and columns that share a scale."""
+    """Return the rows and columns of a weight (E, R, C) that share a scale.
+
+    Args:
+        name: qualified name of the weight.
+        weight: (E, R, C).
+        scale: (E, R / rows, C / columns).
+    """
     shape, grid = tuple(weight.shape), tuple(scale.shape)
-    whole = len(grid) == 3 and grid[0] == shape[0]
-    if not whole or any(n % g for n, g in zip(shape[1:], grid[1:], strict=True)):
+    is_stacked = len(grid) == 3 and grid[0] == shape[0]
+    if not is_stacked or any(n % g for n, g in zip(shape[1:], grid[1:], strict=True)):
         raise ValueError(
             f"'{name}{_SCALES}' has shape {grid}, which does not divide {shape} into blocks: the "
             "checkpoint is bad"
