@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import kernel_code
+from tests.cubin import usage
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from tests.unwritten_registers import unwritten_registers
 from torch_fp8.quantization.stochastic_rounding import random_words
@@ -183,19 +184,10 @@ def compile_launch(launch: Launch, target: GPUTarget):
         return triton.compile(source, target=target, options=dict(launch.options))
 
 
-def resources(compiled, directory: Path) -> Resources:
-    """What the assembler made of it, as the cuobjdump that comes with Triton tells."""
-    cubin = directory / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    text = subprocess.run(
-        [str(tool), "-res-usage", str(cubin)], check=True, capture_output=True, text=True
-    ).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+def resources(compiled) -> Resources:
+    """What the assembler made of it, as its cubin tells."""
     metadata = compiled.metadata
-    return Resources(
-        found["REG"], found["STACK"], found["LOCAL"], metadata.shared, metadata.num_warps
-    )
+    return Resources(*usage(compiled.asm["cubin"]), metadata.shared, metadata.num_warps)
 
 
 def machine_code(compiled, directory: Path) -> str:
@@ -279,7 +271,7 @@ def compile_for(tmp_path, pytestconfig):
         if every and target == "sm_90":  # Blackwell has instructions that write pairs
             unwritten = unwritten_registers(machine_code(compiled, tmp_path))
             assert not unwritten, f"{target} {launch.name}: {unwritten[:3]}"
-        return compiled.asm["ptx"], resources(compiled, tmp_path)
+        return compiled.asm["ptx"], resources(compiled)
 
     return compile_and_measure
 
