@@ -215,10 +215,8 @@ def _may_be_frozen(*_: Any) -> bool:
 
 
 def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    base = layer.get_base_layer()
-    if getattr(getattr(base, "fp8", None), "frozen", None) is not None:
-        return True
-    return bool(getattr(base, "frozen_weights", None) or getattr(base, "fp8_unmerged", None))
+    fp8 = getattr(layer.get_base_layer(), "fp8", None)
+    return getattr(fp8, "frozen", None) is not None
 
 
 def extend_trl_models(module: ModuleType) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from accelerate_fp8.export import bound_arguments
 from accelerate_fp8.trainer import warn_once
-from torch_fp8.nn.expert_storage import ExpertStorage
 from torch_fp8.nn.frozen_storage import FrozenStorage, left_unread, plain_copy
 from torch_fp8.quantization.wording import counted
 
@@ -29,12 +28,11 @@ def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``BaseTuner._unload_and_optionally_merge``: nobody will unmerge the bases again."""
     merges = bound_arguments(inspect.signature(original), self, *args, **kwargs).get("merge")
-    layers: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
-    experts: list[Any] = [m for m in self.model.modules() if isinstance(m, ExpertStorage)]
-    rounded = sum(layer.fp8.frozen is not None for layer in layers)
-    rounded += sum(len(module.frozen_weights) for module in experts)
+    modules: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
+    held = [m for m in modules if m.fp8.frozen is not None]
+    rounded = sum(len({*m.frozen_weights, *m.fp8.frozen.unmerged}) for m in held)
     unloaded = original(self, *args, **kwargs)
-    for module in (*layers, *experts):
+    for module in modules:
         module.forget_unmerged()
     if merges and rounded:
         warn_once(
@@ -56,12 +54,11 @@ def adapter_state(original: Any, model: Any, *args: Any, **kwargs: Any) -> dict[
 
 def _within(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     base: Any = layer.get_base_layer()
-    names = (layer.parameter_name,) if isinstance(base, ExpertStorage) else ()
-    held = isinstance(base, (FrozenStorage, ExpertStorage))
-    if not (held and base.begin_merge(*names)):
+    name = getattr(layer, "parameter_name", "weight")
+    if not (isinstance(base, FrozenStorage) and base.begin_merge(name)):
         original(layer, *args, **kwargs)
         return
     try:
         original(layer, *args, **kwargs)
     finally:
-        base.end_merge(*names, bool(layer.merged_adapters))
+        base.end_merge(bool(layer.merged_adapters), name)

@@ -133,7 +133,7 @@ def load_frozen(
         if payload is None:
             whole = read if isinstance(read, Tensor) else read.dequantize()
             payload = freeze_tensor(whole, recipe.weight, name, torch.bfloat16)
-        layer.freeze_weight(recipe, emulate, notice, payload)
+        layer.freeze_weights(recipe, emulate, notice, payload)
         return None
 
     model = _load(cls, path, target, place, convert)

@@ -124,9 +124,9 @@ def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) ->
     if not isinstance(module, Float8Experts):
         add_mixin(module, Float8BatchedExperts if _is_batched(module) else Float8Experts)
     experts: Any = module
+    experts.configure(name, config, emulate)
     if option_that_keeps(config) is not None:
         experts.thaw_weights()
-    experts.configure(name, config, emulate)
     if not _is_batched(module) and experts.config._experts_implementation == "eager":
         experts.fp8_was_eager = True
         experts.config._experts_implementation = experts_dispatch.ENTRY

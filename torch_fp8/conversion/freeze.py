@@ -13,13 +13,13 @@ from torch import nn
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.frozen_experts import freeze_experts, thaw_experts
+from torch_fp8.conversion.frozen_experts import freeze_experts
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
     freeze_layers,
     option_that_keeps,
     proven_frozen,
-    thaw_layers,
+    thaw_weights,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.layer_options import base_config
@@ -81,7 +81,7 @@ def thaw(model: nn.Module) -> int:
     Raises:
         RuntimeError: weights that FSDP2 has sharded.
     """
-    count = thaw_layers(model) + thaw_experts(model)
+    count = thaw_weights(model)
     layers = _layers(model)
     if count:
         convert_producers(model, base_config(layers))

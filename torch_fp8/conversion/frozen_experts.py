@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.conversion.frozen_layers import MERGED, NOTHING, FreezeReport
 from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 SEVERAL_RANKS = "experts are stored as FP8 alone in a single process only"
@@ -28,7 +29,7 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
         for adapter in model.modules()
         if getattr(adapter, "parameter_name", None) and getattr(adapter, "merged", False)
     }
-    report = NOTHING
+    notice, report = ThawNotice(), NOTHING
     for name, experts in model.named_modules():
         if not isinstance(experts, Float8Experts) or not meant(experts):
             continue
@@ -45,16 +46,11 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
             continue
         before = sum(w.numel() * _element_size(w) for w in weights)
         del weights  # or the Parameters could not be replaced
-        experts.freeze_weights()
+        experts.freeze_weights(experts.fp8.recipe, experts.fp8.emulate, notice)
         payloads = [w.payload for w in experts.frozen_weights.values()]
         after, numel = sum(p.num_bytes for p in payloads), sum(p.qdata.numel() for p in payloads)
         report += FreezeReport(names, (), experts.fp8.recipe, numel, before, after)
     return report
-
-
-def thaw_experts(model: nn.Module) -> int:
-    """Give all frozen weights of experts their dtype back; return how many."""
-    return sum(m.thaw_weights() for m in model.modules() if isinstance(m, Float8Experts))
 
 
 def _element_size(weight: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
 from torch_fp8.distributed.fsdp.split_weights import param_groups
-from torch_fp8.nn.frozen_storage import ThawNotice
+from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
 from torch_fp8.ops.hardware import runs_natively
@@ -172,9 +172,9 @@ def freeze_layers(
             waiting = True
         elif held is None:
             payload = known_payload(layer.weight, recipe.weight, f"{name}.weight")
-            layer.freeze_weight(recipe, emulate, notice, payload)
+            layer.freeze_weights(recipe, emulate, notice, payload)
         elif taken_over:
-            layer.freeze_weight(recipe, emulate, notice, held.payload)
+            layer.freeze_weights(recipe, emulate, notice, held.payload)
         num_params, held = local(layer.weight).numel(), layer.frozen_weight
         after = num_params if held is None else held.payload.num_bytes
         report += FreezeReport((name,), (), recipe, num_params, before, after)
@@ -195,14 +195,9 @@ def _num_bytes(layer: Float8Layer, taken_over: bool) -> int:
     )
 
 
-def thaw_layers(model: nn.Module) -> int:
+def thaw_weights(model: nn.Module) -> int:
     """Give all frozen weights of `model` their dtype back; return how many."""
-    count = 0
-    for module in model.modules():
-        if isinstance(module, Float8Layer) and module.fp8.frozen is not None:
-            count += module.frozen_weight is not None
-            module.thaw_weight()
-    return count
+    return sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
 
 
 def _why_not(layer: Float8Layer, shared: set[int], of_fsdp: bool) -> str | None:

@@ -32,7 +32,7 @@ def to_float8(
             if fp8.recipe.smooth != recipe.smooth:
                 module.run_frozen(fp8.recipe, fp8.emulate, frozen.notice)
             return
-        module.thaw_weight()
+        module.thaw_weights()
         fp8 = module.fp8
         if (fp8.config, fp8.recipe) == (config, recipe):
             fp8.run_emulated(emulate)
@@ -49,6 +49,6 @@ def to_float8(
 
 def to_stock(module: Float8Layer) -> None:
     """Give `module` its original class, and its weight back in high precision."""
-    module.thaw_weight()
+    module.thaw_weights()
     module.drop_fp8()
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

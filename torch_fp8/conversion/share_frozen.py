@@ -44,13 +44,8 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
     known: dict[Hashable, list[FrozenPayload]] = {}
     num_weights = num_bytes = 0
     layers = {id(m): m for model in models for m in model.modules() if isinstance(m, FrozenStorage)}
-    for layer in layers.values():
-        state = layer.fp8.frozen
-        payload = None if state is None else state.unmerged
-        if payload is None:
-            frozen = layer.frozen_weight
-            payload = None if frozen is None else frozen.payload
-        if payload is None or payload.qdata.is_meta or not payload.qdata.numel():
+    for payload in (held for layer in layers.values() for held in _payloads(layer)):
+        if payload.qdata.is_meta or not payload.qdata.numel():
             continue
         candidates = known.setdefault(_fingerprint(payload), [])
         equal = next((other for other in candidates if _equal(payload, other)), None)
@@ -60,6 +55,13 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
             num_weights, num_bytes = num_weights + 1, num_bytes + payload.num_bytes
             payload.share(equal)
     return SharedWeights(num_weights, num_bytes)
+
+
+def _payloads(layer: FrozenStorage) -> list[FrozenPayload]:
+    """The bytes of a module's weights, and those without the adapters that are merged into them."""
+    state = layer.fp8.frozen
+    unmerged = {} if state is None else state.unmerged
+    return [*unmerged.values(), *(weight.payload for weight in layer.frozen_weights.values())]
 
 
 def _fingerprint(payload: FrozenPayload) -> Hashable:

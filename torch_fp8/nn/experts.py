@@ -37,7 +37,8 @@ from torch_fp8.nn.expert_adapters import (
 )
 from torch_fp8.nn.expert_block import expert_block
 from torch_fp8.nn.expert_gate import gate_form
-from torch_fp8.nn.expert_storage import ExpertsFP8, ExpertStorage
+from torch_fp8.nn.expert_storage import ExpertsFP8
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.grouped_linear_function import (
     CombineFunction,
     GroupedOptions,
@@ -49,7 +50,7 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 from torch_fp8.tensor.lazy_quantized import plain
 
-OWN = ("fp8", "fp8_was_eager", "fp8_unmerged", "fp8_factors", "fp8_gate")
+OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate")
 """What `Float8Experts.configure` leaves in a module."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -61,7 +62,7 @@ def expert_recipe(config: FP8Config) -> Recipe:
     return make_recipe("rowwise", wgrad=config.wgrad, fast_accum=config.fast_accum)
 
 
-class Float8Experts(ExpertStorage):
+class Float8Experts(FrozenStorage):
     """The part of an expert module that runs its GEMMs in FP8; transformers calls it.
 
     Shapes: hidden_states (T, H), top_k_index and top_k_weights (T, k), output (T, H).
@@ -88,9 +89,14 @@ class Float8Experts(ExpertStorage):
             config: the configuration of the model, or of this module.
             emulate: run its GEMMs through the reference path.
         """
-        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate)
+        frozen = self.fp8.frozen if "fp8" in vars(self) else None
+        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, frozen)
         self.fp8_gate = gate_form(self)
         experts_dispatch.add(self)
+
+    def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
+        """Run the only recipe of experts, which frozen ones have as well."""
+        self.fp8.emulate = emulate
 
     @property
     def fp8_weight_names(self) -> tuple[str, str]:

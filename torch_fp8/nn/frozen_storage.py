@@ -1,17 +1,18 @@
-"""`FrozenStorage`: the part of a layer that can hold its weight in FP8 alone.
+"""`FrozenStorage`: the part of a converted module that can hold its weights in FP8 alone.
 
 A frozen layer multiplies by the very bytes that it holds
 (`torch_fp8.tensor.frozen_weight.Float8FrozenWeight`), with block scales whatever recipe it ran
-before, and has no wgrad. ``state_dict`` has a plain BF16 tensor under the weight's own key, made on
-the CPU one weight after the other, so that the device never holds a second copy of the model; what
-is loaded, is quantized.
+before, and has no wgrad. A module of experts holds stacked weights (E, R, C) with a scale a row.
+``state_dict`` has plain BF16 tensors under the weights' own keys, made on the CPU one weight after
+the other, so that the device never holds a second copy of the model; what is loaded, is quantized.
 """
 
 import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,133 +41,158 @@ class ThawNotice:
 
 @dataclass(eq=False)
 class FrozenState:
-    """What a layer remembers of a weight that is stored as FP8 alone.
+    """What a module remembers of weights that are stored as FP8 alone.
 
     Attributes:
-        recipe: the recipe that the layer has again when it is thawed.
+        recipe: the recipe that the module has again when it is thawed.
         notice: what the weights share that were frozen together.
-        unmerged: the bytes of the weight without the adapters that are merged into it.
+        unmerged: bytes, by name, of weights without the adapters that are merged into them.
     """
 
     recipe: Recipe
     notice: ThawNotice | None = None
-    unmerged: FrozenPayload | None = None
+    unmerged: dict[str, FrozenPayload] = field(default_factory=dict)
 
 
 class FrozenStorage(RunsFP8):
-    """The part of a layer that holds a weight which nobody trains.
+    """The part of a module that holds weights which nobody trains.
 
     Attributes:
-        fp8_unread: whether ``state_dict`` has the frozen weight itself; see `left_unread`.
+        fp8_weight_names: the names of the weights that run in FP8.
+        fp8_unread: whether ``state_dict`` has the frozen weights themselves; see `left_unread`.
     """
 
     fp8_unread = False
     bias: nn.Parameter | None
     weight: nn.Parameter
 
-    def configure(self, name: str, config: Any, recipe: Recipe, emulate: bool) -> None:
-        """Run `recipe` from now on; see `torch_fp8.nn.linear.Float8Layer`."""
+    @property
+    def fp8_weight_names(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
+        """Run `recipe` from now on, with what the module remembers empty.
+
+        Args:
+            recipe: the frozen weights' recipe, or the one of before.
+            emulate: run its GEMMs through the reference path.
+        """
         raise NotImplementedError
 
     @property
+    def frozen_weights(self) -> dict[str, Float8FrozenWeight]:
+        """The weights, or this rank's shards of them, that are held in FP8 alone, by name."""
+        weights = ((name, self._parameters.get(name)) for name in self.fp8_weight_names)
+        shards = ((name, local(weight)) for name, weight in weights if weight is not None)
+        return {name: shard for name, shard in shards if isinstance(shard, Float8FrozenWeight)}
+
+    @property
     def frozen_weight(self) -> Float8FrozenWeight | None:
-        """The weight, or this rank's shard of it, if it is held in FP8 alone."""
-        weight = self._parameters.get("weight")
-        shard = None if weight is None else local(weight)
-        return shard if isinstance(shard, Float8FrozenWeight) else None
+        """The weight of a layer, or this rank's shard of it, if it is held in FP8 alone."""
+        return self.frozen_weights.get("weight")
 
     @property
     def thaw_notice(self) -> ThawNotice | None:
-        """What the weight shares with those that were frozen together with it."""
+        """What the weights share with those that were frozen together with them."""
         state = self.fp8.frozen
         return None if state is None else state.notice
 
-    def freeze_weight(
+    def freeze_weights(
         self,
         recipe: Recipe,
         emulate: bool,
         notice: ThawNotice | None,
         payload: FrozenPayload | None = None,
     ) -> None:
-        """Hold the weight in FP8 alone from now on; who holds the Parameter holds the new one.
+        """Hold the weights in FP8 alone from now on; who holds the Parameters holds the new ones.
 
         Args:
-            recipe: the frozen layer's recipe; its weights have scales of blocks or one per tensor.
+            recipe: the frozen module's recipe; a layer's weight has scales of blocks or a single
+                one.
             emulate: run its GEMMs through the reference path.
             notice: what the weights share that are frozen together.
-            payload: the bytes, where somebody has quantized them already; None: of the weight.
+            payload: the bytes of the only weight, where somebody has quantized it already; None: of
+                the weights.
         """
-        weight = self.weight
-        name = f"{self.fp8.name}.weight".lstrip(".")
-        if payload is None:
-            payload = freeze_tensor(local(weight), recipe.weight, name)
-        payload.name = name
-        del weight  # or the Parameter could not be replaced
-        self._hold(payload)
+        for name in self.fp8_weight_names:
+            weight = self._parameters.get(name)
+            if weight is None or (payload is None and name in self.frozen_weights):
+                continue
+            full = f"{self.fp8.name}.{name}".lstrip(".")
+            if payload is None:
+                held = freeze_tensor(local(weight), recipe.weight, full)
+            else:
+                held = payload
+                held.name = full
+            del weight  # or the Parameter could not be replaced
+            self._hold(name, held)
         self.run_frozen(recipe, emulate, notice)
 
-    def _hold(self, payload: FrozenPayload) -> None:
+    def _hold(self, name: str, payload: FrozenPayload) -> None:
         payload.owner = weakref.ref(self)
-        replace_parameter(self, frozen_parameter(payload))
+        replace_parameter(self, frozen_parameter(payload), name)
 
     def run_frozen(self, recipe: Recipe, emulate: bool, notice: ThawNotice | None) -> None:
-        """Run the recipe of frozen layers; the shards of a weight follow when FSDP2 is connected.
+        """Run the recipe of frozen weights; the shards of a weight follow when FSDP2 is connected.
 
         Args:
-            recipe, emulate, notice: as of `freeze_weight`.
+            recipe, emulate, notice: as of `freeze_weights`.
         """
         fp8 = self.fp8
         if fp8.frozen is None:
             fp8.frozen = FrozenState(fp8.recipe)
         fp8.frozen.notice = notice
-        recipe = replace(recipe, smooth=fp8.frozen.recipe.smooth)
-        self.configure(fp8.name, fp8.config, recipe, emulate)
+        self.run_recipe(replace(recipe, smooth=fp8.frozen.recipe.smooth), emulate)
 
-    def thaw_weight(self, dtype: torch.dtype | None = None) -> None:
-        """Give the weight its dtype back, or `dtype`, and the layer its recipe.
+    def thaw_weights(self, dtype: torch.dtype | None = None) -> int:
+        """Give the weights their dtype back, or `dtype`, and the module its recipe.
 
-        The Parameter stays the same object, and does not require gradients.
+        The Parameters stay the same objects, and do not require gradients.
 
+        Returns:
+            The number of weights.
         Raises:
-            RuntimeError: it is sharded.
+            RuntimeError: one is sharded.
         """
-        fp8, frozen = self.fp8, self.frozen_weight
+        fp8, frozen = self.fp8, self.frozen_weights
         if fp8.frozen is None:
-            return
-        if frozen is not None:
-            self._refuse_sharded(frozen)
-            dtype = frozen.payload.thawed_dtype if dtype is None else dtype
-            plain = frozen.dequantize().to(dtype)
-            replace_parameter(self, nn.Parameter(plain, requires_grad=False))
+            return 0
+        for name, weight in frozen.items():
+            self._refuse_sharded(name, weight)
+            plain = weight.dequantize().to(dtype or weight.payload.thawed_dtype)
+            replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         recipe, fp8.frozen = fp8.frozen.recipe, None
-        self.configure(fp8.name, fp8.config, recipe, fp8.emulate)
+        self.run_recipe(recipe, fp8.emulate)
+        return len(frozen)
 
-    def _refuse_sharded(self, frozen: Float8FrozenWeight) -> None:
-        if frozen is not self.weight:
+    def _refuse_sharded(self, name: str, frozen: Float8FrozenWeight) -> None:
+        if frozen is not self._parameters[name]:
             raise RuntimeError(
-                f"'{self.fp8.name}.weight' is stored as FP8 alone and sharded by FSDP2, which "
+                f"'{self.fp8.name}.{name}' is stored as FP8 alone and sharded by FSDP2, which "
                 "takes no other weight in its place; thaw the model before fully_shard, or convert "
                 "it with FP8Config(frozen_weights='keep')"
             )
 
     def thaw_for_training(self) -> None:
-        """Thaw the weight because somebody has asked for its gradient, and say so once."""
-        notice = self.thaw_notice
-        self.thaw_weight()
-        self.weight.requires_grad_(True)
+        """Thaw the weights because somebody has asked for a gradient, and say so once."""
+        notice, names = self.thaw_notice, tuple(self.frozen_weights)
+        self.thaw_weights()
+        for name in names:
+            self._parameters[name].requires_grad_(True)
         if notice is not None and notice.given:
             return
-        warnings.warn(
-            f"'{self.fp8.name}.weight' was stored as FP8 alone and is to be trained from now on: "
-            f"it is {self.weight.dtype} again, with the values that FP8 held, and so will the "
-            "others be whose gradients are asked for. FP8Config(frozen_weights='keep') leaves such "
-            "weights as they are",
-            stacklevel=3,
-        )
+        for name in names[:1]:
+            warnings.warn(
+                f"'{self.fp8.name}.{name}' was stored as FP8 alone and is to be trained from now "
+                f"on: it is {self._parameters[name].dtype} again, with the values that FP8 held, "
+                "and so will the others be whose gradients are asked for. "
+                "FP8Config(frozen_weights='keep') leaves such weights as they are",
+                stacklevel=3,
+            )
         if notice is not None:
             notice.given = True
 
-    def begin_merge(self) -> bool:
+    def begin_merge(self, name: str = "weight") -> bool:
         """Make a frozen weight plain float32, for an adapter that is to be merged into it.
 
         Its bytes are kept until `end_merge` gives them back, or `forget_unmerged` lets them go.
@@ -174,33 +200,36 @@ class FrozenStorage(RunsFP8):
         Returns:
             Whether the weight is, or was before an earlier merge, frozen.
         """
-        state, frozen = self.fp8.frozen, self.frozen_weight
-        if state is None or (frozen is None and state.unmerged is None):
+        state, frozen = self.fp8.frozen, self.frozen_weights.get(name)
+        if state is None or (frozen is None and name not in state.unmerged):
             return False
         if frozen is not None:
-            self._refuse_sharded(frozen)
-            state.unmerged = frozen.payload
-        plain = self.weight.detach().float()
-        replace_parameter(self, nn.Parameter(plain, requires_grad=False))
+            self._refuse_sharded(name, frozen)
+            state.unmerged[name] = frozen.payload
+        plain = self._parameters[name].detach().float()
+        replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         return True
 
-    def end_merge(self, merged: bool) -> None:
+    def end_merge(self, merged: bool, name: str = "weight") -> None:
         """Round a weight that has adapters merged into it once, to BF16; or give back its bytes.
 
         Args:
             merged: whether an adapter is merged into it.
+            name: the name of the weight.
         """
         if merged:
-            replace_parameter(self, nn.Parameter(self.weight.to(DTYPE), requires_grad=False))
-            return
-        state = self.fp8.frozen
-        self._hold(state.unmerged)
-        state.unmerged = None
+            plain = self._parameters[name].to(DTYPE)
+            replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
+        else:
+            self._hold(name, self.fp8.frozen.unmerged.pop(name))
 
     def forget_unmerged(self) -> None:
-        """Let the bytes go that a weight had before adapters were merged into it, for good."""
-        if self.fp8.frozen is not None and self.fp8.frozen.unmerged is not None:
-            self.thaw_weight()
+        """Let the bytes go that weights had before adapters were merged into them, for good."""
+        state = self.fp8.frozen
+        if state is not None and state.unmerged:
+            state.unmerged.clear()
+            if not self.frozen_weights:
+                self.thaw_weights()
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
         """Compute y (..., N) in high precision, in the dtype of x (..., K), or of autocast."""
@@ -213,56 +242,52 @@ class FrozenStorage(RunsFP8):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # A dtype is asked of floating tensors alone: bytes and the bits of scales only move.
-        frozen, weight = self.frozen_weight, self._parameters.get("weight")
-        if frozen is None:
-            return super()._apply(fn, recurse)
-        self._parameters["weight"] = None  # which keeps its place among the others
+        frozen = self.frozen_weights
+        weights = {name: self._parameters[name] for name in frozen}
+        self._parameters.update(dict.fromkeys(frozen))  # they keep their places among the others
         try:
             super()._apply(fn, recurse)
         finally:
-            self._parameters["weight"] = weight
-        payload = frozen.payload
-        qdata = fn(payload.qdata.view(torch.uint8)).view(payload.qdata.dtype)
-        scale = fn(payload.scale.view(torch.int32)).view(torch.float32)
-        if qdata.device == frozen.device:
-            payload.qdata, payload.scale = qdata, scale
-        elif frozen is not weight:
-            self._refuse_sharded(frozen)
-        else:
-            moved = replace(payload, qdata=qdata, scale=scale, sharers=None)
-            replace_parameter(self, frozen_parameter(moved))
+            self._parameters.update(weights)
+        for name, weight in frozen.items():
+            payload = weight.payload
+            qdata = fn(payload.qdata.view(torch.uint8)).view(payload.qdata.dtype)
+            scale = fn(payload.scale.view(torch.int32)).view(torch.float32)
+            if qdata.device == weight.device:
+                payload.qdata, payload.scale = qdata, scale
+            else:
+                self._refuse_sharded(name, weight)
+                self._hold(name, replace(payload, qdata=qdata, scale=scale, sharers=None))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        frozen = self.frozen_weight
-        if frozen is not None and not (keep_vars or self.fp8_unread):
-            destination[prefix + "weight"] = _plain(self.weight, frozen)
+        if not (keep_vars or self.fp8_unread):
+            for name in self.frozen_weights:
+                destination[prefix + name] = plain_copy(self._parameters[name])
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
     ) -> None:
-        frozen, key = self.frozen_weight, prefix + "weight"
-        given = state_dict.get(key)
-        whole = frozen is self._parameters.get("weight")
-        if frozen is None or not whole or not isinstance(given, Tensor):
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
-            return
-        if given.shape == frozen.shape:
-            if frozen.is_meta and not given.is_meta:  # to be assigned
-                fp8, old = self.fp8, frozen.payload
-                payload = freeze_tensor(given, fp8.recipe.weight, old.name, old.thawed_dtype)
-                self.freeze_weight(fp8.recipe, fp8.emulate, self.thaw_notice, payload)
+        given = dict(state_dict)
+        for name, weight in self.frozen_weights.items():
+            value, whole = given.get(prefix + name), weight is self._parameters[name]
+            if not whole or not isinstance(value, Tensor) or value.shape != weight.shape:
+                continue
+            if weight.is_meta and not value.is_meta:  # to be assigned
+                old = weight.payload
+                self._hold(name, freeze_tensor(value, old.spec, old.name, old.thawed_dtype))
             else:
-                frozen.copy_(given)
-            given = self.weight  # nothing is left to copy, or to assign in its place
-        super()._load_from_state_dict({**state_dict, key: given}, prefix, local_metadata, *others)
+                weight.copy_(value)
+            # Nothing is left to copy, or to assign in its place.
+            given[prefix + name] = self._parameters[name]
+        super()._load_from_state_dict(given, prefix, local_metadata, *others)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        frozen = self.frozen_weight
-        if frozen is not None:
-            frozen.payload.owner = weakref.ref(self)
+        self.fp8 = copy(self.fp8)  # a shallow copy of the module has the original's
+        for weight in self.frozen_weights.values():
+            weight.payload.owner = weakref.ref(self)
 
 
 @contextlib.contextmanager

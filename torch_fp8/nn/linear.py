@@ -29,7 +29,6 @@ out of ``state_dict``. Forwards in training mode and backwards record amaxes, th
 renews the scales (`torch_fp8.nn.delayed_scaling`).
 """
 
-from copy import copy
 from typing import Any
 
 import torch
@@ -135,6 +134,9 @@ class Float8Layer(FrozenStorage):
         if self.fp8.scaling is not None:
             self.fp8.scaling.start(self)
 
+    def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
+        self.configure(self.fp8.name, self.fp8.config, recipe, emulate)
+
     def drop_fp8(self) -> Any:
         """Remove what `configure` made; return the state of a frozen weight, if there is one."""
         fp8: LayerFP8 | None = self.__dict__.pop("fp8", None)
@@ -146,8 +148,7 @@ class Float8Layer(FrozenStorage):
 
     def restart(self) -> None:
         """Begin anew, with what the layer remembers empty."""
-        fp8 = self.fp8
-        self.configure(fp8.name, fp8.config, fp8.recipe, fp8.emulate)
+        self.run_recipe(self.fp8.recipe, self.fp8.emulate)
 
     def reset_scaling(self) -> None:
         """Empty the histories of delayed scaling."""
@@ -197,7 +198,6 @@ class Float8Layer(FrozenStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.fp8 = copy(self.fp8)  # a shallow copy of the layer has the original's
         if self.fp8.scaling is not None:
             self.fp8.scaling.track(self)
 

@@ -139,5 +139,5 @@ def test_a_merged_layer_is_copied_without_the_other_models():
     policy[0].begin_merge()
     before = live_bytes()
     twin = copy.deepcopy(policy[0])
-    assert live_bytes() - before == twin.fp8.frozen.unmerged.qdata.nbytes
-    assert twin.fp8.frozen.unmerged.sharers is None
+    assert live_bytes() - before == twin.fp8.frozen.unmerged["weight"].qdata.nbytes
+    assert twin.fp8.frozen.unmerged["weight"].sharers is None

@@ -10,6 +10,7 @@ from tests.moe_experts import batch, experts
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8, freeze, high_precision, revert, thaw
 from torch_fp8.conversion import frozen_experts
+from torch_fp8.conversion.share_frozen import share_equal_weights
 from torch_fp8.nn.expert_adapters import FactoredAdapter, Factors, multiply_factors
 from torch_fp8.ops.moe_route import moe_route
 from torch_fp8.quantization.metrics import sqnr_db
@@ -208,6 +209,31 @@ def test_frozen_experts_are_saved_loaded_copied_and_thawed():
     assert type(base.gate_up_proj) is nn.Parameter
 
 
+def test_frozen_experts_of_two_models_share_memory_until_one_writes():
+    """Weights into which an adapter is merged keep sharing the bytes that will come back."""
+    policy = _frozen()
+    reference = copy.deepcopy(policy)
+    base, twin = (block.experts.get_base_layer() for block in (policy, reference))
+    assert base.begin_merge("down_proj")
+    shared = share_equal_weights([policy, reference])
+    assert shared.num_weights == 2
+    base.end_merge(merged=False, name="down_proj")
+    for name in ("gate_up_proj", "down_proj"):
+        assert getattr(base, name).data_ptr() == getattr(twin, name).data_ptr()
+    before = reference(*(given := batch(40)))
+    with torch.no_grad():
+        base.down_proj.mul_(2)
+    assert torch.equal(reference(*given), before)
+    assert not torch.equal(policy(*given), before)
+
+
+def test_a_shallow_copy_of_experts_remembers_for_itself():
+    base = _frozen().experts.get_base_layer()
+    copied = copy.copy(base)
+    assert copied.fp8 is not base.fp8
+    assert copied.frozen_weights.keys() == base.frozen_weights.keys()
+
+
 def test_adapters_merge_into_frozen_experts_and_out_again():
     import accelerate_fp8  # noqa: F401  # wraps PEFT's merge
 
@@ -227,7 +253,7 @@ def test_adapters_merge_into_frozen_experts_and_out_again():
 def test_frozen_experts_thaw_when_somebody_trains_them():
     block = _frozen()
     base = block.experts.get_base_layer()
-    with pytest.warns(UserWarning, match="were stored as FP8 alone"):
+    with pytest.warns(UserWarning, match="was stored as FP8 alone"):
         base.gate_up_proj.requires_grad_(True)
     assert base.gate_up_proj.requires_grad
     assert type(base.gate_up_proj) is nn.Parameter
