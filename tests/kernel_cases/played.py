@@ -26,7 +26,7 @@ BF16 = torch.bfloat16
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 ODD = (48, 40)
 """Columns that are moved one by one."""
-SHAPES = ((3, 272), (80, 272), ODD)
+SHAPES = ((3, 144), (80, 144), ODD)
 """One tile holds the first, not the second."""
 
 
