@@ -245,7 +245,7 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
 
     def operator(a, b, out_dtype, fast_accum, bias=None):
         launches.append(Launch("scaled_mm", "gemm"))
-        columns = b.operand.qdata.shape[0] if isinstance(b, gemm.LaidOut) else b.qdata.shape[0]
+        columns = b.operand.qdata.shape[0]
         with _disable_current_modes():
             output = torch.zeros(a.qdata.shape[0], columns, dtype=out_dtype)
         names.made.pop(_address(output), None)
@@ -254,15 +254,14 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
     def on_a_card(a, b, out_dtype, contracted=None, *, bias=None, fast_accum=False, emulate=False):
         bias = None if bias is None else gemm.cast(bias, out_dtype)
         contracted = contracted or min(a.qdata.shape[1], b.qdata.shape[1])
-        return gemm._scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
+        return gemm.multiply_laid_out(a, gemm.lay_out(b, contracted), out_dtype, fast_accum, bias)
 
     def amax(x):
         return torch.linalg.vector_norm(x.detach(), ord=float("inf"), dtype=torch.float32)
 
     users = [m for name, m in sys.modules.items() if name.startswith("torch_fp8")]
     with contextlib.ExitStack() as stack:
-        for name in ("_scaled_mm", "_scaled_mm_at_once"):
-            stack.enter_context(mock.patch.object(gemm, name, operator))
+        stack.enter_context(mock.patch.object(gemm, "_product", operator))
         for name, other in (("scaled_matmul", on_a_card), ("tensor_amax", amax)):
             for module in users:
                 if hasattr(module, name):

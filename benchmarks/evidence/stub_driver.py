@@ -78,7 +78,7 @@ def stub_driver() -> Iterator[Counts]:
         return GradientParts(*parts, torch.ones((), dtype=torch.float32, device=x.device))
 
     def emulated(a, b, *rest):
-        return gemm._scaled_mm_cuda(a, b, a.qdata.shape[1], *rest)
+        return gemm.multiply_laid_out(a, gemm.lay_out(b, a.qdata.shape[1]), *rest)
 
     gradients = importlib.import_module("torch_fp8.kernels.grad_codec")
     tensors = importlib.import_module("torch_fp8.tensor.float8_grad")
@@ -94,7 +94,7 @@ def stub_driver() -> Iterator[Counts]:
             (torch.cuda, "get_device_capability", _capability),
             (torch, "_scaled_mm_v2", product),
             (gemm, "_emulated", emulated),
-            (gemm, "_CPU_HAS_F_SCALED_MM", True),
+            (gemm, "_CPU_HAS_OPERATOR", True),
             (gemm_operand, "_pad", lambda x, *rest: x),  # sizes of models need none
             (step, "_step_on", step_on),
             (tensors, "quantize_gradient", quantize_gradient),

@@ -55,7 +55,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The output dtype of every scaled matmul."""
     calls: list[torch.dtype] = []
     place, name, dtype = torch.nn.functional, "scaled_mm", "output_dtype"
-    if not scaled_mm._CPU_HAS_F_SCALED_MM:  # torch 2.11
+    if not scaled_mm._CPU_HAS_OPERATOR:  # torch 2.11
         place, name, dtype = torch, "_scaled_mm", "out_dtype"
     original = getattr(place, name)
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fp8.ops.quantize import QuantizedTensor
+
 _STATUS = "CUBLAS_STATUS_NOT_SUPPORTED"
 _MULTIPLES = (128, 256, 512)
 
@@ -37,6 +39,25 @@ class Sizes(NamedTuple):
     cols: int
 
 
+def sizes(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Sizes:
+    """Return the kind of a GEMM; the arguments are those of torch's operator."""
+    rows, contracted = a.qdata.shape
+    return Sizes(
+        a.qdata.device,
+        (a.granularity, b.granularity),
+        (a.qdata.dtype, b.qdata.dtype, out_dtype, fast_accum, bias is not None),
+        whole(rows),
+        whole(contracted),
+        b.qdata.shape[0],
+    )
+
+
 padded: dict[Sizes, int] = {}
 """Sizes that were refused, and the number of whose multiples their rows are padded to."""
 
@@ -47,13 +68,13 @@ def whole(size: int, multiple: int = _MULTIPLES[0]) -> int:
 
 
 def find_rows(
-    refusal: RuntimeError, sizes: Sizes, shape: torch.Size, product: Callable[[int], Tensor]
+    refusal: RuntimeError, kind: Sizes, shape: torch.Size, product: Callable[[int], Tensor]
 ) -> Tensor:
     """Return the product with more rows, as few as the card takes; remember and report them.
 
     Args:
         refusal: error of the GEMM without padding. Any error but this refusal is raised again.
-        sizes: key under which the answer is remembered.
+        kind: key under which the answer is remembered.
         shape: rows and contracted columns of the GEMM that was refused.
         product: function that runs the GEMM with rows padded to a multiple of its argument.
     Raises:
@@ -61,11 +82,11 @@ def find_rows(
     """
     if _STATUS not in str(refusal):
         raise refusal
-    (rows, contracted), (a, b) = shape, sizes.scales
-    gemm = f"GEMM of {a} by {b} scales with M = {rows}, K = {contracted}, N = {sizes.cols}"
+    (rows, contracted), (a, b) = shape, kind.scales
+    gemm = f"GEMM of {a} by {b} scales with M = {rows}, K = {contracted}, N = {kind.cols}"
     refused = {tuple(shape)}
     for multiple in _MULTIPLES:
-        larger = whole(rows, multiple), sizes.contracted
+        larger = whole(rows, multiple), kind.contracted
         if larger in refused:
             continue
         refused.add(larger)
@@ -75,14 +96,14 @@ def find_rows(
             if _STATUS not in str(error):
                 raise
             continue
-        if not any((known.device, known.scales) == sizes[:2] for known in padded):
+        if not any((known.device, known.scales) == kind[:2] for known in padded):
             warnings.warn(
-                f"FP8: {sizes.device} refuses a {gemm}. It runs padded to M = {larger[0]}, "
+                f"FP8: {kind.device} refuses a {gemm}. It runs padded to M = {larger[0]}, "
                 f"K = {larger[1]}, and so do other GEMMs of these scales that are refused",
                 stacklevel=2,
             )
-        padded[sizes] = multiple
+        padded[kind] = multiple
         return output
     raise RuntimeError(
-        f"{sizes.device} refuses a {gemm}, and with more rows as well: choose another recipe"
+        f"{kind.device} refuses a {gemm}, and with more rows as well: choose another recipe"
     ) from refusal

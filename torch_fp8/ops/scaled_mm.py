@@ -35,21 +35,19 @@ from torch_fp8.ops.registry import define, is_watched
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Granularity
 
-# torch 2.11 has F.scaled_mm for CUDA only; there the CPU has its predecessor, tensorwise.
-_CPU_HAS_F_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
-_CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_F_SCALED_MM else ("tensorwise",)
+# torch 2.11 has this operator for CUDA only; there the CPU has its predecessor, tensorwise.
+_CPU_HAS_OPERATOR = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+_CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_OPERATOR else ("tensorwise",)
 
-_SCALING_TYPE: dict[str, ScalingType] = {
-    "tensorwise": ScalingType.TensorWise,
-    "rowwise": ScalingType.RowWise,
-    "block_1x128": ScalingType.BlockWise1x128,
-    "block_128x128": ScalingType.BlockWise128x128,
-    "block_1x32": ScalingType.BlockWise1x32,
+_SCALING: dict[str, list[int]] = {
+    "tensorwise": [ScalingType.TensorWise.value],
+    "rowwise": [ScalingType.RowWise.value],
+    "block_1x128": [ScalingType.BlockWise1x128.value],
+    "block_128x128": [ScalingType.BlockWise128x128.value],
+    "block_1x32": [ScalingType.BlockWise1x32.value],
 }
-_SCALING_VALUE = {name: [kind.value] for name, kind in _SCALING_TYPE.items()}
 _SWIZZLE: list[int] = [SwizzleType.SWIZZLE_32_4_4.value]
 _NO_SWIZZLE: list[int] = []
-_HAS_OPERATOR = hasattr(torch, "_scaled_mm_v2")
 
 
 def scaled_matmul(
@@ -102,7 +100,7 @@ def _multiply(
     if emulate or a.qdata.is_cpu:
         a, b = _narrowed(a, contracted), _narrowed(b, contracted)
         return _emulated(a, b, out_dtype, fast_accum, bias)
-    return _scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
+    return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
 
 
 def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
@@ -153,7 +151,7 @@ def _emulated(
     # Either multiplies dequantized operands: autocast would round them to bfloat16 first.
     with torch.autocast(device_type, enabled=False):
         if device_type == "cpu" and a.granularity in _CPU_NATIVE:
-            return _scaled_mm(a, b, out_dtype, fast_accum, bias)
+            return _scaled_mm_cpu(a, b, out_dtype, fast_accum, bias)
         return scaled_matmul_reference(a, b, out_dtype, bias)
 
 
@@ -178,50 +176,25 @@ def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
     return _unsupported_recipe(recipe_name, device)
 
 
-def _scaled_mm(
+def _scaled_mm_cpu(
     a: QuantizedTensor,
     b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Call torch's operator once; scales are laid out by `operand`."""
-    scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
-    if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
-        return torch._scaled_mm(
-            a.qdata,
-            b.qdata.t(),
-            a.scale,
-            scale_b,
-            bias=bias,
-            out_dtype=out_dtype,
-            use_fast_accum=fast_accum,
-        )
-    swizzle = [SwizzleType.SWIZZLE_32_4_4] if a.granularity == "block_1x32" else None
-    return F.scaled_mm(
-        a.qdata,
-        b.qdata.t(),
-        a.scale,
-        _SCALING_TYPE[a.granularity],
-        scale_b,
-        _SCALING_TYPE[b.granularity],
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        bias=bias,
-        output_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
-
-
-def _scaled_mm_cuda(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    contracted: int,
     out_dtype: torch.dtype,
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
+    if _CPU_HAS_OPERATOR:
+        return _scaled_mm(a, _arguments(b), out_dtype, fast_accum, bias)
+    return torch._scaled_mm(
+        *(a.qdata, b.qdata.t(), a.scale, b.scale),
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )
+
+
+# What the operator takes of a second operand: its transpose (C, S), scales, and their kind.
+_Arguments = tuple[Tensor, list[Tensor], list[int]]
 
 
 class LaidOut(NamedTuple):
@@ -236,7 +209,7 @@ class LaidOut(NamedTuple):
     operand: QuantizedTensor
     cols: int
     contracted: int
-    arguments: tuple[Tensor, list[Tensor], list[int]]
+    arguments: _Arguments
 
 
 def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
@@ -246,36 +219,27 @@ def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
         contracted: C, without the zeros that a cast has padded.
     """
     laid_out = aligned_operand(operand(b, contracted, is_b=True))
-    qdata, scale, granularity = laid_out
-    scales = [scale.t() if granularity == "rowwise" else scale]
-    arguments = qdata.t(), scales, _SCALING_VALUE[granularity]
-    return LaidOut(laid_out, b.qdata.shape[0], contracted, arguments)
+    return LaidOut(laid_out, b.qdata.shape[0], contracted, _arguments(laid_out))
 
 
-def _scaled_mm_at_once(
+def _arguments(b: QuantizedTensor) -> _Arguments:
+    scale = b.scale.t() if b.granularity == "rowwise" else b.scale
+    return b.qdata.t(), [scale], _SCALING[b.granularity]
+
+
+def _scaled_mm(
     a: QuantizedTensor,
-    b: LaidOut,
+    arguments: _Arguments,
     out_dtype: torch.dtype,
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Tensor:
     """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
-    qdata, scale, granularity = aligned_operand(a)
-    qdata_b, scales_b, kind_b = b.arguments
-    swizzle = _SWIZZLE if granularity == "block_1x32" else _NO_SWIZZLE
+    qdata_b, scales_b, kind_b = arguments
+    swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
     output: Tensor = torch._scaled_mm_v2(
-        qdata,
-        qdata_b,
-        [scale],
-        _SCALING_VALUE[granularity],
-        swizzle,
-        scales_b,
-        kind_b,
-        swizzle,
-        bias,
-        out_dtype,
-        (),
-        fast_accum,
+        *(a.qdata, qdata_b, [a.scale], _SCALING[a.granularity], swizzle),
+        *(scales_b, kind_b, swizzle, bias, out_dtype, (), fast_accum),
     )
     return output
 
@@ -309,7 +273,7 @@ def multiply_laid_out(
         in_epilogue = F.pad(in_epilogue, (0, b.qdata.shape[0] - cols))
     options = native_dtype, fast_accum, in_epilogue
     known = refused_rows.padded
-    multiple = known.get(_sizes(laid_out_a, b, *options)) if known else None
+    multiple = known.get(refused_rows.sizes(laid_out_a, b, *options)) if known else None
     try:
         if multiple is None:
             output = _product(laid_out_a, laid_out, *options)
@@ -320,7 +284,7 @@ def multiply_laid_out(
             raise
         output = refused_rows.find_rows(
             refusal,
-            _sizes(laid_out_a, b, *options),
+            refused_rows.sizes(laid_out_a, b, *options),
             laid_out_a.qdata.shape,
             lambda multiple: _padded_product(a, laid_out, multiple, *options),
         )
@@ -331,16 +295,8 @@ def multiply_laid_out(
     return output if bias is None or in_gemm else output + bias
 
 
-def _product(
-    a: QuantizedTensor,
-    b: LaidOut,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    if _HAS_OPERATOR:
-        return _scaled_mm_at_once(a, b, out_dtype, fast_accum, bias)
-    return _scaled_mm(a, b.operand, out_dtype, fast_accum, bias)
+def _product(a: QuantizedTensor, b: LaidOut, *options: Any) -> Tensor:
+    return _scaled_mm(aligned_operand(a), b.arguments, *options)
 
 
 def _padded_product(a: QuantizedTensor, b: LaidOut, multiple: int, *options: Any) -> Tensor:
@@ -354,24 +310,6 @@ def _padded_product(a: QuantizedTensor, b: LaidOut, multiple: int, *options: Any
             operand=b.operand._replace(qdata=qdata), arguments=(qdata.t(), *b.arguments[1:])
         )
     return _product(a, b, *options)
-
-
-def _sizes(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> refused_rows.Sizes:
-    (rows, contracted), whole = a.qdata.shape, refused_rows.whole
-    return refused_rows.Sizes(
-        a.qdata.device,
-        (a.granularity, b.granularity),
-        (a.qdata.dtype, b.qdata.dtype, out_dtype, fast_accum, bias is not None),
-        whole(rows),
-        whole(contracted),
-        b.qdata.shape[0],
-    )
 
 
 @functools.cache

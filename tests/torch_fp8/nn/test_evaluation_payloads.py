@@ -81,8 +81,12 @@ def weight_casts(monkeypatch):
 def _repeat(monkeypatch):
     """Have layers repeat forwards on the CPU as they do on CUDA."""
     monkeypatch.setattr(layer_fp8, "is_watched", lambda x: False)
-    if not scaled_mm._CPU_HAS_F_SCALED_MM:  # torch 2.11 has that operator for CUDA alone
-        monkeypatch.setattr(scaled_mm, "_HAS_OPERATOR", False)
+    if not scaled_mm._CPU_HAS_OPERATOR:  # torch 2.11 has it for CUDA alone
+
+        def product(a, b, *options):
+            return scaled_mm._scaled_mm_cpu(a, b.operand, *options)
+
+        monkeypatch.setattr(scaled_mm, "_product", product)
 
 
 @pytest.fixture(params=[False, True], ids=["long way", "repeated"])

@@ -13,7 +13,7 @@ from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.recipe import RECIPES, CastSpec
 
-NAMES = {kind.value: name for name, kind in scaled_mm._SCALING_TYPE.items()}
+NAMES = {kind: name for name, (kind,) in scaled_mm._SCALING.items()}
 REFUSAL = "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic()`"
 FEATURES = (192, 80)
 
@@ -65,7 +65,7 @@ def card(monkeypatch):
 
 
 def _as_on_a_card(a, b, *options):
-    return scaled_mm._scaled_mm_cuda(a, b, a.qdata.shape[1], *options)
+    return scaled_mm.multiply_laid_out(a, scaled_mm.lay_out(b, a.qdata.shape[1]), *options)
 
 
 def _odd(m, k):

@@ -80,7 +80,7 @@ def test_empty_operands_give_zeros(recipe_name, shape):
 
 @pytest.mark.parametrize("recipe_name", ["tensorwise", "delayed", "rowwise"])
 def test_runs_the_real_operator_on_the_cpu(scaled_mm_calls, recipe_name):
-    if recipe_name == "rowwise" and not scaled_mm._CPU_HAS_F_SCALED_MM:
+    if recipe_name == "rowwise" and not scaled_mm._CPU_HAS_OPERATOR:
         pytest.skip("torch 2.11's CPU operator is tensorwise only")
     recipe = make_recipe(recipe_name)
     a, b = quantize(torch.randn(8, 32), recipe.input), quantize(torch.randn(16, 32), recipe.weight)
@@ -161,7 +161,9 @@ def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, s
         )
         with FakeTensorMode():
             on_cuda = [q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in operands]
-            output = scaled_mm._scaled_mm(*on_cuda, torch.bfloat16, fast_accum=False)
+            a_cuda, b_cuda = on_cuda
+            arguments = scaled_mm._arguments(b_cuda)
+            output = scaled_mm._scaled_mm(a_cuda, arguments, torch.bfloat16, False, None)
         assert output.device.type == "cuda"
         assert output.shape[0] >= a.qdata.shape[0]
         assert output.shape[1] >= b.qdata.shape[0]
@@ -251,11 +253,11 @@ def test_rowwise_writes_float32_where_the_kernel_does(monkeypatch, capability, c
         asked.append(out_dtype)
         return torch.zeros(32, 48, dtype=out_dtype, device="meta")
 
-    monkeypatch.setattr(scaled_mm, "_scaled_mm_at_once", operator)
+    monkeypatch.setattr(scaled_mm, "_product", operator)
     with FakeTensorMode():
         a, b = (q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in (a, b))
         made = [
-            scaled_mm._scaled_mm_cuda(a, b, 64, d, False, None)
+            scaled_mm.multiply_laid_out(a, scaled_mm.lay_out(b, 64), d, False, None)
             for d in (torch.float32, torch.bfloat16)
         ]
     scaled_mm._rowwise_dtype.cache_clear()
@@ -289,7 +291,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
         output = torch.zeros(a.qdata.shape[0], b.operand.qdata.shape[0], dtype=out_dtype)
         return output if bias is None else output + bias
 
-    monkeypatch.setattr(scaled_mm, "_scaled_mm_at_once", operator)
+    monkeypatch.setattr(scaled_mm, "_product", operator)
     bias = torch.randn(40).to(dtype)
     a, _ = quantize_layouts(
         torch.randn(24, 64), CastOptions.of(recipe.input, rowwise=True, columnwise=False)
@@ -297,7 +299,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
     b, _ = quantize_layouts(
         torch.randn(40, 64), CastOptions.of(recipe.weight, rowwise=True, columnwise=False)
     )
-    made = scaled_mm._scaled_mm_cuda(a, b, 64, dtype, False, bias)
+    made = scaled_mm.multiply_laid_out(a, scaled_mm.lay_out(b, 64), dtype, False, bias)
     assert torch.equal(made, bias.expand(24, 40))
     (in_gemm,) = given
     fits = recipe_name in ("tensorwise", "delayed", "rowwise") and dtype != torch.float32
