@@ -56,7 +56,7 @@ def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
     return x._replace(qdata=qdata, scale=turned.scale[..., None])
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExpertsFP8:
     """What conversion leaves in a module of experts.
 
@@ -65,12 +65,17 @@ class ExpertsFP8:
         config: the configuration of the model, or of this module.
         recipe: the recipe of experts.
         emulate: whether the GEMMs run through the reference path.
+        observers: monitors of the weights by name, which see the operands of the GEMMs
+            (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: nobody looks.
+        tokens: monitor's counter of each expert's tokens, or None.
     """
 
     name: str
     config: FP8Config
     recipe: Recipe
     emulate: bool
+    observers: dict[str, Any] | None = None
+    tokens: Any = None
 
 
 class ExpertStorage(RunsFP8):

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.autograd.current_pass import is_transformed, saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.nn import experts_dispatch
@@ -107,6 +107,8 @@ class Float8Experts(ExpertStorage):
         """Return the output, or None where this forward does not run in FP8."""
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             return None
+        if self._counts():
+            self.fp8.tokens.add(top_k_index)
         route = moe_route(top_k_index, self.num_experts)
         first, second = self.fp8_weight_names
         if self._is_block():
@@ -149,7 +151,17 @@ class Float8Experts(ExpertStorage):
 
     def _options(self, name: str) -> GroupedOptions:
         shown = "" if torch.compiler.is_compiling() else f"{self.fp8.name}.{name}".rstrip(".")
-        return GroupedOptions(shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate)
+        options = shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate
+        if torch.compiler.is_compiling() or not (self.fp8.observers and torch.is_grad_enabled()):
+            return GroupedOptions(*options)
+        pairs = self.fp8.observers.items()
+        return GroupedOptions(*options, tuple(o for key, o in pairs if name in ("", key)))
+
+    def _counts(self) -> bool:
+        """Return whether a monitor counts the tokens of this forward: once, if it runs again."""
+        if torch.compiler.is_compiling() or self.fp8.tokens is None:
+            return False
+        return torch.is_grad_enabled() and not saves_nothing()
 
     def _product(
         self,
@@ -218,6 +230,8 @@ class Float8BatchedExperts(Float8Experts):
         first, second = self.fp8_weight_names
         num_experts, hidden = getattr(self, first).shape[0], hidden_states.shape[-1]
         x = hidden_states.reshape(num_experts, -1, hidden)
+        if self._counts():
+            self.fp8.tokens.add_rows(x)
         tokens = x.shape[1]
         padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
         rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)

@@ -39,12 +39,14 @@ class GroupedOptions(NamedTuple):
         recipe: casts and options of the GEMMs.
         transposed: whether the weight is stored as (E, K, N).
         emulate: whether the GEMMs run through the reference path.
+        observers: monitors of the weights, see `torch_fp8.nn.expert_storage.ExpertsFP8`.
     """
 
     name: str
     recipe: Recipe
     transposed: bool
     emulate: bool
+    observers: tuple[Any, ...] = ()
 
 
 def grouped_linear(
@@ -113,9 +115,13 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe = options.recipe
         payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)
         assert payload is not None
+        weight8 = cast_weight(weight, options, flip=options.transposed)
+        for observer in options.observers:
+            observer.input(x, payload, offs, token)
+            observer.weight(weight, weight8, options.transposed)
         y = scaled_grouped_matmul(
             payload if token is None else gather_rows(payload, token),
-            cast_weight(weight, options, flip=options.transposed),
+            weight8,
             offs,
             "rows",
             out_dtype,
@@ -151,6 +157,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         g, _, _ = Quantizer(recipe.grad_output)(
             grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
         )
+        for observer in options.observers if g is not None else ():
+            observer.grad_output(grad_output, g, offs, None)
         if wants_dgrad:
             assert g is not None
             grad_input = scaled_grouped_matmul(
