@@ -60,15 +60,15 @@ class ExpertRows:
     def findings(self) -> LayerFindings:
         """Return what the worst expert shows."""
         shape = self._weight(0, 0).shape
-        found = LayerFindings(self.name, shape[1], shape[0], self.calls, num_experts=self.size)
-        found.without_tokens = self.counts.count(0)
+        findings = LayerFindings(self.name, shape[1], shape[0], self.calls, num_experts=self.size)
+        findings.without_tokens = self.counts.count(0)
         for expert, rows in enumerate(self.rows):
             if not rows:
                 continue
             for name, db in zip(self.weights, self._decibels(expert, torch.cat(rows)), strict=True):
-                if not db >= found.db.get(EXPERT_RECIPE, float("inf")):  # nor NaN
-                    found.db[EXPERT_RECIPE], found.worst = db, f"{name} of expert {expert}"
-        return found
+                if not db >= findings.db.get(EXPERT_RECIPE, float("inf")):  # nor NaN
+                    findings.db[EXPERT_RECIPE], findings.worst = db, f"{name} of expert {expert}"
+        return findings
 
     def _decibels(self, expert: int, x: Tensor) -> Iterator[float]:
         """Yield the median row's SQNR of both products of an expert."""
