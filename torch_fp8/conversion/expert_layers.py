@@ -11,14 +11,13 @@ from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, stock_class
 from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights, matches, weight_reason
+from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, matches, weight_reason
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
 UNKNOWN = "fused expert weights in a layout that is not known"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 _BATCHED = "Llama4TextExperts"
 _LEFT = "experts_implementation={!r} computes them"
-ROUTER_NAMES = ("router", "gate", "classifier")
 ROUTER = "router of experts"
 
 

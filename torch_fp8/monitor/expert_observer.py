@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_fp8.monitor.expert_statistics import (
+    REPLAYED,
     TOKENS,
     WORST,
     rows_statistics,
@@ -37,7 +38,7 @@ from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import stored
 
-EXPERTS = "experts"
+EXPERTS, ROUTING = "experts", "routing"
 _NAMED = 8
 """Experts that an event names, at most."""
 
@@ -131,6 +132,7 @@ class TokenCounter:
         self.name, self.module = name, module
         self.size = _num_experts(module)
         self.counts: Tensor | None = None
+        self.decisions: Tensor | None = None
 
     def add(self, top_k_index: Tensor) -> None:
         """Count a router's choice; E and above are no experts of this rank."""
@@ -150,6 +152,16 @@ class TokenCounter:
 
     def _add(self, counts: Tensor) -> None:
         self.counts = counts if self.counts is None else self.counts + counts
+
+    def add_decisions(self, differing: Tensor, decisions: Tensor) -> None:
+        """Count how many decisions a routing replay has changed, () each."""
+        both = torch.stack([differing, decisions]).detach()
+        self.decisions = both if self.decisions is None else self.decisions + both
+
+    def taken_share(self) -> Tensor | None:
+        """Return the share of changed decisions so far, (1,), and begin anew; None: no replay."""
+        both, self.decisions = self.decisions, None
+        return None if both is None else (both[0] / both[1].clamp(min=1))[None]
 
     def taken(self, device: torch.device) -> Tensor:
         """Return the counts (E,) so far, and begin anew."""
@@ -202,7 +214,9 @@ class ExpertModules:
                 kinds[f"{name}/{WEIGHT}"] = WORST
             if of_weight.weight.requires_grad:
                 kinds[f"{name}/update"] = UPDATE
-        return kinds | {f"{name}/{EXPERTS}": TOKENS for name, _ in self._named}
+        for name, _ in self._named:
+            kinds |= {f"{name}/{EXPERTS}": TOKENS, f"{name}/{ROUTING}": REPLAYED}
+        return kinds
 
     def observe(self, step: Observation | None) -> None:
         """Show the operands of the GEMMs to an observation from now on; None: to nobody."""
@@ -234,6 +248,9 @@ class ExpertModules:
         self.counts = taken
         for counter, counts in zip(self._counters, taken, strict=True):
             yield f"{counter.name}/{EXPERTS}", token_statistics(counts)
+            share = counter.taken_share()
+            if share is not None:
+                yield f"{counter.name}/{ROUTING}", share
 
     def empty(self) -> Iterator[tuple[str, str]]:
         """Yield the name of each module with experts without a token, and which these are."""

@@ -50,7 +50,9 @@ REDUCTIONS = {
     **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
     **dict.fromkeys(("tokens_most", "tokens_variation", "empty"), "max"),
     "tokens_least": "min",
-    **dict.fromkeys(("underflow", "clip", "alignment_mean", "sharpness", "loss"), "mean"),
+    **dict.fromkeys(
+        ("underflow", "clip", "alignment_mean", "sharpness", "loss", "differing"), "mean"
+    ),
     "sqnr": "min",
 }
 """Statistic to how ranks join it: the worst of them, or their mean."""
