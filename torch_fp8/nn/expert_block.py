@@ -36,9 +36,9 @@ from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
-    cast_weight,
     weight_grad_dtype,
     weight_gradient,
+    weight_operand,
 )
 from torch_fp8.ops.expert_gate import (
     expert_gate_backward,
@@ -142,7 +142,7 @@ class _Gemms(NamedTuple):
         """
         options = self.options
         gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
-        weight8 = cast_weight(weight, options, flip=options.transposed != dgrad)
+        weight8 = weight_operand(weight, options, place - FIRST, dgrad=dgrad)
         for observer in options.observers[place - FIRST : place - FIRST + 1]:
             observer.weight(weight, weight8, options.transposed != dgrad)
         return scaled_grouped_matmul(

@@ -9,7 +9,7 @@ are powers of two, so that exponents shift and only what falls below the least n
 
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.frozen_storage import plain_copy, replace_parameter
 from torch_fp8.ops.moe_rows import transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
@@ -68,6 +69,7 @@ class ExpertsFP8:
         observers: monitors of the weights by name, which see the operands of the GEMMs
             (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: nobody looks.
         tokens: monitor's counter of each expert's tokens, or None.
+        caches: what is kept of the weights in FP8, by name.
     """
 
     name: str
@@ -76,6 +78,12 @@ class ExpertsFP8:
     emulate: bool
     observers: dict[str, Any] | None = None
     tokens: Any = None
+    caches: dict[str, StackedCache] = field(default_factory=dict)
+
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes that are kept of the weights now."""
+        return sum(t.nbytes for cache in self.caches.values() for t in cache.tensors)
 
 
 class ExpertStorage(RunsFP8):
@@ -113,6 +121,8 @@ class ExpertStorage(RunsFP8):
             self._hold(name, payload)
 
     def _hold(self, name: str, payload: FrozenPayload) -> None:
+        if name in self.fp8.caches:
+            self.fp8.caches[name].forget()
         payload.owner = weakref.ref(self)
         replace_parameter(self, frozen_parameter(payload), name)
 
@@ -173,7 +183,14 @@ class ExpertStorage(RunsFP8):
         """Let the bytes go that weights had before adapters were merged into them, for good."""
         self.fp8_unmerged = None
 
+    def train(self, mode: bool = True) -> "ExpertStorage":
+        for cache in self.fp8.caches.values() if mode else ():
+            cache.forget_evaluation()
+        return super().train(mode)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for cache in self.fp8.caches.values():
+            cache.forget()  # of another device or dtype soon
         # A dtype is asked of floating tensors alone: bytes and the bits of scales only move.
         frozen = {name: self._parameters[name] for name in self.frozen_weights}
         self._parameters.update(dict.fromkeys(frozen))

@@ -36,6 +36,7 @@ from torch_fp8.nn.expert_adapters import (
     whole_weights,
 )
 from torch_fp8.nn.expert_block import expert_block
+from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.expert_gate import gate_form
 from torch_fp8.nn.expert_storage import ExpertsFP8, ExpertStorage
 from torch_fp8.nn.grouped_linear_function import (
@@ -88,7 +89,8 @@ class Float8Experts(ExpertStorage):
             config: the configuration of the model, or of this module.
             emulate: run its GEMMs through the reference path.
         """
-        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate)
+        caches = {key: StackedCache(config.keep_eval_weights) for key in self.fp8_weight_names}
+        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, caches=caches)
         self.fp8_gate = gate_form(self)
         experts_dispatch.add(self)
 
@@ -152,10 +154,13 @@ class Float8Experts(ExpertStorage):
     def _options(self, name: str) -> GroupedOptions:
         shown = "" if torch.compiler.is_compiling() else f"{self.fp8.name}.{name}".rstrip(".")
         options = shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate
-        if torch.compiler.is_compiling() or not (self.fp8.observers and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling():
             return GroupedOptions(*options)
-        pairs = self.fp8.observers.items()
-        return GroupedOptions(*options, tuple(o for key, o in pairs if name in ("", key)))
+        with_gradients = torch.is_grad_enabled()
+        caches = tuple(c for key, c in self.fp8.caches.items() if name in ("", key))
+        observers = (self.fp8.observers or {}).items() if with_gradients else ()
+        seen_by = tuple(observer for key, observer in observers if name in ("", key))
+        return GroupedOptions(*options, seen_by, caches, with_gradients)
 
     def _counts(self) -> bool:
         """Return whether a monitor counts the tokens of this forward: once, if it runs again."""
