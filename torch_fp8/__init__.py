@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch_fp8.monitor.monitor import Monitor
     from torch_fp8.nn.linear import Float8Linear
     from torch_fp8.nn.rollout import rollout
+    from torch_fp8.nn.routing import RoutingRecord, RoutingReplay, record_routing, routing_replay
     from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, restore_weights
     from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
     from torch_fp8.planner.plan import LevelPlan, Plan, plan
@@ -46,6 +47,7 @@ _NAMES = {  # module: the public names that it defines; what type checkers read 
     "monitor.monitor": ("Monitor",),
     "nn.linear": ("Float8Linear",),
     "nn.rollout": ("rollout",),
+    "nn.routing": ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay"),
     "optim.convert": ("OptimizerReport", "convert_optimizer", "restore_weights"),
     "optim.merged_state": ("merged_state_dict", "stream_state_dict"),
     "planner.plan": ("LevelPlan", "Plan", "plan"),
@@ -63,6 +65,8 @@ __all__ = [
     "Monitor",
     "OptimizerReport",
     "Plan",
+    "RoutingRecord",
+    "RoutingReplay",
     "__version__",
     "conversion_report",
     "convert_optimizer",
@@ -77,9 +81,11 @@ __all__ = [
     "memory_report",
     "merged_state_dict",
     "plan",
+    "record_routing",
     "restore_weights",
     "revert",
     "rollout",
+    "routing_replay",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
     "stream_state_dict",

@@ -12,6 +12,7 @@ from torch import nn
 
 from torch_fp8.advisor.batches import batches_of_file, random_batches
 from torch_fp8.advisor.measure import measure
+from torch_fp8.advisor.measure_experts import watched_experts
 from torch_fp8.advisor.proposal import FINER, Proposal, propose
 from torch_fp8.advisor.table import text_of
 from torch_fp8.config import FP8Config
@@ -93,7 +94,9 @@ def _proposal(
         model(input_ids=batch.to(options.device), use_cache=False)
 
     recipes = list(dict.fromkeys((options.recipe, FINER)))
-    findings = measure(model, report.converted, batches, forward, recipes)
+    with watched_experts(model, report.experts) as experts:
+        findings = measure(model, report.converted, batches, forward, recipes)
+    findings += [rows.findings() for rows in experts]
     return propose(findings, options.recipe, dict(report.skipped))
 
 
@@ -115,6 +118,8 @@ def _as_dict(proposal: Proposal) -> dict[str, Any]:
             "db": layer.found.db,
             "largest_channel": layer.found.ratio,
             "aligned_channels": layer.found.aligned,
+            "experts": layer.found.num_experts,
+            "experts_without_tokens": layer.found.without_tokens,
         }
         for layer in proposal.layers
     ]

@@ -21,13 +21,14 @@ from torch_fp8.nn.layer_filter import features, is_linear
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.ops.smooth import column_amax, smooth_factors
-from torch_fp8.quantization.recipe import make_recipe
+from torch_fp8.quantization.recipe import Recipe, make_recipe
 
 ROWS = 256
 """The rows of a layer's input that are kept, at most."""
 ALIGNED = 0.9
 """The |cos| of a channel's gate and up rows from which they count as aligned."""
 DEAD_ROW = 1e-20
+EXPERT_RECIPE = "rowwise"
 
 
 @dataclass
@@ -43,6 +44,9 @@ class LayerFindings:
         db: the median row's SQNR of the product, by the name of a recipe or ``smooth_swiglu``.
         aligned: the number of aligned channels of gate and up, for a down projection.
         is_down: whether it is the down projection of a gated MLP.
+        num_experts: the number of fused experts; 0: it is a linear layer.
+        without_tokens: how many of these no token came to.
+        worst: the weight and expert with the lowest SQNR.
     """
 
     name: str
@@ -54,6 +58,13 @@ class LayerFindings:
     db: dict[str, float] = field(default_factory=dict)
     aligned: int = 0
     is_down: bool = False
+    num_experts: int = 0
+    without_tokens: int = 0
+    worst: str = ""
+
+    def recipe(self, of_model: str) -> str:
+        """Return the recipe that it runs: experts have one, whatever the model's is."""
+        return EXPERT_RECIPE if self.num_experts else of_model
 
 
 class _Kept:
@@ -159,22 +170,22 @@ def _findings(
     x, weight = torch.cat(kept.rows), _weight(layer)
     exact = x @ weight.t()
     for recipe in recipes:
-        findings.db[recipe] = _median_db(exact, _product(x, weight, recipe))
+        findings.db[recipe] = median_db(exact, product(x, weight, make_recipe(recipe)))
     if findings.is_down:
         s, inverse, _ = smooth_factors(kept.amax)
-        findings.db["smooth_swiglu"] = _median_db(
-            exact, _product(x * s, weight * inverse, recipes[0])
-        )
+        smooth = product(x * s, weight * inverse, make_recipe(recipes[0]))
+        findings.db["smooth_swiglu"] = median_db(exact, smooth)
     return findings
 
 
-def _product(x: Tensor, weight: Tensor, recipe: str) -> Tensor:
-    casts = make_recipe(recipe)
+def product(x: Tensor, weight: Tensor, casts: Recipe) -> Tensor:
+    """Return the product (M, N) of what a recipe casts of (M, K) and of a weight (N, K)."""
     a, b = quantize(x, casts.input), quantize(weight, casts.weight)
     return dequantize(a)[: len(x)] @ dequantize(b)[: len(weight)].t()
 
 
-def _median_db(exact: Tensor, product: Tensor) -> float:
+def median_db(exact: Tensor, product: Tensor) -> float:
+    """Return the SQNR of the median row; infinite where all rows are zero."""
     signal = exact.square().sum(1)
     noise = (product - exact).square().sum(1)
     alive = signal > DEAD_ROW

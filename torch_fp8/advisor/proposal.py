@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_fp8.advisor.measure import LayerFindings
+from torch_fp8.advisor.measure import EXPERT_RECIPE, LayerFindings
 from torch_fp8.config import FP8Config
 
 ENOUGH = 24.0
@@ -71,6 +71,8 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
 
 
 def _for_layer(found: LayerFindings, recipe: str) -> LayerProposal:
+    if found.num_experts:
+        return _for_experts(found)
     reasons = []
     padding = _padding(found)
     if padding >= PADDED:
@@ -100,6 +102,21 @@ def _for_layer(found: LayerFindings, recipe: str) -> LayerProposal:
         return LayerProposal(found, {"recipe": FINER}, tuple(reasons))
     best = max(smooth, finer)
     reasons.append(f"finer scales leave no more than {best:.1f} dB")
+    return LayerProposal(found, None, tuple(reasons))
+
+
+def _for_experts(found: LayerFindings) -> LayerProposal:
+    """Propose FP8 or high precision for a module of experts, whose casts have one recipe."""
+    if not found.db:
+        return LayerProposal(found, {}, ("no token came by: nothing was measured",))
+    reasons = []
+    if found.without_tokens:
+        of_all = f"{found.without_tokens} of {found.num_experts} experts"
+        reasons.append(f"no token came to {of_all}, which were not measured")
+    db = found.db[EXPERT_RECIPE]
+    if not db < ENOUGH:  # nor NaN
+        return LayerProposal(found, {}, tuple(reasons))
+    reasons.append(f"{EXPERT_RECIPE} leaves {db:.1f} dB of {found.worst}")
     return LayerProposal(found, None, tuple(reasons))
 
 

@@ -25,11 +25,15 @@ def _lines(proposal: Proposal) -> Iterator[str]:
         if layer.options == {} and not layer.reasons:
             continue
         yield from _row(layer, recipe)
-    rest = [layer for layer in proposal.layers if layer.options == {} and not layer.reasons]
-    if rest:
-        decibels = sorted(layer.found.db[recipe] for layer in rest)
-        many = "all" if len(rest) == len(proposal.layers) else "the others"
-        yield f"{f'{many} ({len(rest)})':<{_NAME}}{_db(decibels[0]):>{_DB + 4}}  {recipe}"
+    for experts in (False, True):
+        layers = [layer for layer in proposal.layers if bool(layer.found.num_experts) == experts]
+        rest = [layer for layer in layers if layer.options == {} and not layer.reasons]
+        if rest:
+            runs = rest[0].found.recipe(recipe)
+            decibels = sorted(layer.found.db[runs] for layer in rest)
+            many = "all" if len(rest) == len(layers) else "the others"
+            many = f"{many} ({len(rest)})" + (", modules of experts" if experts else "")
+            yield f"{many:<{_NAME}}{_db(decibels[0]):>{_DB + 4}}  {runs}"
     for reason, names in _skipped(proposal).items():
         shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
         yield from _wrapped(f"not in FP8: {shown}: {reason}")
@@ -40,7 +44,8 @@ def _lines(proposal: Proposal) -> Iterator[str]:
 def _row(layer: LayerProposal, recipe: str) -> Iterator[str]:
     finding = layer.found
     name = finding.name if len(finding.name) < _NAME else "..." + finding.name[-(_NAME - 4) :]
-    yield f"{name:<{_NAME}}{_db(finding.db.get(recipe)):>{_DB + 4}}  {_proposed(layer, recipe)}"
+    db = _db(finding.db.get(finding.recipe(recipe)))
+    yield f"{name:<{_NAME}}{db:>{_DB + 4}}  {_proposed(layer, finding.recipe(recipe))}"
     yield from _wrapped("; ".join(layer.reasons), "    ")
 
 

@@ -18,9 +18,8 @@ from torch_fp8.checkpoint.export_refusals import check_finite, refuse_unsplit
 from torch_fp8.checkpoint.plain_dtype import PLAIN
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.checkpoint.stored_names import StoredPart
-from torch_fp8.conversion.expert_layers import ROUTER_NAMES
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights
+from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.base import QuantizableTensor

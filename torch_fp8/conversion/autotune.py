@@ -50,6 +50,25 @@ MARGIN = 0.02
 
 
 @dataclass(frozen=True)
+class ExpertChoice:
+    """What ``auto`` has measured of experts.
+
+    Attributes:
+        speedups: time in BF16 over that in FP8, by the words for a block.
+        left: reasons why weights stay in BF16, by qualified name.
+    """
+
+    speedups: Mapping[str, float] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{words}: {ratio:.2f} times" for words, ratio in self.speedups.items())
+
+
+NO_EXPERTS = ExpertChoice()
+
+
+@dataclass(frozen=True)
 class RecipeChoice:
     """The recipe that ``auto`` chose, and why.
 
@@ -62,6 +81,7 @@ class RecipeChoice:
         not_measured: why nothing was measured; None: it was.
         alone: whether this process measured for itself in a job of several, before there was a
             process group.
+        experts: what was measured of fused experts.
     """
 
     recipe: str
@@ -70,6 +90,7 @@ class RecipeChoice:
     left: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
     alone: bool = False
+    experts: ExpertChoice = NO_EXPERTS
 
     @property
     def label(self) -> str:

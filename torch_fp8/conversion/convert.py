@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
+from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
@@ -96,9 +97,8 @@ def convert_to_float8(
         raise ValueError(NOT_SHARDED)
     products = select(model, config, recipe, target)
     in_fp8 = {product.name: product.module for product in products if product.reason is None}
-    linears = {name: module for name, module in in_fp8.items() if is_linear(module)}
     own = layer_options(in_fp8, config)
-    choice, recipe = _choose(model, linears, own, config, recipe, target)
+    choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
     frozen, fused = _finish(model, config, target, bool(layers.converted))
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
@@ -126,7 +126,7 @@ def convert_to_float8(
 
 def _choose(
     model: nn.Module,
-    linears: dict[str, Any],
+    products: dict[str, Any],
     own: dict[str, FP8Config],
     config: FP8Config,
     recipe: Recipe,
@@ -135,8 +135,10 @@ def _choose(
     """Measure, if the recipe is ``auto``; return what was found, and the recipe of the model."""
     if config.recipe != "auto":
         return None, recipe
-    free = {n: m for n, m in linears.items() if n not in own or own[n].recipe == "auto"}
-    choice = choose_recipe(model, free, config, target)
+    free = {n: m for n, m in products.items() if n not in own or own[n].recipe == "auto"}
+    choice = choose_recipe(model, {n: m for n, m in free.items() if is_linear(m)}, config, target)
+    fused = {n: m for n, m in free.items() if not is_linear(m)}
+    choice = replace(choice, experts=choose_experts(model, fused, config, target))
     if choice.not_measured is None:
         recipe = recipe_of(config, choice.recipe)
         check_device(target, recipe.name, config.emulate)  # another rank's card may be better
@@ -167,7 +169,7 @@ def _swap(
         own: the options of layers that have others than `config`.
         choice: the layers that are slower in FP8, with the times.
     """
-    slower = {} if choice is None else choice.left
+    slower = {} if choice is None else {**choice.left, **choice.experts.left}
     downs = down_projections(model, (config, *own.values()))
     native = reason_not_grouped(target, False) is None
     layers = _Layers([], [], [], {})

@@ -11,14 +11,13 @@ from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, stock_class
 from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights, matches, weight_reason
+from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, matches, weight_reason
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
 UNKNOWN = "fused expert weights in a layout that is not known"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 _BATCHED = "Llama4TextExperts"
 _LEFT = "experts_implementation={!r} computes them"
-ROUTER_NAMES = ("router", "gate", "classifier")
 ROUTER = "router of experts"
 
 
@@ -40,7 +39,7 @@ def expert_reason(
     for pattern in config.skip:
         if any(matches(pattern, full) for full in names):
             return f"skip={pattern!r}"
-    if not (_is_dispatched(module) or _is_batched(module)):
+    if not (_is_dispatched(module) or is_batched(module)):
         return UNKNOWN
     weights: list[Any] = [module._parameters.get(key) for key in _weight_names(module)]
     if any(weight is None for weight in weights):
@@ -65,7 +64,8 @@ def _is_dispatched(module: nn.Module) -> bool:
     return experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
 
 
-def _is_batched(module: nn.Module) -> bool:
+def is_batched(module: nn.Module) -> bool:
+    """Return whether each expert of a module computes every token, as Llama-4's do."""
     cls = stock_class(type(module))
     return cls.__name__ == _BATCHED and cls.__module__.startswith("transformers.")
 
@@ -74,7 +74,7 @@ def _implementation_reason(module: Any) -> str | None:
     """Return why the function that the model asks for keeps the experts; None: ours takes its
     place.
     """
-    if _is_batched(module):
+    if is_batched(module):
         replaced = "forward" in vars(module)
         return "its forward was replaced on the instance" if replaced else None
     implementation = module.config._experts_implementation
@@ -122,12 +122,12 @@ def _num_experts(module: nn.Module) -> int:
 def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) -> None:
     """Have a module compute its experts in FP8; `Float8Experts.configure` has the arguments."""
     if not isinstance(module, Float8Experts):
-        add_mixin(module, Float8BatchedExperts if _is_batched(module) else Float8Experts)
+        add_mixin(module, Float8BatchedExperts if is_batched(module) else Float8Experts)
     experts: Any = module
     experts.configure(name, config, emulate)
     if option_that_keeps(config) is not None:
         experts.thaw_weights()
-    if not _is_batched(module) and experts.config._experts_implementation == "eager":
+    if not is_batched(module) and experts.config._experts_implementation == "eager":
         experts.fp8_was_eager = True
         experts.config._experts_implementation = experts_dispatch.ENTRY
 

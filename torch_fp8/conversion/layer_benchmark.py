@@ -121,9 +121,9 @@ def layer_times(
         recipes: recipes that the card runs natively.
         kept: what is kept of the weight, see `kept_weights`.
     """
-    with _undisturbed(card.device):
-        samples = _samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
-    plain, *fp8 = (statistics.median(times) for times in samples)
+    with undisturbed(card.device):
+        taken = samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
+    plain, *fp8 = (statistics.median(times) for times in taken)
     return LayerTimes(plain, {r.name: time for r, time in zip(recipes, fp8, strict=True)})
 
 
@@ -147,17 +147,17 @@ def seconds(device: torch.device, run: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _samples(device: torch.device, passes: Sequence[LayerPass]) -> list[list[float]]:
+def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[list[float]]:
     """Measure the seconds of each of `passes`, in turns, so that a change of clocks meets all
     alike.
     """
-    samples: list[list[float]] = [[] for _ in passes]
+    taken: list[list[float]] = [[] for _ in passes]
     for repetition in range(-WARMUP, REPETITIONS):
-        for run, times in zip(passes, samples, strict=True):
-            taken = seconds(device, run)
+        for run, times in zip(passes, taken, strict=True):
+            duration = seconds(device, run)
             if repetition >= 0:
-                times.append(taken)
-    return samples
+                times.append(duration)
+    return taken
 
 
 def _passes(
@@ -197,7 +197,7 @@ def _layer(
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Let real tensors have gradients on `device`, whatever modes the caller is in."""
     with (
         _disable_current_modes(),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
@@ -99,7 +100,9 @@ def memory_report(
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
     scales = [*_frozen_scales(counted), *(s for _, ss in gradients for s in ss)]
     layers = [] if parameters is not None else _layers(model)
-    caches = [m.fp8.payloads for m in layers]
+    caches: list[Any] = [m.fp8.payloads for m in layers]
+    if parameters is None:
+        caches += [cache for m in _experts(model) for cache in m.fp8.caches.values()]
     return MemoryReport(
         num_params=sum(local(p).numel() for p in _distinct(counted)),
         weights=_num_bytes(counted),
@@ -131,7 +134,8 @@ def expected_memory(
     if not converted:
         return total
     layers = {m.weight: m for m in _layers(model)}
-    return dataclasses.replace(total, caches=total.caches + sum(map(_cached, layers.values())))
+    cached = sum(map(_cached, layers.values())) + sum(map(_cached_experts, _experts(model)))
+    return dataclasses.replace(total, caches=total.caches + cached)
 
 
 def _cached(layer: Float8Layer) -> int:
@@ -145,6 +149,17 @@ def _cached(layer: Float8Layer) -> int:
     if granularity == "tensorwise":
         return len(layouts) * rows * cols + 4
     return sum(r * c + 4 * math.prod(scale_shape(r, c, granularity)) for r, c in layouts)
+
+
+def _cached_experts(module: Float8Experts) -> int:
+    """Return the bytes of the payloads of experts that are kept between steps, if asked for."""
+    total = 0
+    for name, cache in module.fp8.caches.items():
+        experts, rows, cols = getattr(module, name).shape
+        turned = module.is_transposed  # forward's rows are those of the weight, or its columns
+        scales = [cols, rows] if turned else [rows, cols]
+        total += sum(experts * (rows * cols + 4 * n) for n in scales[: cache.num_layouts])
+    return total
 
 
 def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
@@ -314,3 +329,7 @@ def _num_bytes(tensors: list[Tensor]) -> int:
             storage = shard.untyped_storage()
             seen[storage.data_ptr() or id(tensor)] = storage.nbytes()
     return sum(seen.values())
+
+
+def _experts(model: nn.Module) -> list[Float8Experts]:
+    return [module for module in model.modules() if isinstance(module, Float8Experts)]

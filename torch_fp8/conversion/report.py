@@ -226,9 +226,12 @@ class ConversionReport:
         return lines
 
     def _expert_lines(self) -> list[str]:
+        lines = []
+        if self.choice is not None and self.choice.experts.speedups:
+            lines.append(f"  experts   {self.choice.experts} as fast as BF16, forward and backward")
         if not self.experts:
-            return []
-        lines = [
+            return lines
+        lines += [
             f"  experts   {counted(len(self.experts), 'fused weight')} in FP8 grouped GEMMs, "
             f"{expert_recipe(self.config)}"
         ]

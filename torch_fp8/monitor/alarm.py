@@ -43,6 +43,7 @@ DEFAULT_BOUNDS = (
     ),
     Bound("update", "flushed", -INF, 1e-3, "v is zero beside a live m"),
     Bound("update", "rms", -INF, 10.0, "v lags behind the gradient"),
+    Bound("experts", "empty", -INF, 0.0, "experts had no token since the last measured step"),
     Bound("swiglu", "alignment", -INF, 0.98, "a channel's gate and up weights are parallel"),
 )
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, crossings
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings, layer_of
 from torch_fp8.monitor.events import Events
+from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
 from torch_fp8.monitor.layer_observer import INPUT, guarded
 from torch_fp8.monitor.losses import Losses, is_told
 from torch_fp8.monitor.observer import Observer
@@ -93,11 +94,14 @@ class Monitor:
             raise ValueError("a monitor finds the end of a step by an optimizer; pass one")
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
-        self._trained = trained(self._layers)
-        self.series = Series(kinds_of(self._layers, self._mlps, config.monitor_probes))
+        self._experts = ExpertModules(model)
+        self._trained = [*trained(self._layers), *trained(self._experts.weights)]
+        kinds = kinds_of(self._layers, self._mlps, config.monitor_probes)
+        self.series = Series(kinds | self._experts.kinds())
         self.way_back = WayBack(self._layers, self._mlps, config)
         self._observer = Observer(
             self._layers,
+            self._experts,
             clip_search="clip_search" in config.monitor_probes,
             head=logits_layer(model) if "logit_sharpness" in config.monitor_probes else None,
             failed=self._events.failed,
@@ -168,6 +172,7 @@ class Monitor:
     def close(self) -> None:
         """Stop measuring; layers that have fallen back run FP8 again. The file stays."""
         self._observer.remove()
+        self._experts.remove()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -275,6 +280,7 @@ class Monitor:
             lambda: look_at_histories(self._layers, self._reported),
             lambda: look_at_updates(self._trained, self._optimizers),
             lambda: look_at_gated_mlps(self._mlps),
+            lambda: self._experts.look_at_tokens(self._device),
         )
         for part in parts:
             with guarded(self._events.failed):
@@ -303,6 +309,7 @@ class Monitor:
             series[f"{PREFIX}loss"] = self._losses.fetched[-1][1]
         self._events.note_crossings(step, crossed, self.config.monitor)
         self._events.note_left_out(step, series, self.config.monitor)
+        self._note_empty(step, crossed)
         for event in self.way_back.judge(step, crossed):
             self._events.note(step, event)
         with guarded(self._events.failed):
@@ -310,6 +317,15 @@ class Monitor:
         if self._log is not None:
             prefix = f"{PREFIX}{self.name}/" if self.name else PREFIX
             self._log({prefix + n.removeprefix(PREFIX): v for n, v in series.items()}, step)
+
+    def _note_empty(self, step: int, crossed: list[Crossing]) -> None:
+        """Name the experts of modules that an alarm says have some without a token."""
+        alarmed = {layer_of(c.name) for c in crossed if c.bound.kind == EXPERTS}
+        for layer, empty in self._experts.empty() if alarmed else ():
+            if layer in alarmed:
+                since = max(step - self.config.monitor, 0)
+                what = f"no token since step {since} for experts {empty} of {layer or EXPERTS!r}"
+                self._events.note(step, {"event": "empty_experts", "layer": layer, "what": what})
 
     def _act_on_spike(self, step: int) -> None:
         """Take the way back; of many spikes in a row few are told, and go back to a checkpoint."""
@@ -342,7 +358,9 @@ class Monitor:
     @property
     def _device(self) -> torch.device:
         """Return where the model is now."""
-        return self._layers[0][1].weight.device if self._layers else torch.device("cpu")
+        if self._layers:
+            return self._layers[0][1].weight.device
+        return self._experts.device or torch.device("cpu")
 
     def _notice_compiled(self) -> None:
         if not self._eager:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torch_fp8.monitor.expert_observer import ExpertModules
 from torch_fp8.monitor.layer_observer import (
     LayerObserver,
     Observation,
@@ -46,6 +47,7 @@ class Observer:
 
     Args:
         layers: qualified name and module of the layers.
+        experts: modules of fused experts.
         clip_search: whether to search the clip of gradients.
         head: layer whose output is the logits, for their sharpness; or None.
         failed: called with an error in an observation.
@@ -57,13 +59,14 @@ class Observer:
     def __init__(
         self,
         layers: Iterable[tuple[str, Float8Layer]],
+        experts: ExpertModules,
         *,
         clip_search: bool = False,
         head: nn.Module | None = None,
         failed: Callable[[Exception], None],
     ) -> None:
         self.layers, self.clip_search, self.head = list(layers), clip_search, head
-        self.failed = failed
+        self.experts, self.failed = experts, failed
         self.step = Observation(clip_search, failed)
         self.step.goes_on = False
         self._handles: list[RemovableHandle] = []
@@ -83,6 +86,7 @@ class Observer:
                 hooks = Hook(of_layer.before_paused), Hook(of_layer.after_paused)
                 self._handles.append(layer.register_forward_pre_hook(hooks[0]))
                 self._handles.append(layer.register_forward_hook(hooks[1]))
+        self.experts.observe(step)
         if self.head is not None:
             self._handles.append(self.head.register_forward_hook(Hook(self._after_head)))
         if eager:
@@ -93,6 +97,7 @@ class Observer:
         if self.step.goes_on:
             for _, layer in self._in_fp8():
                 layer.fp8.observe(None)
+            self.experts.observe(None)
         self.step.goes_on = False
         for handle in self._handles:
             handle.remove()

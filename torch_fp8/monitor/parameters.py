@@ -39,8 +39,8 @@ def fp8_layers(model: nn.Module) -> Layers:
     return [(unwrapped_name(n), m) for n, m in named if isinstance(m, Float8Layer)]
 
 
-def trained(layers: Layers) -> Layers:
-    """Return those layers whose weights take gradients."""
+def trained(layers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return those layers, or weights of experts, whose weights take gradients."""
     return [(name, layer) for name, layer in layers if layer.weight.requires_grad]
 
 
@@ -71,7 +71,7 @@ def _leaves_out(layer: nn.Module) -> bool:
 
 
 def look_at_updates(
-    layers: Layers, optimizers: Iterable[Optimizer]
+    layers: Iterable[tuple[str, Any]], optimizers: Iterable[Optimizer]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the statistics of each weight's update that is to come."""
     places = {

@@ -48,7 +48,11 @@ REDUCTIONS = {
     **dict.fromkeys(LEFT_OUT, "max"),
     **dict.fromkeys(("amax", "scale", "saturation", "direction_error", "outliers"), "max"),
     **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
-    **dict.fromkeys(("underflow", "clip", "alignment_mean", "sharpness", "loss"), "mean"),
+    **dict.fromkeys(("tokens_most", "tokens_variation", "empty"), "max"),
+    "tokens_least": "min",
+    **dict.fromkeys(
+        ("underflow", "clip", "alignment_mean", "sharpness", "loss", "differing"), "mean"
+    ),
     "sqnr": "min",
 }
 """Statistic to how ranks join it: the worst of them, or their mean."""
@@ -90,7 +94,7 @@ def operand_statistics(
     nonzero = exact != 0
     flushed = ((values == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
     format = format_of(payload.qdata.dtype)
-    beyond = (codes.abs() >= format.max) & (exact.abs() > values.abs() * _half_step(format))
+    beyond = (codes.abs() >= format.max) & (exact.abs() > values.abs() * half_step(format))
     median = columns.median().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.stack(
         [
@@ -264,5 +268,6 @@ def direction_error(exact: Tensor, kept: Tensor) -> Tensor:
     return torch.where(a == 0, 0.0, torch.where(b == 0, 1.0, error))
 
 
-def _half_step(format: Format) -> float:
+def half_step(format: Format) -> float:
+    """Return what rounding to the largest number may take away, as a factor."""
     return 1.1 if format.max > 1000 else _ROUNDED

@@ -24,6 +24,7 @@ Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidd
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +36,16 @@ from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
-    cast_weight,
     weight_grad_dtype,
     weight_gradient,
+    weight_operand,
 )
-from torch_fp8.ops.expert_gate import expert_gate_backward, expert_gate_quantize
+from torch_fp8.ops.expert_gate import (
+    expert_gate_backward,
+    expert_gate_quantize,
+    gate_gradient,
+    scored_activation,
+)
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.moe_route import Route
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
@@ -123,20 +129,41 @@ class _Gemms(NamedTuple):
     offs: Tensor
 
     def rows(
-        self, x: QuantizedTensor, weight: Tensor, dtype: torch.dtype, *, dgrad: bool
+        self, x: QuantizedTensor, weight: Tensor, dtype: torch.dtype, place: int, *, dgrad: bool
     ) -> Tensor:
-        """Multiply rows (R, K) by the weights of their experts, or in dgrad by the transposes."""
+        """Multiply rows (R, K) by the weights of their experts, or in dgrad by the transposes.
+
+        Args:
+            x: payload of the rows.
+            weight: weights, as they are stored.
+            dtype: result's dtype.
+            place: FIRST or SECOND.
+            dgrad: whether it is backward's product.
+        """
         options = self.options
         gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
+        weight8 = weight_operand(weight, options, place - FIRST, dgrad=dgrad)
+        for observer in options.observers[place - FIRST : place - FIRST + 1]:
+            observer.weight(weight, weight8, options.transposed != dgrad)
         return scaled_grouped_matmul(
             x,
-            cast_weight(weight, options, flip=options.transposed != dgrad),
+            weight8,
             self.offs,
             "rows",
             dtype,
             fast_accum=gemm.fast_accum,
             emulate=options.emulate,
         )
+
+    def show_inputs(self, *inputs: tuple[Any, QuantizedTensor, Tensor | None]) -> None:
+        """Show the source, payload and tokens of both weights' inputs to a monitor."""
+        for observer, (x, payload, token) in zip(self.options.observers, inputs, strict=True):
+            observer.input(x, payload, self.offs, token)
+
+    def show_gradients(self, *grads: tuple[Any, QuantizedTensor, Tensor | None]) -> None:
+        """Show the source, payload and tokens of both outputs' gradients to a monitor."""
+        for observer, (grad, payload, token) in zip(self.options.observers, grads, strict=True):
+            observer.grad_output(grad, payload, self.offs, token)
 
     def bias_gradient(self, g_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         """Add up the rows of each group, (E, N), by a GEMM with ones.
@@ -173,7 +200,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         x8, _, _ = Quantizer(options.grouped.recipe.input)(x, rowwise=True, columnwise=False)
         assert x8 is not None
         score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
-        h = gemms.rows(gather_rows(x8, token), first, dtype, dgrad=False)  # (R, 2I)
+        h = gemms.rows(gather_rows(x8, token), first, dtype, FIRST, dgrad=False)  # (R, 2I)
         saves = options.with_gradients and any(ctx.needs_input_grad)
         is_dropped = saves and saves_nothing()
         q, scale, *halves = expert_gate_quantize(
@@ -185,7 +212,10 @@ class ExpertBlockFunction(torch.autograd.Function):
         assert q is not None
         assert scale is not None
         a8 = QuantizedTensor(q, scale, x8.granularity)  # (R, I)
-        y = combine_rows(gemms.rows(a8, second, dtype, dgrad=False), row)  # (T, H)
+        if options.grouped.observers:
+            source = partial(scored_activation, h, score, offs, bias, options.form)
+            gemms.show_inputs((x, x8, token), (source, a8, None))
+        y = combine_rows(gemms.rows(a8, second, dtype, SECOND, dgrad=False), row)  # (T, H)
         saved: dict[str, Any] = {}
         if saves:
             saved = dict(zip(_HALVES, halves, strict=True))
@@ -212,21 +242,24 @@ class ExpertBlockFunction(torch.autograd.Function):
         assert g8 is not None
         grads: list[Tensor | None] = [None] * 10
         g = gather_rows(g8, token)  # (R, H)
-        da = gemms.rows(g, saved["second"], options.out_dtype, dgrad=True)  # (R, I)
+        da = gemms.rows(g, saved["second"], options.out_dtype, SECOND, dgrad=True)  # (R, I)
         del g
         gate, up = ((saved[name], saved[f"{name}_scale"]) for name in ("gate", "up"))
         q, scale, dh_q, dh_scale, dscore = expert_gate_backward(
             da, saved["score"], *gate, *up, options.form
         )
-        del da, gate, up
         dh8 = QuantizedTensor(dh_q, dh_scale, g8.granularity)  # (R, 2I)
+        if options.grouped.observers:
+            source = partial(gate_gradient, da, saved["score"], gate, up, options.form)
+            gemms.show_gradients((source, dh8, None), (grad_output, g8, token))
+        del da, gate, up
         if wants[SECOND]:
             a_t = transpose_groups(QuantizedTensor(q, scale, g8.granularity), offs)  # (I, R)
             g_t = transpose_groups(g8, offs, token)  # (H, R)
             grads[SECOND] = weight_gradient(a_t, g_t, offs, _dtype(ctx, SECOND), options.grouped)
             del a_t, g_t
         if wants[X]:
-            rows = gemms.rows(dh8, saved["first"], ctx.dtypes[X], dgrad=True)
+            rows = gemms.rows(dh8, saved["first"], ctx.dtypes[X], FIRST, dgrad=True)
             grads[X] = combine_rows(rows, row)
             del rows
         if wants[FIRST] or wants[BIAS]:

@@ -5,11 +5,13 @@ transposed, with new scales for each expert. Scales are powers of two, so that e
 only what falls below the least number is lost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.ops.moe_rows import transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
@@ -57,6 +59,10 @@ class ExpertsFP8:
         recipe: the recipe of experts.
         emulate: whether the GEMMs run through the reference path.
         frozen: state of weights that are stored as FP8 alone; None: they are not.
+        observers: monitors of the weights by name, which see the operands of the GEMMs
+            (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: nobody looks.
+        tokens: monitor's counter of each expert's tokens, or None.
+        caches: what is kept of the weights in FP8, by name.
     """
 
     name: str
@@ -64,3 +70,11 @@ class ExpertsFP8:
     recipe: Recipe
     emulate: bool
     frozen: FrozenState | None = None
+    observers: dict[str, Any] | None = None
+    tokens: Any = None
+    caches: dict[str, StackedCache] = field(default_factory=dict)
+
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes that are kept of the weights now."""
+        return sum(t.nbytes for cache in self.caches.values() for t in cache.tensors)

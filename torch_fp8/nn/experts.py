@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.autograd.current_pass import is_transformed, saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.nn import experts_dispatch
@@ -36,6 +36,7 @@ from torch_fp8.nn.expert_adapters import (
     whole_weights,
 )
 from torch_fp8.nn.expert_block import expert_block
+from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.expert_gate import gate_form
 from torch_fp8.nn.expert_storage import ExpertsFP8
 from torch_fp8.nn.frozen_storage import FrozenStorage
@@ -48,6 +49,7 @@ from torch_fp8.nn.grouped_linear_function import (
 from torch_fp8.ops.moe_route import Route, group_of_rows, moe_route
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
+from torch_fp8.tensor.frozen_payload import FrozenPayload
 from torch_fp8.tensor.lazy_quantized import plain
 
 OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate")
@@ -90,7 +92,9 @@ class Float8Experts(FrozenStorage):
             emulate: run its GEMMs through the reference path.
         """
         frozen = self.fp8.frozen if "fp8" in vars(self) else None
-        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, frozen)
+        caches = {key: StackedCache(config.keep_eval_weights) for key in self.fp8_weight_names}
+        recipe = expert_recipe(config)
+        self.fp8 = ExpertsFP8(name, config, recipe, emulate, frozen, caches=caches)
         self.fp8_gate = gate_form(self)
         experts_dispatch.add(self)
 
@@ -113,6 +117,8 @@ class Float8Experts(FrozenStorage):
         """Return the output, or None where this forward does not run in FP8."""
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             return None
+        if self._counts():
+            self.fp8.tokens.add(top_k_index)
         route = moe_route(top_k_index, self.num_experts)
         first, second = self.fp8_weight_names
         if self._is_block():
@@ -155,7 +161,20 @@ class Float8Experts(FrozenStorage):
 
     def _options(self, name: str) -> GroupedOptions:
         shown = "" if torch.compiler.is_compiling() else f"{self.fp8.name}.{name}".rstrip(".")
-        return GroupedOptions(shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate)
+        options = shown, self.fp8.recipe, self.is_transposed, self.fp8.emulate
+        if torch.compiler.is_compiling():
+            return GroupedOptions(*options)
+        with_gradients = torch.is_grad_enabled()
+        caches = tuple(c for key, c in self.fp8.caches.items() if name in ("", key))
+        observers = (self.fp8.observers or {}).items() if with_gradients else ()
+        seen_by = tuple(observer for key, observer in observers if name in ("", key))
+        return GroupedOptions(*options, seen_by, caches, with_gradients)
+
+    def _counts(self) -> bool:
+        """Return whether a monitor counts the tokens of this forward: once, if it runs again."""
+        if torch.compiler.is_compiling() or self.fp8.tokens is None:
+            return False
+        return torch.is_grad_enabled() and not saves_nothing()
 
     def _product(
         self,
@@ -199,6 +218,24 @@ class Float8Experts(FrozenStorage):
         activated: Tensor = activate(rows)
         return activated if score is None else (activated * score).to(activated.dtype)
 
+    def _hold(self, name: str, payload: FrozenPayload) -> None:
+        self._forget_caches(name)
+        super()._hold(name, payload)
+
+    def _forget_caches(self, *names: str) -> None:
+        for name, cache in self.fp8.caches.items():
+            if name in names or not names:
+                cache.forget()
+
+    def train(self, mode: bool = True) -> "Float8Experts":
+        for cache in self.fp8.caches.values() if mode else ():
+            cache.forget_evaluation()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._forget_caches()  # of another device or dtype soon
+        return super()._apply(fn, recurse)
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         experts_dispatch.add(self)  # a copy or an unpickled module
@@ -224,6 +261,8 @@ class Float8BatchedExperts(Float8Experts):
         first, second = self.fp8_weight_names
         num_experts, hidden = getattr(self, first).shape[0], hidden_states.shape[-1]
         x = hidden_states.reshape(num_experts, -1, hidden)
+        if self._counts():
+            self.fp8.tokens.add_rows(x)
         tokens = x.shape[1]
         padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
         rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)

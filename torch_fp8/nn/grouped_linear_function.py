@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.autograd.function import is_returned, once_differentiable
+from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.ops.moe_route import Route, spread_rows
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
@@ -39,12 +40,18 @@ class GroupedOptions(NamedTuple):
         recipe: casts and options of the GEMMs.
         transposed: whether the weight is stored as (E, K, N).
         emulate: whether the GEMMs run through the reference path.
+        observers: monitors of the weights, see `torch_fp8.nn.expert_storage.ExpertsFP8`.
+        caches: what is kept of the weights, in the order of `observers`.
+        with_gradients: whether the forward has gradients.
     """
 
     name: str
     recipe: Recipe
     transposed: bool
     emulate: bool
+    observers: tuple[Any, ...] = ()
+    caches: tuple[StackedCache, ...] = ()
+    with_gradients: bool = True
 
 
 def grouped_linear(
@@ -63,6 +70,28 @@ def grouped_linear(
         x, weight, offs, token, row, output_dtype(x), gradient_dtype(weight), options
     )
     return y
+
+
+def weight_operand(
+    weight: Tensor, options: GroupedOptions, place: int = 0, *, dgrad: bool
+) -> QuantizedTensor:
+    """Return what forward multiplies of a weight, or with `dgrad` what backward does.
+
+    Args:
+        weight: weights (E, R, C) as they are stored.
+        options: options of the GEMMs.
+        place: place of the weight among those of `options`.
+        dgrad: whether backward asks.
+    """
+    flip = options.transposed != dgrad
+    if not options.caches:
+        return cast_weight(weight, options, flip=flip)
+    return options.caches[place].payload(
+        weight,
+        lambda: cast_weight(weight, options, flip=flip),
+        dgrad=dgrad,
+        with_gradients=options.with_gradients,
+    )
 
 
 def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
@@ -113,9 +142,13 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe = options.recipe
         payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)
         assert payload is not None
+        weight8 = weight_operand(weight, options, dgrad=False)
+        for observer in options.observers:
+            observer.input(x, payload, offs, token)
+            observer.weight(weight, weight8, options.transposed)
         y = scaled_grouped_matmul(
             payload if token is None else gather_rows(payload, token),
-            cast_weight(weight, options, flip=options.transposed),
+            weight8,
             offs,
             "rows",
             out_dtype,
@@ -151,11 +184,13 @@ class GroupedLinearFunction(torch.autograd.Function):
         g, _, _ = Quantizer(recipe.grad_output)(
             grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
         )
+        for observer in options.observers if g is not None else ():
+            observer.grad_output(grad_output, g, offs, None)
         if wants_dgrad:
             assert g is not None
             grad_input = scaled_grouped_matmul(
                 g,
-                cast_weight(saved["weight"], options, flip=not options.transposed),
+                weight_operand(saved["weight"], options, dgrad=True),
                 offs,
                 "rows",
                 input_dtype,

@@ -25,6 +25,8 @@ ADAPTER = "LoRA adapter"
 """Why an adapter stays in high precision: it is small, and the user's."""
 UNINITIALIZED = "its size is not known yet: run a batch through the model before it is converted"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
+ROUTER_NAMES = ("router", "gate", "classifier")
+"""Names of the modules that choose experts, beside these."""
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -9,9 +9,12 @@ the next forward of training multiplies by, and each weight is cast once: nobody
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 
 
@@ -37,18 +40,36 @@ def rollout(
     """
     layers = [m for m in model.modules() if isinstance(m, Float8Layer) and _serves(m)]
     trained = [layer for layer in layers if layer.training]
+    experts = _expert_caches(model)
     for layer in trained:
         layer.training = False
     try:
         for layer in layers:
             layer.fp8.begin_scope(layer, compiled)
+        for cache, weight in experts:
+            cache.begin_scope(weight)
         yield
     finally:
         for layer in layers:
             layer.fp8.end_scope(keep_graphs)
+        for cache, _ in experts:
+            cache.end_scope()
         for layer in trained:
             layer.train()
 
 
 def _serves(layer: Float8Layer) -> bool:
     return not layer.fp8.payloads.in_scope and layer.fp8.config.eval_fp8 and layer.runs_fp8
+
+
+def _expert_caches(model: nn.Module) -> list[tuple[Any, Tensor]]:
+    """Return the caches of fused expert weights that no other rollout serves, with the weights."""
+    return [
+        (cache, weight)
+        for module in model.modules()
+        if isinstance(module, Float8Experts) and module.fp8.config.eval_fp8 and module.runs_fp8
+        for name, cache in module.fp8.caches.items()
+        if not cache.in_scope
+        and (weight := module._parameters.get(name)) is not None
+        and not isinstance(weight, DTensor)  # gathered later
+    ]

@@ -130,13 +130,30 @@ def expert_gate_quantize(
         ``(q, s, gate_q, gate_s, up_q, up_s)``: the payload (R, I) E4M3 with a scale (R, 1), a power
         of two; gate and up in E4M3 (R, I) with scales (R, ceil(I / 128)), None unless `save`.
     """
+    gate, up = _biased_halves(h, offs, bias, form)
+    halves = _saved_halves(gate, up, form)
+    a = _scored(gate, up, score, form)
+    return *_quantized(a), *(t for half in halves for t in save_input(half, save))
+
+
+def scored_activation(
+    h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm
+) -> Tensor:
+    """Return what `expert_gate_quantize` casts, (R, I); it has the arguments."""
+    return _scored(*_biased_halves(h, offs, bias, form), score, form)
+
+
+def _biased_halves(
+    h: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm
+) -> tuple[Tensor, Tensor]:
     if bias is not None:
         group = group_of_rows(offs, h.shape[0]).clamp(max=offs.shape[0] - 1)
         h = (h.float() + bias.float()[group]).to(h.dtype)
-    gate, up = split_gate(h, form)
-    halves = _saved_halves(gate, up, form)
-    a = activation(gate.float(), up.float(), form) * score[:, None]
-    return *_quantized(a.to(h.dtype)), *(t for half in halves for t in save_input(half, save))
+    return split_gate(h, form)
+
+
+def _scored(gate: Tensor, up: Tensor, score: Tensor, form: GateForm) -> Tensor:
+    return (activation(gate.float(), up.float(), form) * score[:, None]).to(gate.dtype)
 
 
 def _backward_fake(
@@ -178,6 +195,20 @@ def expert_gate_backward(
     g, act = grad.float(), activation(gate, up, form)
     dscore = (g * act).sum(1)
     a = _quantized((act * score[:, None]).to(grad.dtype))
-    dgate, dup = _activation_backward(g * score[:, None], gate, up, form)
-    dh = join_gate(dgate.to(grad.dtype), dup.to(grad.dtype), form)
-    return *a, *_quantized(dh), dscore
+    return *a, *_quantized(_gradient(grad, score, gate, up, form)), dscore
+
+
+def gate_gradient(
+    grad: Tensor,
+    score: Tensor,
+    gate: tuple[Tensor, Tensor],
+    up: tuple[Tensor, Tensor],
+    form: GateForm,
+) -> Tensor:
+    """Return the gradient that `expert_gate_backward` casts, (R, 2I); it has the arguments."""
+    return _gradient(grad, score, saved_values(*gate), saved_values(*up), form)
+
+
+def _gradient(grad: Tensor, score: Tensor, gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
+    dgate, dup = _activation_backward(grad.float() * score[:, None], gate, up, form)
+    return join_gate(dgate.to(grad.dtype), dup.to(grad.dtype), form)

@@ -17,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
@@ -250,7 +251,7 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     if payloads and model is None:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
-    modules = [] if model is None else model.modules()  # a compiled one has no truth value
+    modules = [] if model is None else list(model.modules())  # a compiled one has no truth value
     layers = [m for m in modules if isinstance(m, Float8Layer) and m.fp8.config.backend == "torch"]
     num_payloads = 0
     for layer in layers:
@@ -261,6 +262,12 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
             cache.between_steps = payloads
             optimizer.fp8_caches.setdefault(weight, []).append((weakref.ref(cache), spec))
             num_payloads += bool(payloads)
+    for experts in (m for m in modules if isinstance(m, Float8Experts)):
+        for name, stacked in experts.fp8.caches.items() if payloads else ():
+            parameter = experts._parameters[name]
+            if isinstance(parameter, SplitWeight) and parameter in stepped:
+                stacked.between_steps = payloads
+                num_payloads += 1
     if payloads and not num_payloads:
         warnings.warn(
             f"FP8Config(cache_weights={payloads!r}) keeps no payload: it takes float32 weights, "

@@ -7,10 +7,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.moe_models import MODELS, moe_model
 from torch_fp8 import FP8Config, cli, convert_to_float8
 from torch_fp8.advisor.measure import LayerFindings
 from torch_fp8.advisor.proposal import propose
 from torch_fp8.advisor.table import text_of
+from torch_fp8.nn.layer_filter import expert_weights
 
 SHORT = ("--sequence", "32", "--batches", "2")
 
@@ -33,6 +35,17 @@ def _align(mlp, channels=(3, 7)):
     mlp.gate_proj.weight[rows] *= 200
     mlp.up_proj.weight[rows] *= 200
     mlp.down_proj.weight[:, rows] /= 40000
+
+
+@torch.no_grad()
+def _flush_down(module, expert, channel=5):
+    """Give an expert's down projection a large channel whose activation is zero."""
+    up, down = (w[expert] for n, w in module.named_parameters() if n.endswith("proj"))
+    if getattr(module, "is_transposed", True):  # Llama-4's have no such flag
+        up, down = up.t(), down.t()
+    width = down.shape[1]
+    up[[channel, (channel + width) % len(up), 2 * channel, 2 * channel + 1]] = 0
+    down[:, channel] = 1e5
 
 
 def _check(*arguments):
@@ -137,6 +150,39 @@ def test_a_finer_recipe_where_that_is_enough():
         "blockwise leaves 27.0 dB",
     )
     assert "no token came by" in text_of(made, "model")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_experts_are_counted_and_a_broken_one_is_found(name, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = moe_model(name).bfloat16()
+    experts = {n: m for n, m in model.named_modules() if any(True for _ in expert_weights(n, m))}
+    fault, module = list(experts.items())[-1]
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "model")
+    assert _check(tmp_path / "model", *SHORT, "--json") == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    found = {layer["name"]: layer for layer in layers if layer["experts"]}
+    assert set(found) == set(experts)
+    for layer in found.values():
+        assert layer["options"] == {}
+        assert 26 < layer["db"]["rowwise"] < 31
+    _flush_down(module, 1)
+    model.save_pretrained(tmp_path / "broken")
+    file = tmp_path / "fp8.json"
+    assert _check(tmp_path / "broken", *SHORT, "--output", file) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "dB of down_proj of expert 1" in text
+    if len(experts) > 1:
+        assert f"the others ({len(experts) - 1}), modules of experts" in text
+    config = FP8Config.from_json(file)
+    assert fault in config.overrides or config.overrides["experts"] is None
+    report = convert_to_float8(model, config)  # as the plugins do
+    left = {s.name for s in report.skipped if s.reason.startswith("overrides=")}
+    assert left == set(expert_weights(fault, module))
+    assert report.unused_overrides == ()
 
 
 def test_mistakes_are_named(faulty, tmp_path, capsys):

@@ -66,3 +66,11 @@ def test_a_graph_finds_in_backward_what_it_has_saved(cases):
         assert forwards == [True] * 3
         assert agreement > 35
         assert flips == [False, False, True, True] + [False] * 8
+
+
+def test_a_monitor_counts_the_tokens_of_all_ranks(cases):
+    for tokens, empty, most, what in cases["monitored"]:
+        assert tokens == [64, 0]
+        assert empty == [0, 2]
+        assert most == 192
+        assert "no token since step 1 for experts 1, 3" in what

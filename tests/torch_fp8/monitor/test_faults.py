@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.torch_fp8.monitor.test_expert_observer import Watched as WatchedExperts
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
 from torch_fp8.monitor import series as series_module
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, LossSpikes, crossings
@@ -142,7 +143,9 @@ def test_every_statistic_with_a_bound_is_measured():
     watched = Watched()
     watched.step()
     watched.step()
-    measured = {tuple(name.rsplit("/", 2)[1:]) for name in watched.logged[2]}
+    experts = WatchedExperts("plain")
+    names = {*watched.logged[2], *experts.step()}
+    measured = {tuple(name.rsplit("/", 2)[1:]) for name in names}
     assert {(bound.kind, bound.statistic) for bound in DEFAULT_BOUNDS} <= measured
 
 

@@ -105,11 +105,18 @@ class ExpertGather(WeightGather):
         flip = self.module.is_transposed != turns
         values = stored(shard)
         payload = cast_stacked(values, self.spec, flip)
+        self._show(values, payload, flip)
         experts, rows, cols = values.shape
         scale = payload.scale.view(experts, -1)
         scale = F.pad(scale, (0, max(rows, cols) - scale.shape[1])).contiguous()
         codes = payload.qdata.view(torch.uint8).view(experts, rows * cols)
         return (codes, scale.view(torch.uint8)), flip
+
+    def _show(self, values: Tensor, payload: QuantizedTensor, flip: bool) -> None:
+        """Show a monitor what this rank casts."""
+        observers = self.module.fp8.observers
+        if observers and not is_traced():
+            observers[self.fsdp_param._module_info.param_name].weight(values, payload, flip)
 
     @property
     def _was_read(self) -> bool:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
+from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, count_communication
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp import expert_gather
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -252,3 +252,27 @@ def case_compiled():
     forwards = [torch.equal(a, b) for (a, _), (b, _) in zip(want, got, strict=True)]
     agreement = min(db(a.float(), b.float()) for (_, a), (_, b) in zip(want, got, strict=True))
     return forwards, agreement, flips
+
+
+def case_monitored():
+    """Tokens of two ranks take other experts: all of them first, then two of them on no rank."""
+    torch.manual_seed(0)
+    config = FP8Config(recipe="rowwise", opt_level="O1", monitor=1)
+    block, logged = experts(), {}
+    convert_to_float8(block, config)
+    ddp = DistributedDataParallel(block)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4)
+    log = lambda series, step: logged.update({step: series})  # noqa: E731
+    monitor = Monitor(block, [optimizer], config, log=log, ddp=lambda: ddp)
+    x, scores = torch.randn(64, H), torch.full((64, K), 1 / K)
+    for choice in ([2 * RANK, 2 * RANK + 1], [0, 2 * RANK]):
+        index = torch.tensor(choice).expand(64, K)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ddp(x, index, scores)
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    place = "fp8/experts/"
+    tokens = [logged[i][f"{place}tokens_least"] for i in (1, 2)]
+    empty = [logged[i][f"{place}empty"] for i in (1, 2)]
+    return tokens, empty, logged[2][f"{place}tokens_most"], monitor.events[-1]["what"]

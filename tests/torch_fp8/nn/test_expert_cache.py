@@ -1,0 +1,208 @@
+"""What is kept of fused expert weights between forwards: the same bits, cast less often."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import torch_fp8.nn.grouped_linear_function as grouped
+from tests.moe_experts import CLASSES, CONFIG, E, batch, experts
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    freeze,
+    memory_report,
+    rollout,
+)
+from torch_fp8.conversion.memory import expected_memory
+
+LAYOUTS = [*CLASSES, "llama-4"]
+
+
+def _experts(layout):
+    torch.manual_seed(0)
+    if layout != "llama-4":
+        return experts(layout)
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    built = Llama4TextExperts(SimpleNamespace(**CONFIG))
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return built
+
+
+def _forward(module, seed=0):
+    torch.manual_seed(seed)
+    x, index, scores = batch(40)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        if hasattr(module, "has_gate"):
+            return module(x, index, scores)
+        return module(x.repeat(E, 1))
+
+
+def _trained(layout, **options):
+    """Return experts in training and their optimizer."""
+    module = _experts(layout)
+    config = FP8Config(recipe="rowwise", **options)
+    convert_to_float8(module, config)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, config, model=module)
+    return module, optimizer
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Transpositions of the weights that are cast, one entry for each cast."""
+    flips, stock = [], grouped.cast_stacked
+
+    def cast_stacked(values, spec, flip):
+        flips.append(flip)
+        return stock(values, spec, flip)
+
+    monkeypatch.setattr(grouped, "cast_stacked", cast_stacked)
+    return flips
+
+
+def _steps(layout, casts, **options):
+    """Return the weights after two steps of three micro-batches, and the casts of each step."""
+    module, optimizer = _trained(layout, **options)
+    counts = []
+    for step in range(2):
+        casts.clear()
+        for micro in range(3):
+            _forward(module, 10 * step + micro).float().square().mean().backward()
+        counts.append(len(casts))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone().float() for p in module.parameters()], counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kept_payloads_are_the_same_bits_and_cast_once_a_step(layout, casts):
+    plain, counts = _steps(layout, casts)
+    assert counts == [12, 12]  # two weights, forward and backward, three micro-batches
+    for kept, expected in ((True, 2 + 6), ("both", 4)):
+        values, counts = _steps(layout, casts, cache_weights=kept)
+        assert counts == [expected, expected]
+        assert all(map(torch.equal, values, plain))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kept", [True, "both"])
+def test_bytes_are_those_that_are_expected(layout, kept):
+    module, optimizer = _trained(layout, cache_weights=kept)
+    expected = expected_memory(module, [optimizer])
+    _forward(module).float().square().mean().backward()
+    optimizer.step()
+    _forward(module).float().square().mean().backward()
+    report = memory_report(module, optimizer)
+    assert report.caches == expected.caches > 0
+    numel = sum(p.numel() for p in module.parameters() if p.ndim == 3)
+    assert report.caches < (2 if kept == "both" else 1) * numel * 1.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_write_to_a_weight_is_seen(layout, casts):
+    module, _ = _trained(layout, cache_weights=True)
+    before = _forward(module).detach()
+    with torch.no_grad():
+        getattr(module, module.fp8_weight_names[1]).neg_()
+    casts.clear()
+    after = _forward(module).detach()
+    assert len(casts) == 1
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_casts_a_trained_weight_once(layout, casts):
+    module, _ = _trained(layout)
+    module.eval()
+    with torch.no_grad():
+        first = _forward(module)
+        assert len(casts) == 2
+        assert torch.equal(_forward(module), first)
+    assert len(casts) == 2
+    assert memory_report(module).caches > 0
+    module.train()
+    assert memory_report(module).caches == 0
+    module, _ = _trained(layout, keep_eval_weights=False)
+    module.eval()
+    with torch.no_grad():
+        _forward(module), _forward(module)
+    assert memory_report(module).caches == 0
+
+
+def test_a_forward_with_gradients_frees_what_evaluation_kept():
+    module, _ = _trained("plain")
+    with torch.no_grad():
+        _forward(module)
+    assert memory_report(module).caches > 0
+    _forward(module)
+    assert memory_report(module).caches == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rollout_casts_any_weight_once(layout, casts):
+    module = _experts(layout)
+    convert_to_float8(module, FP8Config(recipe="rowwise", opt_level="O1"))
+    with torch.no_grad():
+        want = _forward(module)
+        _forward(module)
+        assert len(casts) == 4  # anybody may have written to a plain Parameter
+        casts.clear()
+        with rollout(module), rollout(module):
+            assert torch.equal(_forward(module), want)
+            _forward(module)
+        assert len(casts) == 2
+        assert memory_report(module).caches == 0
+        getattr(module, module.fp8_weight_names[0]).zero_()
+        with rollout(module):
+            assert not torch.equal(_forward(module), want)
+
+
+def test_plain_weights_keep_nothing_in_training():
+    module = _experts("plain").bfloat16()
+    config = FP8Config(recipe="rowwise", cache_weights=True)
+    convert_to_float8(module, config)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match="keeps no payload"):
+        convert_optimizer(optimizer, config, model=module)
+    _forward(module).float().sum().backward()
+    assert memory_report(module).caches == 0
+
+
+def test_copies_files_moves_and_frozen_weights_keep_nothing():
+    module, _ = _trained("plain", cache_weights="both")
+    _forward(module).float().sum().backward()
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert not twin.fp8.cached_bytes
+        assert all(cache.between_steps is None for cache in twin.fp8.caches.values())
+    assert module.fp8.cached_bytes
+    module.to("cpu")
+    assert not module.fp8.cached_bytes
+    frozen = _experts("plain").requires_grad_(False)
+    convert_to_float8(frozen, FP8Config(recipe="rowwise"))
+    freeze(frozen)
+    with torch.no_grad():
+        _forward(frozen)
+    assert not frozen.fp8.cached_bytes
+
+
+@pytest.mark.long
+def test_a_compiled_block_computes_the_same():
+    module, _ = _trained("plain", cache_weights=True)
+    want = _forward(module).detach()
+    compiled = torch.compile(module, backend="aot_eager")
+    assert torch.equal(_forward_compiled(compiled), want)
+
+
+def _forward_compiled(compiled):
+    torch.manual_seed(0)
+    x, index, scores = batch(40)
+    with torch.autocast("cpu", torch.bfloat16):
+        return compiled(x.requires_grad_(), index, scores).detach()

@@ -1,0 +1,278 @@
+"""What the monitor sees of modules of fused experts: `ExpertObserver` and `TokenCounter`.
+
+In a measured step the grouped GEMMs show their operands, as layers do
+(`torch_fp8.monitor.layer_observer`). The router's choices are counted in every step, without a wait
+for the device, so that an expert without a token is one that had none since the last measured step.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_fp8.monitor.expert_statistics import (
+    REPLAYED,
+    TOKENS,
+    WORST,
+    rows_statistics,
+    token_statistics,
+    weight_statistics,
+)
+from torch_fp8.monitor.layer_observer import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Observation,
+    apart,
+    guarded,
+    matrix,
+)
+from torch_fp8.monitor.series import is_distributed
+from torch_fp8.monitor.statistics import UPDATE
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.split_weight import stored
+
+EXPERTS, ROUTING = "experts", "routing"
+_NAMED = 8
+"""Experts that an event names, at most."""
+
+
+class ExpertWeight(NamedTuple):
+    """A fused weight under its qualified name, for statistics of its update."""
+
+    module: Float8Experts
+    name: str
+
+    @property
+    def weight(self) -> Any:
+        """The Parameter of the moment."""
+        return self.module._parameters[self.name]
+
+
+class ExpertObserver:
+    """Looks at the operands of one fused weight's GEMMs.
+
+    Args:
+        step: observation that it belongs to.
+        name: qualified name of the weight.
+    """
+
+    def __init__(self, step: Observation, name: str) -> None:
+        self.step, self.name = step, name
+
+    def input(
+        self,
+        x: Tensor | Callable[[], Tensor],
+        payload: QuantizedTensor,
+        offs: Tensor,
+        token: Tensor | None,
+    ) -> None:
+        """Look at the rows that forward multiplies.
+
+        Args:
+            x: source, or what computes it; see `rows_statistics`.
+            payload: what was cast of it.
+            offs, token: order of rows.
+        """
+        self._look(INPUT, lambda: rows_statistics(_source(x), payload, offs, token))
+
+    def grad_output(
+        self,
+        grad: Tensor | Callable[[], Tensor],
+        payload: QuantizedTensor,
+        offs: Tensor,
+        token: Tensor | None,
+    ) -> None:
+        """Look at the rows that backward multiplies; see `input`."""
+        self._look(GRAD_OUTPUT, lambda: rows_statistics(_source(grad), payload, offs, token))
+
+    def weight(self, weight: Tensor, payload: QuantizedTensor, flip: bool) -> None:
+        """Look at the weights of all experts, or of those that this rank casts.
+
+        Args:
+            weight: (E, R, C) source, as it is stored.
+            payload: what was cast of it, or with `flip` of its transpose.
+            flip: whether it was transposed.
+        """
+        if not isinstance(weight, QuantizableTensor | Float8FrozenWeight):
+            values = stored(weight)
+            values = values.transpose(1, 2) if flip else values
+            self._look(WEIGHT, lambda: weight_statistics(values, payload))
+
+    def _look(self, kind: str, statistics: Callable[[], Tensor]) -> None:
+        place = f"{self.name}/{kind}"
+        if place in self.step.seen or not self.step.goes_on:
+            return
+        with apart(), guarded(self.step.failed):
+            self.step.seen[place] = statistics()
+
+
+class ExpertObservers(dict[str, ExpertObserver]):
+    """The observers of a module's weights by name. Copies and files of the module have none."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class TokenCounter:
+    """Counts the tokens of each expert of one module. Copies and files of the module have none.
+
+    Args:
+        name: qualified name of the module.
+        module: the module itself.
+    """
+
+    def __init__(self, name: str, module: Float8Experts) -> None:
+        self.name, self.module = name, module
+        self.size = _num_experts(module)
+        self.counts: Tensor | None = None
+        self.decisions: Tensor | None = None
+
+    def add(self, top_k_index: Tensor) -> None:
+        """Count a router's choice; E and above are no experts of this rank."""
+        with apart():
+            index = top_k_index.detach().reshape(-1).long().clamp(max=self.size)
+            counts = index.new_zeros(self.size + 1)
+            self._add(counts.scatter_add_(0, index, torch.ones_like(index)))
+
+    def add_rows(self, x: Tensor) -> None:
+        """Count the tokens that are not zero.
+
+        Args:
+            x: (E, T, H) tokens of each expert.
+        """
+        with apart():
+            self._add(nn.functional.pad(x.detach().any(-1).sum(1), (0, 1)))
+
+    def _add(self, counts: Tensor) -> None:
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def add_decisions(self, differing: Tensor, decisions: Tensor) -> None:
+        """Count how many decisions a routing replay has changed, () each."""
+        both = torch.stack([differing, decisions]).detach()
+        self.decisions = both if self.decisions is None else self.decisions + both
+
+    def taken_share(self) -> Tensor | None:
+        """Return the share of changed decisions so far, (1,), and begin anew; None: no replay."""
+        both, self.decisions = self.decisions, None
+        return None if both is None else (both[0] / both[1].clamp(min=1))[None]
+
+    def taken(self, device: torch.device) -> Tensor:
+        """Return the counts (E,) so far, and begin anew."""
+        counts, self.counts = self.counts, None
+        if counts is None:
+            return torch.zeros(self.size, dtype=torch.int64, device=device)
+        return counts[: self.size].to(device)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class ExpertModules:
+    """The modules of fused experts of a monitored model.
+
+    Args:
+        model: converted, not wrapped.
+
+    Attributes:
+        weights: qualified name and weight of each fused weight.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = model.named_modules()
+        self._named = [
+            (unwrapped_name(name), m) for name, m in named if isinstance(m, Float8Experts)
+        ]
+        self.weights = [
+            (f"{name}.{key}".lstrip("."), ExpertWeight(module, key))
+            for name, module in self._named
+            for key in module.fp8_weight_names
+        ]
+        self._counters = [TokenCounter(name, module) for name, module in self._named]
+        for counter in self._counters:
+            counter.module.fp8.tokens = counter
+        self.counts: list[Tensor] = []
+        """The tokens of each module's experts in the last measured step, of all ranks."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the weights, or None without experts."""
+        return self.weights[0][1].weight.device if self.weights else None
+
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """Return what is measured; see `torch_fp8.monitor.parameters.kinds_of`."""
+        kinds: dict[str, tuple[str, ...]] = {}
+        for name, of_weight in self.weights:
+            kinds[f"{name}/{INPUT}"] = kinds[f"{name}/{GRAD_OUTPUT}"] = WORST
+            if not isinstance(of_weight.weight, Float8FrozenWeight):
+                kinds[f"{name}/{WEIGHT}"] = WORST
+            if of_weight.weight.requires_grad:
+                kinds[f"{name}/update"] = UPDATE
+        for name, _ in self._named:
+            kinds |= {f"{name}/{EXPERTS}": TOKENS, f"{name}/{ROUTING}": REPLAYED}
+        return kinds
+
+    def observe(self, step: Observation | None) -> None:
+        """Show the operands of the GEMMs to an observation from now on; None: to nobody."""
+        for name, module in self._named:
+            if isinstance(module, Float8Experts):  # nobody has reverted it meanwhile
+                module.fp8.observers = None
+                if step is not None:
+                    keys = module.fp8_weight_names
+                    named = {k: ExpertObserver(step, f"{name}.{k}".lstrip(".")) for k in keys}
+                    module.fp8.observers = ExpertObservers(named)
+
+    def remove(self) -> None:
+        """Count no longer."""
+        for counter in self._counters:
+            if isinstance(counter.module, Float8Experts):
+                counter.module.fp8.tokens = None
+
+    def look_at_tokens(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield how tokens were spread since the last call; collective, of all ranks together.
+
+        Under expert parallelism ranks have other experts, whose counts are not added up.
+        """
+        taken = [counter.taken(device) for counter in self._counters]
+        if taken and is_distributed():
+            joined = torch.cat(taken)
+            dist.all_reduce(joined)
+            pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)
+            taken = [own if _is_parallel(c.module) else total for c, total, own in pairs]
+        self.counts = taken
+        for counter, counts in zip(self._counters, taken, strict=True):
+            yield f"{counter.name}/{EXPERTS}", token_statistics(counts)
+            share = counter.taken_share()
+            if share is not None:
+                yield f"{counter.name}/{ROUTING}", share
+
+    def empty(self) -> Iterator[tuple[str, str]]:
+        """Yield the name of each module with experts without a token, and which these are."""
+        for counter, counts in zip(self._counters, self.counts, strict=False):
+            tokens: list[int] = counts.tolist()
+            none = [str(i) for i, count in enumerate(tokens) if not count]
+            if none:
+                more = f" and {len(none) - _NAMED} more" if len(none) > _NAMED else ""
+                yield counter.name, ", ".join(none[:_NAMED]) + more
+
+
+def _source(x: Tensor | Callable[[], Tensor]) -> Tensor:
+    return matrix(x if isinstance(x, Tensor) else x())
+
+
+def _is_parallel(module: Any) -> bool:
+    """Return whether ranks have other experts: a weight counts all, the module its own."""
+    return bool(getattr(module, module.fp8_weight_names[0]).shape[0] != _num_experts(module))
+
+
+def _num_experts(module: Any) -> int:
+    count = getattr(module, "num_experts", None)
+    if isinstance(count, int):
+        return count
+    return int(getattr(module, module.fp8_weight_names[0]).shape[0])

@@ -1,0 +1,332 @@
+"""Routing replay: training takes the experts that a rollout has chosen.
+
+Two precisions, or two engines, choose other experts for some tokens, and a policy's gradient is
+then taken of another model than the one that sampled. `record_routing` keeps the choices of a
+model, and `routing_replay` has its routers take given ones. The scores are still computed from the
+router's logits, gathered at the replayed experts, so that gradients reach its weights.
+
+Every router of transformers chooses by one ``torch.topk`` over the scores of all experts. That call
+is intercepted while a router's forward runs; nothing else of it changes.
+
+Legend: T tokens, k experts of a token, E experts, L routers.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights
+
+_LEVELS = 6
+"""Modules around experts among whose children the router is looked for: adapters of PEFT nest."""
+_TOPK = (torch.topk, torch.Tensor.topk)
+_NOT_FOUND = (
+    "routing replay finds no router beside '{}' ({}): it looks for a module named "
+    + ", ".join(map(repr, ROUTER_NAMES))
+    + " with a weight that has a row for each expert"
+)
+
+
+class Router(NamedTuple):
+    """A router, the experts that it chooses of, and how many these are.
+
+    Attributes:
+        name: qualified name of the router.
+        module: the router.
+        experts: module of the experts.
+        num_experts: E, of all ranks.
+    """
+
+    name: str
+    module: nn.Module
+    experts: nn.Module
+    num_experts: int
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """Return the routers of a model's fused experts, in their order.
+
+    Raises:
+        ValueError: experts have no router beside them that is known.
+    """
+    routers = []
+    for name, module in model.named_modules():
+        weights = list(expert_weights("", module))
+        if not weights:
+            continue
+        count = module.get_parameter(weights[0]).shape[0]
+        place = _router_beside(model, name, count)
+        if place is None:
+            raise ValueError(_NOT_FOUND.format(unwrapped_name(name), type(module).__name__))
+        routers.append(Router(unwrapped_name(place), model.get_submodule(place), module, count))
+    if not routers:
+        raise ValueError(
+            f"{type(model).__name__} has no fused experts, and so no routing to replay"
+        )
+    return routers
+
+
+def _router_beside(model: nn.Module, name: str, num_experts: int) -> str | None:
+    """Return the name of the router beside experts, or beside the adapters around them."""
+    for _ in range(_LEVELS):
+        name = name.rpartition(".")[0]
+        for key, module in model.get_submodule(name).named_children():
+            shapes = [p.shape for p in module.parameters() if p.ndim == 2]
+            if key in ROUTER_NAMES and any(shape[0] == num_experts for shape in shapes):
+                return f"{name}.{key}".lstrip(".")
+    return None
+
+
+class RoutingRecord:
+    """The choices of a model's routers, in the order of its forwards.
+
+    Attributes:
+        choices: indices (T, k) of each forward, by the router's qualified name.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.choices: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def indices(self, batch_size: int = 1) -> Tensor:
+        """Return all choices as `routing_replay` takes them: (batch, tokens, L, k).
+
+        Args:
+            batch_size: sequences of each forward, whose tokens follow each other in several
+                forwards, as those of ``generate`` do.
+        """
+        of_routers = [
+            torch.cat([t.unflatten(0, (batch_size, -1)) for t in choices], 1)
+            for choices in self.choices.values()
+        ]
+        return torch.stack(of_routers, 2)
+
+
+class RoutingReplay:
+    """How a replay compares with what routers would have chosen.
+
+    Attributes:
+        differing: decisions that differ, a number on the device, by the router's qualified name.
+        decisions: how many there were, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.differing: dict[str, Tensor] = {}
+        self.decisions: dict[str, Tensor] = {}
+
+    def add(self, name: str, differing: Tensor, decisions: Tensor) -> None:
+        """Count the decisions of a forward."""
+        self.differing[name] = self.differing.get(name, 0) + differing
+        self.decisions[name] = self.decisions.get(name, 0) + decisions
+
+    def share(self, name: str | None = None) -> float:
+        """Return the share of decisions that differ, of one router or of all; waits for the device.
+
+        Args:
+            name: qualified name of a router.
+        """
+        names = list(self.differing) if name is None else [name]
+        different, of_all = (
+            sum(float(counts[n]) for n in names) for counts in (self.differing, self.decisions)
+        )
+        return different / of_all if of_all else 0.0
+
+
+class _Watched:
+    """A router in a `record_routing` or `routing_replay`: hooks that intercept its choice.
+
+    Args:
+        router: the router.
+        choose: given the scores (T, E) and the choice (T, k), returns the indices to take.
+    """
+
+    def __init__(self, router: Router, choose: Callable[[Tensor], Tensor]) -> None:
+        self.router, self.choose = router, choose
+        self.ended = False
+        self._mode: _Interception | None = None
+        module = router.module
+        self._handles = [
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if self.ended:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    f"a checkpoint runs the router '{self.router.name}' again after its "
+                    "routing_replay has ended, and would choose other experts: run backward within"
+                )
+            self.remove()  # another forward has begun
+            return
+        self._mode = _Interception(self.router.num_experts, self.choose)
+        self._mode.__enter__()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        mode.__exit__(None, None, None)
+        if output is not None and not mode.chosen:
+            raise ValueError(
+                f"the router '{self.router.name}' ({type(module).__name__}) chooses its experts "
+                "without torch.topk over all of them: its choices are neither recorded nor replayed"
+            )
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class _Interception(TorchFunctionMode):
+    """Replaces the choice of a router while its forward runs."""
+
+    def __init__(self, num_experts: int, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.num_experts, self.choose, self.chosen = num_experts, choose, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOPK:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        if scores.ndim != 2 or scores.shape[1] != self.num_experts:
+            return result  # of groups of experts
+        self.chosen = True
+        taken = self.choose(result.indices)
+        if taken is result.indices:
+            return result
+        return torch.return_types.topk((scores.gather(1, taken), taken))
+
+
+@contextlib.contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Record the experts that routers choose within.
+
+    Args:
+        model: with fused experts, converted or not, wrapped or not.
+    Returns:
+        The record, which grows with each forward.
+    Raises:
+        ValueError: a router is not known; the message names it.
+    """
+    routers = find_routers(model)
+    record = RoutingRecord([router.name for router in routers])
+
+    def keep(name: str) -> Callable[[Tensor], Tensor]:
+        def choose(own: Tensor) -> Tensor:
+            record.choices[name].append(own.detach().clone())
+            return own
+
+        return choose
+
+    watched = [_Watched(router, keep(router.name)) for router in routers]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield record
+    finally:
+        for each in watched:
+            each.remove()
+
+
+@contextlib.contextmanager
+def routing_replay(
+    model: nn.Module, indices: Tensor | Mapping[str, Tensor]
+) -> Iterator[RoutingReplay]:
+    """Have routers take given experts within, for one forward and its backward.
+
+    Args:
+        model: with fused experts, converted or not, wrapped or not.
+        indices: experts of each token, integers (..., L, k) with the routers in the order of the
+            model, as `RoutingRecord.indices` and engines return them; or (..., k) by the qualified
+            name of a router, and those that are not named choose themselves. The dimensions in
+            front are those of the forward's tokens. A token with a negative index, such as padding,
+            is left to the router.
+    Returns:
+        How many decisions differ from those that the routers would have made.
+    Raises:
+        ValueError: a router is not known, or indices do not fit; the message names it.
+        RuntimeError: a checkpoint runs a router again after the end.
+    """
+    routers = find_routers(model)
+    replay = RoutingReplay()
+    given = _by_router(routers, indices)
+    watched = [
+        _Watched(router, _Replayed(router, given[router.name], replay))
+        for router in routers
+        if router.name in given
+    ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield replay
+    finally:
+        for each in watched:
+            each.ended = True
+
+
+class _Replayed:
+    """Takes the given experts of a router's tokens, and counts what differs."""
+
+    def __init__(self, router: Router, indices: Tensor, replay: RoutingReplay) -> None:
+        self.router, self.indices, self.replay = router, indices, replay
+
+    def __call__(self, own: Tensor) -> Tensor:
+        name, shape = self.router.name, tuple(self.indices.shape)
+        if shape != tuple(own.shape):
+            raise ValueError(
+                f"routing_replay has experts of (tokens, k) = {shape} for the router '{name}', "
+                f"which chooses {tuple(own.shape)}"
+            )
+        given = self.indices.to(own.device, torch.long)
+        replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)
+        taken = torch.where(replayed, given, own)
+        if torch._C._current_graph_task_id() == -1:  # not when a checkpoint runs it again
+            new = (own[:, :, None] != taken[:, None, :]).all(2)  # (T, k)
+            differing, decisions = new.sum(), replayed.sum() * own.shape[1]
+            self.replay.add(name, differing, decisions)
+            counter = getattr(getattr(self.router.experts, "fp8", None), "tokens", None)
+            if counter is not None:  # a monitor's
+                counter.add_decisions(differing, decisions)
+        return taken
+
+
+def _by_router(routers: list[Router], indices: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the indices (T, k) of each router."""
+    if isinstance(indices, Mapping):
+        unknown = [name for name in indices if name not in {router.name for router in routers}]
+        if unknown:
+            known = ", ".join(repr(router.name) for router in routers[:3])
+            raise ValueError(
+                f"routing_replay: {unknown[0]!r} is no router of this model; they are {known}, ..."
+            )
+        named = dict(indices)
+    else:
+        if indices.ndim < 3 or indices.shape[-2] != len(routers):
+            raise ValueError(
+                f"routing_replay takes experts of (..., {len(routers)} routers, k), got "
+                f"{tuple(indices.shape)}"
+            )
+        named = {router.name: indices[..., i, :] for i, router in enumerate(routers)}
+    for router in routers:
+        given = named.get(router.name)
+        if given is None:
+            continue
+        if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+            raise TypeError(f"routing_replay takes integers for '{router.name}', got {given.dtype}")
+        if not given.is_cuda and given.numel() and int(given.max()) >= router.num_experts:
+            raise ValueError(
+                f"routing_replay: '{router.name}' has {router.num_experts} experts, and index "
+                f"{int(given.max())} is none of them"
+            )
+        named[router.name] = given.reshape(-1, given.shape[-1])
+    return named
