@@ -34,7 +34,7 @@ FLOORS = [
 ]
 FLOORS_OF_DISTRIBUTED = [
     {"collectives", "agreement", "comm_counter"},
-    {"config_check"},
+    {"config_check", "averaging"},
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]

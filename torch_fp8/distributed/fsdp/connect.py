@@ -9,8 +9,9 @@
     print(connect_fsdp(model, config))
 
 Weights of FP8 layers are all-gathered as FP8 (`torch_fp8.distributed.fsdp.all_gather`), and
-gradients are reduce-scattered as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`). What is not
-converted travels in BF16, or in the dtype that the user's `MixedPrecisionPolicy` gives it.
+gradients are reduce-scattered as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`), and averaged
+among replicas as FP8 (`torch_fp8.distributed.fsdp.replicas`). What is not converted travels in
+BF16, or in the dtype that the user's `MixedPrecisionPolicy` gives it.
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ from torch_fp8.distributed.fsdp.expert_gather import (
     why_not_gathered,
 )
 from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
-from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
+from torch_fp8.distributed.fsdp.grad_structure import in_groups
+from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter
+from torch_fp8.distributed.fsdp.replicas import connect_replicas, disconnect_replicas
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
@@ -48,18 +51,22 @@ class FSDPReport:
             in FP8.
         skipped: (name, reason) of each weight and module for which this is not so.
         num_frozen: the number of weights whose shards are held, and gathered, in FP8 alone.
+        num_replicated: the number of modules whose gradients are averaged among replicas in FP8.
     """
 
     num_gathers: int = 0
     num_scatters: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     num_frozen: int = 0
+    num_replicated: int = 0
 
     def __str__(self) -> str:
         text = (
             f"FSDP2: {self.num_gathers} weights gathered in FP8, gradients of {self.num_scatters} "
             "modules scattered in FP8"
         )
+        if self.num_replicated:
+            text += f", those of {self.num_replicated} averaged among replicas in FP8"
         if self.num_frozen:
             text += f", {self.num_frozen} frozen weights held and gathered as FP8 alone"
         reasons: dict[str, list[str]] = {}
@@ -111,8 +118,15 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     every = [gather for of_group in gathers.values() for gather in of_group]
     for gather in every:
         gather.attach()
-    scatters = [_connect_scatter(group, names, skipped) for group in gathers]
-    return FSDPReport(len(every), sum(scatters), tuple(skipped), num_frozen)
+    scatters = {group: _connect_scatter(group, names, skipped) for group in gathers}
+    replicated = [
+        connect_replicas(group, group._reduce_scatter_comm.structures)
+        for group, ours in scatters.items()
+        if ours
+    ]
+    return FSDPReport(
+        len(every), sum(scatters.values()), tuple(skipped), num_frozen, sum(replicated)
+    )
 
 
 class ScalePrefetch:
@@ -159,12 +173,16 @@ class ScalePrefetch:
 
 
 def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
-    """Describe, for each process group that shards parameters, these parameters by name."""
+    """Describe, for each process group that shards parameters or replicates shards, the parameters
+    by name.
+    """
     parts: dict[Any, dict[str, str]] = {}
     for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
-        process_group = getattr(group.mesh_info, "shard_process_group", None)
-        if process_group is None:
+        if not hasattr(group.mesh_info, "shard_process_group"):
             continue
+        process_groups = [group.mesh_info.shard_process_group]
+        if hasattr(group.mesh_info, "replicate_process_group"):
+            process_groups.append(group.mesh_info.replicate_process_group)
         place = names.get(group.modules[0], "") or "the root"
         for param in group.fsdp_params:
             info = param._module_info
@@ -174,7 +192,9 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
                 precision = f"in FP8 ({info.module.fp8.recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
-            parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
+            for process_group in process_groups:
+                of_group = parts.setdefault(process_group, {})
+                of_group[f"'{name}'"] = f"{what}, {sharded}, {precision}"
     return parts
 
 
@@ -263,6 +283,7 @@ def _disconnect(model: nn.Module) -> None:
             if isinstance(hook, ScalePrefetch):
                 hook.remove()
         for group in param_groups(module):
+            disconnect_replicas(group)
             if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
                 group._reduce_scatter_comm = DefaultReduceScatter()
 
