@@ -35,6 +35,7 @@ FLOORS = [
 FLOORS_OF_DISTRIBUTED = [
     {"collectives", "agreement", "comm_counter"},
     {"config_check", "averaging"},
+    {"links"},
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]

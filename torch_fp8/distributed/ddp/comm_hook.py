@@ -31,6 +31,7 @@ from torch import Tensor
 from torch_fp8.distributed.averaging import DTYPES, Run, Stages, average_runs
 from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
+from torch_fp8.distributed.links import Exchanges
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import GROUP_SIZE
 
@@ -63,15 +64,18 @@ class QuantizedAllReduce:
     Args:
         group: DDP's process group, of more than one rank.
         beside: what averages other gradients of this DDP, and goes first.
-        eight_bits: whether gradients travel in 8 bits; else in their dtype.
+        exchanges: whether gradients travel in 8 bits; else in their dtype. None: they do.
     """
 
     def __init__(
-        self, group: Any, beside: Float8GradReducer | None = None, eight_bits: bool = True
+        self,
+        group: Any,
+        beside: Float8GradReducer | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.group = group
         self.beside = beside
-        self._eight_bits = eight_bits
+        self._exchanges = exchanges or Exchanges()
         self.world_size = dist.get_world_size(group)
         self._held: list[Stages] = []
         self._in_flight: list[Stages] = []
@@ -89,7 +93,7 @@ class QuantizedAllReduce:
             self._in_flight.clear()  # the last backward raised
             self._held.clear()
         future: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        stock = buffer.is_sparse or buffer.dtype not in DTYPES or not self._eight_bits
+        stock = buffer.is_sparse or buffer.dtype not in DTYPES or not self._exchanges["average"]
         stages = self._average_stock if stock else self._average
         self._held.append(stages(bucket, buffer, future))
         self._is_last = bucket.is_last()

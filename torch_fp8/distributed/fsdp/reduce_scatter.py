@@ -19,9 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from torch_fp8.distributed.collectives import all_to_all
 from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, Structure, factor_of
+from torch_fp8.distributed.links import Exchanges
 from torch_fp8.ops.messages import pack, unpack_sum
 from torch_fp8.quantization.formats import GROUP_SIZE
 
@@ -31,9 +33,11 @@ class Float8ReduceScatter(ReduceScatter):
 
     Args:
         param_group: FSDP's.
+        exchanges: whether gradients are scattered in 8 bits; else as without us.
     """
 
-    def __init__(self, param_group: Any) -> None:
+    def __init__(self, param_group: Any, exchanges: Exchanges) -> None:
+        self._exchanges, self._stock = exchanges, DefaultReduceScatter()
         self.structures = GroupStructures(param_group)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -56,6 +60,8 @@ class Float8ReduceScatter(ReduceScatter):
             op: SUM, AVG or PREMUL_SUM.
             async_op: return at once, with something to ``wait`` for.
         """
+        if not self._exchanges["scatter"]:
+            return self._stock(output_tensor, input_tensor, group, op, async_op)
         factor = factor_of(op, dist.get_world_size(group))
         structure = self.structures.of(output_tensor.numel())
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), structure)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_fp8.distributed.averaging import DTYPES, average_runs
 from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, factor_of
+from torch_fp8.distributed.links import Exchanges
 
 
 class Float8Replicas:
@@ -20,11 +21,12 @@ class Float8Replicas:
     Args:
         group: process group of the ranks that hold the same shards.
         structures: structures of the parameter group's buffers.
+        exchanges: whether gradients are averaged in 8 bits; else as without us.
     """
 
-    def __init__(self, group: Any, structures: GroupStructures) -> None:
+    def __init__(self, group: Any, structures: GroupStructures, exchanges: Exchanges) -> None:
         self.group = group
-        self._structures = structures
+        self._structures, self._exchanges = structures, exchanges
 
     def size(self) -> int:
         """Return the number of replicas."""
@@ -41,11 +43,11 @@ class Float8Replicas:
             tensors: one buffer, (E,).
             options: torch's ``AllreduceOptions``.
         Returns:
-            None, because the current stream waits for the result; a ``Work`` for dtypes that have
-            no 8-bit form, which the stock collective reduces.
+            None, because the current stream waits for the result; a ``Work`` where the stock
+            collective reduces, as it does dtypes that have no 8-bit form.
         """
         (buffer,) = tensors
-        if buffer.dtype not in DTYPES:
+        if buffer.dtype not in DTYPES or not self._exchanges["replicas"]:
             return self.group.allreduce(tensors, options)
         factor = factor_of(options.reduceOp, self.size())
         runs = self._structures.of(buffer.numel()).runs
@@ -54,14 +56,14 @@ class Float8Replicas:
         return None
 
 
-def connect_replicas(param_group: Any, structures: GroupStructures) -> bool:
+def connect_replicas(param_group: Any, structures: GroupStructures, exchanges: Exchanges) -> bool:
     """Average a parameter group's gradients among replicas in FP8; False if it has no replicas."""
     group = getattr(param_group.mesh_info, "replicate_process_group", None)
     if group is None or group.size() == 1:
         return False
     # The parameters have the mesh's own record, from which they build DTensors.
     param_group.mesh_info = copy.copy(param_group.mesh_info)
-    param_group.mesh_info.replicate_process_group = Float8Replicas(group, structures)
+    param_group.mesh_info.replicate_process_group = Float8Replicas(group, structures, exchanges)
     return True
 
 
