@@ -34,7 +34,8 @@ FLOORS = [
 ]
 FLOORS_OF_DISTRIBUTED = [
     {"collectives", "agreement", "comm_counter"},
-    {"config_check"},
+    {"config_check", "averaging"},
+    {"links"},
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]

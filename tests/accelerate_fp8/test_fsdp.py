@@ -1,5 +1,6 @@
 """Accelerate's FSDP2 in two processes on gloo: the levels, configuration files, trainers."""
 
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -43,6 +44,24 @@ def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run: Ca
         "memory    7.24 bytes per parameter, 16.00 before",
     ):
         assert said in done.stderr
+
+
+def test_replicas_of_shards_exchange_8_bits_and_resume_bit_for_bit(run: Callable) -> None:
+    """``ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)``, with accumulation and clipping;
+    all ranks have the same data.
+    """
+    line = re.compile(r"rank (\d): (O\d) losses (\[.*?\])(?: resumed (\w+))?")
+    alone = {m[2]: m[3] for m in line.finditer(run("hsdp.py", "O2", "O3", launch=FP8).stdout)}
+    done = run("hsdp.py", "O2", "O3", launch=FP8, processes=4)
+    lines = line.findall(done.stdout)
+    assert sorted((rank, level) for rank, level, *_ in lines) == [
+        (rank, level) for rank in "0123" for level in ("O2", "O3")
+    ]
+    for _, level, losses, resumed in lines:
+        assert resumed == "True"
+        assert json.loads(losses) == pytest.approx(json.loads(alone[level]), rel=0.01)
+    said = "gradients of 2 modules scattered in FP8, those of 2 averaged among replicas in FP8"
+    assert done.stderr.count(said) == 4  # two levels, each of which is resumed
 
 
 CONFIG = """

@@ -42,6 +42,14 @@ def test_two_ranks_train_as_one_process(run, script, host, cases):
         assert "optimizer SGD keeps its own states" in result.output
 
 
+def test_replicas_of_shards_exchange_8_bits(run):
+    """A mesh of the user's under ModelParallelStrategy; the script compares with BF16."""
+    (result,) = run(["hsdp.py"])
+    assert result.returncode == 0, result.output
+    said = "gradients of 2 modules scattered in FP8, those of 2 averaged among replicas in FP8"
+    assert result.output.count(said) == 2
+
+
 def test_cli(run):
     options = {
         "accelerator": "cpu",

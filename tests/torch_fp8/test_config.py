@@ -54,7 +54,7 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"fast_accum": ("forward",)}, "fprop"),
         ({"opt_level": "O4"}, "O1"),
         ({"residual_bits": 6}, "8, 4, 0"),
-        ({"communication": "bf16"}, "'fp8', 'off'"),
+        ({"communication": "bf16"}, "'auto', 'fp8', 'off'"),
         ({"communication": "fp8-lm"}, "is gone; take 'fp8'"),
         ({"opt_level": "O1", "residual_bits": 4}, "residual_bits apply to the optimizer"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
@@ -132,7 +132,7 @@ def test_contradictions_raise(options, named):
 
 
 def test_gradients_travel_in_fp8_unless_told_otherwise():
-    assert FP8Config().communication == "fp8"
+    assert FP8Config().communication == "auto"
     assert FP8Config(communication="off", opt_level="O3").communication == "off"
 
 
@@ -194,7 +194,7 @@ CHOICES = {
     "opt_level": ("O1", "O2", "O3"),
     "cache_weights": ("both",),
     "save_format": ("fine-grained", "compressed-tensors", "modelopt"),
-    "communication": ("fp8", "off"),
+    "communication": ("auto", "fp8", "off"),
     "save_activations": ("fp8", "bf16"),
     "backend": ("torch", "transformer-engine"),
 }

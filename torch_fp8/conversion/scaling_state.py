@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.distributed.links import STATE_KEY, exchanges_state, load_exchanges_state
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.linear import Float8Layer
@@ -15,7 +16,7 @@ _FORMER = "automatic_scaling.mu"
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
+    """Return the scaling state as plain tensors on the CPU; empty for most configurations.
 
     Delayed scaling has two keys for each layer, which is named as in the model without compiled
     and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
@@ -23,10 +24,13 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ``<qualified name>.last_scale``, (2,), are the scales of input and weight that the history
     suggests.
 
+    ``fp8_communication`` is what ``communication="auto"`` measured on the links of this job.
+
     Args:
         model: converted.
     """
-    state = {}
+    exchanges = exchanges_state(model)
+    state = {} if exchanges is None else {STATE_KEY: exchanges}
     for name, module in _delayed_modules(model):
         for key, value in zip(_SCALING, module.scaling_state, strict=True):
             state[f"{name}.{key}"] = value.detach().cpu().clone()
@@ -46,6 +50,9 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
             or NaN; nothing is loaded then.
     """
     state = {unwrapped_name(key): value for key, value in state.items() if key != _FORMER}
+    exchanges = state.pop(STATE_KEY, None)
+    if exchanges is not None:
+        load_exchanges_state(model, exchanges)
     if not state:
         return
     modules = dict(_delayed_modules(model))

@@ -96,9 +96,9 @@ def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> flo
     """Return the bytes that a GPU sends in an optimizer step.
 
     FSDP2's are counted. Replicas exchange gradients once. Those of DDP are all-reduced in float32
-    (BF16-mixed), or go as 8-bit values in groups of 32 with a scale each; between replicas that
-    FSDP2 shards (HSDP) its own all-reduce adds them up, in BF16 at every level. Tensor parallelism
-    all-reduces BF16 activations, twice forward and twice backward in each layer.
+    (BF16-mixed), those of replicas that FSDP2 shards (HSDP) in BF16; with FP8 both go as 8-bit
+    values in groups of 32 with a scale each. Tensor parallelism all-reduces BF16 activations, twice
+    forward and twice backward in each layer.
 
     Args:
         trained: elements of a GPU's gradients.
@@ -225,7 +225,8 @@ def _replica_seconds(setup: Setup, elements: float, level: str) -> float:
 
 def _replica_bytes(setup: Setup, elements: float, level: str) -> float:
     """Return the bytes of the gradients' exchange between replicas, of a rank's shards."""
-    each = 2.0 if setup.fsdp > 1 else 4.0 if level == BF16 else 1 + 1 / 32
+    plain = 2.0 if setup.fsdp > 1 else 4.0
+    each = plain if level == BF16 else 1 + 1 / 32
     return 2 * (setup.data - 1) / setup.data * each * elements
 
 

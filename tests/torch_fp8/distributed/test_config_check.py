@@ -31,7 +31,7 @@ def test_no_collective_is_needed(ranks):
         (
             "several",
             "recipe is 'auto' on rank 0, 'rowwise' on ranks 1-3; "
-            "communication is 'fp8' on ranks 0, 2-3, 'off' on rank 1. ",
+            "communication is 'auto' on rank 0, 'off' on rank 1, 'fp8' on ranks 2-3. ",
         ),
         ("skip", "skip is ('lm_head',) on ranks 0-2, ('lm_head', 'embed') on rank 3. "),
         (

@@ -22,35 +22,20 @@ hook. Ranks that have joined (uneven inputs) send zeros, and the average counts 
 with torch's own hooks.
 """
 
-from collections.abc import Generator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.distributed.collectives import CommunicationStream, all_gather, all_to_all
+from torch_fp8.distributed.averaging import DTYPES, Run, Stages, average_runs
+from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
-from torch_fp8.ops import messages
-from torch_fp8.ops.alignment import aligned, is_aligned
+from torch_fp8.distributed.links import Exchanges
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import GROUP_SIZE
 
-_WIRE_DTYPES = (torch.bfloat16, torch.float32)
-_DTYPES = (*_WIRE_DTYPES, torch.float16)
-
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
-Stages: TypeAlias = Generator[None, None, None]
-"""The averaging of a bucket, which stops behind each collective that it has begun."""
-
-
-class Run(NamedTuple):
-    """Neighbours in a bucket that travel in the same form: elements ``start`` to ``stop``."""
-
-    start: int
-    stop: int
-    in_groups: bool
 
 
 def runs_of(buffer: Tensor, gradients: list[Tensor]) -> list[Run]:
@@ -79,15 +64,18 @@ class QuantizedAllReduce:
     Args:
         group: DDP's process group, of more than one rank.
         beside: what averages other gradients of this DDP, and goes first.
-        eight_bits: whether gradients travel in 8 bits; else in their dtype.
+        exchanges: whether gradients travel in 8 bits; else in their dtype. None: they do.
     """
 
     def __init__(
-        self, group: Any, beside: Float8GradReducer | None = None, eight_bits: bool = True
+        self,
+        group: Any,
+        beside: Float8GradReducer | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.group = group
         self.beside = beside
-        self._eight_bits = eight_bits
+        self._exchanges = exchanges or Exchanges()
         self.world_size = dist.get_world_size(group)
         self._held: list[Stages] = []
         self._in_flight: list[Stages] = []
@@ -105,7 +93,7 @@ class QuantizedAllReduce:
             self._in_flight.clear()  # the last backward raised
             self._held.clear()
         future: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        stock = buffer.is_sparse or buffer.dtype not in _DTYPES or not self._eight_bits
+        stock = buffer.is_sparse or buffer.dtype not in DTYPES or not self._exchanges["average"]
         stages = self._average_stock if stock else self._average
         self._held.append(stages(bucket, buffer, future))
         self._is_last = bucket.is_last()
@@ -133,34 +121,8 @@ class QuantizedAllReduce:
 
     def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
         """Average a bucket in 8 bits."""
-        runs, ranks = runs_of(buffer, bucket.gradients()), self.world_size
-        groups, plain = ([run for run in runs if run.in_groups == kind] for kind in (True, False))
-        values, others = _joined(buffer, groups, GROUP_SIZE), _joined(buffer, plain, 1)
-        sizes = values.numel(), others.numel()
-        layout = messages.split_layout(*sizes, ranks)
-        values = values if values.dtype in _WIRE_DTYPES else values.float()
-        sent = messages.pack_flat(values, others, layout, ranks)
-        del values, others
-        received = torch.empty_like(sent)
-        work = all_to_all(received, sent, self.group, async_op=True)
-        yield
-
-        work.wait()  # now average the part that this rank owns, and send it to all
-        sent, received = messages.reduce_and_repack(received, layout, 1 / ranks), sent
-        work = all_gather(received, sent, self.group, async_op=True)
-        yield
-
-        work.wait()
-        values = _target(buffer, groups, sizes[0], _WIRE_DTYPES)
-        others = _target(buffer, plain, sizes[1], _DTYPES)
-        messages.unpack_flat(received, layout, values, others)
-        for kind, source, multiple in ((groups, values, GROUP_SIZE), (plain, others, 1)):
-            position = 0
-            for run in kind:
-                size, target = run.stop - run.start, buffer[run.start : run.stop]
-                if target.data_ptr() != source.data_ptr():
-                    target.copy_(source[position : position + size])
-                position += -(-size // multiple) * multiple
+        runs = runs_of(buffer, bucket.gradients())
+        yield from average_runs(buffer, runs, self.group, 1 / self.world_size)
         future.set_result(buffer)
 
     def _average_stock(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
@@ -179,28 +141,6 @@ class QuantizedAllReduce:
 def average_bucket(state: QuantizedAllReduce, bucket: dist.GradBucket) -> Future:
     """Run as ``ddp.register_comm_hook(QuantizedAllReduce(group), average_bucket)``."""
     return state.average(bucket)
-
-
-def _joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
-    """Join runs of a buffer to one flat, aligned tensor; each of several is zero-padded to a
-    `multiple` of elements.
-    """
-    pieces = [buffer[run.start : run.stop] for run in runs]
-    if len(pieces) == 1:
-        return aligned(pieces[0])
-    padded = [F.pad(piece, (0, -piece.numel() % multiple)) for piece in pieces]
-    return torch.cat(padded) if padded else buffer.new_empty(0)
-
-
-def _target(buffer: Tensor, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """Return where runs are decoded: an aligned one alone in its own place, others in memory for
-    all.
-    """
-    if len(runs) == 1 and buffer.dtype in dtypes:
-        place = buffer[runs[0].start : runs[0].stop]
-        if is_aligned(place):
-            return place
-    return buffer.new_empty(numel, dtype=buffer.dtype if buffer.dtype in dtypes else torch.float32)
 
 
 def _nothing() -> None:

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
+from torch_fp8.distributed.links import Exchanges
 from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_weight import stored_grad
@@ -55,7 +56,7 @@ class Float8GradReducer:
     Args:
         parameters: the parameters to average, equal and in the same order on all ranks.
         group: DDP's process group.
-        fp8: whether gradients travel in FP8; else in their dtype.
+        exchanges: whether gradients travel in FP8; else in their dtype. None: they do.
 
     Attributes:
         parameters: the parameters whose gradients are averaged.
@@ -64,10 +65,12 @@ class Float8GradReducer:
         joined: whether this rank has run out of inputs, and takes part in others' collectives.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], group: Any, fp8: bool = True) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], group: Any, exchanges: Exchanges | None = None
+    ) -> None:
         self._order = list(parameters)[::-1]
         self.parameters = frozenset(self._order)
-        self._group, self._fp8 = group, fp8
+        self._group, self._exchanges = group, exchanges or Exchanges()
         self.rank = dist.get_rank(group)
         self._stream = CommunicationStream()
         self._overlaps = self._order[0].is_cuda
@@ -82,6 +85,7 @@ class Float8GradReducer:
         self._start()
 
     def _start(self) -> None:
+        self._fp8 = self._exchanges["average"]
         self._buckets = deque(_buckets(self._order, _BUCKET_NUMEL if self._fp8 else 1))
         self._ready: dict[Tensor, None] = {}
         self._in_flight: deque[GradientBucket | _PlainGradient] = deque()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
+from torch_fp8.distributed.links import Exchanges
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,21 @@ class DDPReport:
         num_fp8_gradients: the number of weights with 8-bit gradients (O3), which are averaged
             beside DDP.
         fp8_exchange: whether these 8-bit gradients travel in FP8.
+        note: how ``communication="auto"`` chose; empty if it did not.
     """
 
     num_ranks: int
     reason: str | None = None
     num_fp8_gradients: int = 0
     fp8_exchange: bool = True
+    note: str = ""
 
     def __str__(self) -> str:
         if self.num_ranks == 1:
             return "1, which has nothing to exchange"
         text = f"{self.num_ranks}, gradients averaged in "
         if self.reason is None:
-            return f"{text}FP8, 1.03 bytes each"
+            return f"{text}FP8, 1.03 bytes each{f', {self.note}' if self.note else ''}"
         if self.num_fp8_gradients and self.fp8_exchange:
             text += f"FP8 where they have 8 bits ({self.num_fp8_gradients}), others in "
         return f"{text}their dtype: {self.reason}"
@@ -70,17 +73,17 @@ def is_connected(ddp: DistributedDataParallel) -> bool:
 
 def connect_hook(
     ddp: DistributedDataParallel,
-    communication: str = "fp8",
+    exchanges: Exchanges | None = None,
     beside: Float8GradReducer | None = None,
 ) -> None:
     """Have the buckets of `ddp` averaged by our hook, unless its first run finds another one.
 
     Args:
         ddp: not connected yet.
-        communication: the option of FP8Config; with ``"off"`` they are averaged in their dtype.
+        exchanges: whether they are averaged in 8 bits; else in their dtype. None: they are.
         beside: what averages other gradients of `ddp`.
     """
-    registration = HookRegistration(communication, beside)
+    registration = HookRegistration(exchanges or Exchanges(), beside)
     ddp.register_forward_pre_hook(registration)
     ddp.join_hook = _JoinHook(ddp, registration)
 
@@ -89,12 +92,12 @@ class HookRegistration:
     """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own.
 
     Args:
-        communication: see `connect_hook`.
+        exchanges: see `connect_hook`.
         beside: see `connect_hook`.
     """
 
-    def __init__(self, communication: str, beside: Float8GradReducer | None = None) -> None:
-        self._communication, self._beside = communication, beside
+    def __init__(self, exchanges: Exchanges, beside: Float8GradReducer | None = None) -> None:
+        self._exchanges, self._beside = exchanges, beside
         self._registered = False
 
     @torch._dynamo.disable
@@ -104,15 +107,17 @@ class HookRegistration:
         self._registered = True
         # The hooks that are listed in a copy belong to the original.
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
-        if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
-            fp8 = self._communication == "fp8"
-            state = QuantizedAllReduce(ddp.process_group, self._beside, fp8)
+        wanted = self._exchanges["average"] or self._beside is not None
+        if not wanted or dist.get_world_size(ddp.process_group) == 1:
+            return
+        if reason_without_hook(ddp) is None:
+            state = QuantizedAllReduce(ddp.process_group, self._beside, self._exchanges)
             ddp.register_comm_hook(state, average_bucket)
             if self._beside is not None:
                 self._beside.leads = True
 
     def __reduce__(self) -> Any:
-        return HookRegistration, (self._communication, self._beside)
+        return HookRegistration, (self._exchanges, self._beside)
 
 
 class _JoinHook:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +35,7 @@ from torch_fp8.distributed.ddp.hook_registration import (
     reason_without_hook,
 )
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
+from torch_fp8.distributed.links import Exchanges, choose_exchanges, measured_groups
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.grad_hooks import attach_hooks
@@ -79,7 +81,10 @@ def ddp_options(
         warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
         for optimizer, weights in eight_bit:
             _keep_plain(optimizer, weights, reason)
-    beside = set() if asked else _averaged_beside(ours)
+    beside: set[Tensor] = set()
+    if ours and not asked:
+        exchanges = _chosen(module, _config_of(ours), _process_group(settings), agree=True)
+        beside = _averaged_beside(ours, exchanges["average"])
     trained = [p for p in module.parameters() if p.requires_grad]
     if trained and beside.issuperset(trained):  # DDP refuses to ignore everything
         smallest = min(trained, key=Tensor.numel)
@@ -130,18 +135,29 @@ def connect_ddp(
     layers = {f"'{name}'": f"in FP8 ({recipe})" for name, recipe in _recipes(ddp.module)}
     check_same_parts(layers, ddp.process_group, absent="in high precision")
     reason = reason or reason_without_hook(ddp)
+    exchanges = _chosen(ddp.module, config, None if reason else ddp.process_group)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        rule, reducer = config.communication, _connect_reducer(ddp, optimizers, names, config)
-        wanted = reason is None and (rule != "off" or reducer is not None)
+        reducer = _connect_reducer(ddp, optimizers, names, exchanges)
+        wanted = reason is None and (config.communication != "off" or reducer is not None)
         if wanted and num_ranks > 1 and not is_connected(ddp):
-            connect_hook(ddp, rule, reducer)
+            connect_hook(ddp, exchanges, reducer)
         if num_ranks > 1:
             connect_join(ddp, reducer, optimizers)
-    if config.communication == "off":
-        reason = "communication='off'"
+    if not exchanges["average"]:
+        reason = exchanges.note("average") or "communication='off'"
     reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
     parameters = {p for e in reducers for p in e.parameters}.intersection(ddp.module.parameters())
-    return DDPReport(num_ranks, reason, len(parameters), config.communication != "off")
+    note = exchanges.note("average")
+    return DDPReport(num_ranks, reason, len(parameters), exchanges["average"], note)
+
+
+def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
+    """Return what DDP's exchange sends; `agree`: compare configurations before measuring."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    groups = {"average": group}
+    if agree and measured_groups(config, groups, device):
+        check_same_config(config, group)
+    return choose_exchanges(module, config, groups, device)
 
 
 def _recipes(module: nn.Module) -> list[tuple[str, str]]:
@@ -161,12 +177,12 @@ def _connect_reducer(
     ddp: DistributedDataParallel,
     optimizers: list[Optimizer],
     kept: list[Tensor],
-    config: FP8Config,
+    exchanges: Exchanges,
 ) -> Float8GradReducer | None:
     """Average the gradients that `ddp_options` kept from DDP."""
     reducer = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
-        reducer = Float8GradReducer(kept, ddp.process_group, config.communication == "fp8")
+        reducer = Float8GradReducer(kept, ddp.process_group, exchanges)
         ddp.register_forward_hook(ForwardHook(reducer))
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
@@ -194,17 +210,20 @@ def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str
     attach_hooks(optimizer)
 
 
-def _averaged_beside(optimizers: list[ConvertedOptimizer]) -> set[Tensor]:
+def _averaged_beside(optimizers: list[ConvertedOptimizer], in_8_bits: bool) -> set[Tensor]:
     """Return the weights that are kept from DDP, whose buckets have the dtype that they read as.
 
     Those with 8-bit gradients, and split weights whose gradients travel in FP8.
+
+    Args:
+        optimizers: those that train the model.
+        in_8_bits: whether gradients travel in FP8.
     """
     return {
         p
         for o in optimizers
         for _, _, p in o.indexed_parameters()
-        if o.has_fp8_gradient(p)
-        or (isinstance(p, SplitWeight) and p.requires_grad and o.fp8_config.communication == "fp8")
+        if o.has_fp8_gradient(p) or (isinstance(p, SplitWeight) and p.requires_grad and in_8_bits)
     }
 
 

@@ -27,6 +27,7 @@ from torch_fp8.distributed.fsdp.unsharded_weight import (
     UnshardedFloat8Weight,
     exponent_bytes,
 )
+from torch_fp8.distributed.links import Exchanges
 from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
@@ -49,6 +50,7 @@ class WeightGather:
         device: the device on which it is gathered.
         group: process group of its shards.
         siblings: it and the others of its `param_group`.
+        exchanges: whether weights are gathered in 8 bits.
         announced: whether a forward that runs has made its scale.
         made: event in the stream that made it; None on the CPU.
     """
@@ -60,6 +62,7 @@ class WeightGather:
         self.group = fsdp_param.mesh_info.shard_process_group
         self.spec = module.fp8.recipe.weight
         self.siblings: list[WeightGather] = [self]
+        self.exchanges = Exchanges()
         self.announced = False
         self._made_for_this_gather = False
         self.made: Any = None
@@ -86,7 +89,7 @@ class WeightGather:
         """Whether the module runs in FP8 now; if an evaluation does not, it gathers in high
         precision, too.
         """
-        return self.module.runs_fp8
+        return self.module.runs_fp8 and self.exchanges["gather"]
 
     def attach(self) -> None:
         """Have FSDP ask us from the next all-gather on."""

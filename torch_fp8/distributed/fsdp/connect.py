@@ -9,11 +9,12 @@
     print(connect_fsdp(model, config))
 
 Weights of FP8 layers are all-gathered as FP8 (`torch_fp8.distributed.fsdp.all_gather`), and
-gradients are reduce-scattered as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`). What is not
-converted travels in BF16, or in the dtype that the user's `MixedPrecisionPolicy` gives it.
+gradients are reduce-scattered as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`), and averaged
+among replicas as FP8 (`torch_fp8.distributed.fsdp.replicas`). What is not converted travels in
+BF16, or in the dtype that the user's `MixedPrecisionPolicy` gives it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,11 @@ from torch_fp8.distributed.fsdp.expert_gather import (
     why_not_gathered,
 )
 from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
-from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
+from torch_fp8.distributed.fsdp.grad_structure import in_groups
+from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter
+from torch_fp8.distributed.fsdp.replicas import connect_replicas, disconnect_replicas
 from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.links import Exchanges, choose_exchanges
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import refuse_sharding
@@ -48,20 +52,28 @@ class FSDPReport:
             in FP8.
         skipped: (name, reason) of each weight and module for which this is not so.
         num_frozen: the number of weights whose shards are held, and gathered, in FP8 alone.
+        num_replicated: the number of modules whose gradients are averaged among replicas in FP8.
+        note: how ``communication="auto"`` chose; empty if it did not.
     """
 
     num_gathers: int = 0
     num_scatters: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     num_frozen: int = 0
+    num_replicated: int = 0
+    note: str = ""
 
     def __str__(self) -> str:
         text = (
             f"FSDP2: {self.num_gathers} weights gathered in FP8, gradients of {self.num_scatters} "
             "modules scattered in FP8"
         )
+        if self.num_replicated:
+            text += f", those of {self.num_replicated} averaged among replicas in FP8"
         if self.num_frozen:
             text += f", {self.num_frozen} frozen weights held and gathered as FP8 alone"
+        if self.note:
+            text += f"; {self.note}"
         reasons: dict[str, list[str]] = {}
         for name, reason in self.skipped:
             reasons.setdefault(reason, []).append(name)
@@ -92,27 +104,55 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     every_group = dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m))
     num_frozen = connect_frozen(list(every_group))
     if config.communication == "off":
+        choose_exchanges(model, config, {}, torch.device("cpu"))
         return FSDPReport(skipped=(("model", "communication='off'"),), num_frozen=num_frozen)
     names = {module: name for name, module in model.named_modules()}
     for process_group, parts in _parts(model, names).items():
         check_same_parts(parts, process_group)
         check_same_config(config, process_group)
+    exchanges = _chosen(model, config, every_group)
     skipped: list[tuple[str, str]] = []
     gathers: dict[Any, list[WeightGather]] = {}
     for module in _sharded_modules(model):
         for group in param_groups(module):
             if group not in gathers:
-                gathers[group] = _gathers_of(group, names, skipped)
+                gathers[group] = _gathers_of(group, names, skipped, exchanges)
     for module in _sharded_modules(model):
         groups = dict.fromkeys(g for inner in _sharded_modules(module) for g in param_groups(inner))
         own = [gather for group in groups for gather in gathers[group]]
         if own:
             ScalePrefetch(module, own)
     every = [gather for of_group in gathers.values() for gather in of_group]
-    for gather in every:
+    for gather in every if exchanges["gather"] else ():
         gather.attach()
-    scatters = [_connect_scatter(group, names, skipped) for group in gathers]
-    return FSDPReport(len(every), sum(scatters), tuple(skipped), num_frozen)
+    scatters = {g: _connect_scatter(g, names, skipped, exchanges) for g in gathers}
+    replicated = [
+        connect_replicas(group, group._reduce_scatter_comm.structures, exchanges)
+        for group, ours in scatters.items()
+        if ours
+    ]
+    return FSDPReport(
+        len(every) * exchanges["gather"],
+        sum(scatters.values()) * exchanges["scatter"],
+        tuple(skipped),
+        num_frozen,
+        sum(replicated) * exchanges["replicas"],
+        exchanges.note("gather", "scatter", "replicas"),
+    )
+
+
+def _chosen(model: nn.Module, config: FP8Config, sharded: Iterable[Any]) -> Exchanges:
+    """Return what FSDP2's exchanges send, chosen in the groups of the first sharded parameters."""
+    groups: dict[str, Any] = {}
+    device = torch.device("cpu")
+    for param_group in sharded:
+        info = param_group.mesh_info
+        if hasattr(info, "shard_process_group"):
+            device = param_group.device
+            groups = dict.fromkeys(("gather", "scatter"), info.shard_process_group)
+            groups["replicas"] = getattr(info, "replicate_process_group", None)
+            break
+    return choose_exchanges(model, config, groups, device)
 
 
 class ScalePrefetch:
@@ -159,12 +199,16 @@ class ScalePrefetch:
 
 
 def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
-    """Describe, for each process group that shards parameters, these parameters by name."""
+    """Describe, for each process group that shards parameters or replicates shards, the parameters
+    by name.
+    """
     parts: dict[Any, dict[str, str]] = {}
     for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
-        process_group = getattr(group.mesh_info, "shard_process_group", None)
-        if process_group is None:
+        if not hasattr(group.mesh_info, "shard_process_group"):
             continue
+        process_groups = [group.mesh_info.shard_process_group]
+        if hasattr(group.mesh_info, "replicate_process_group"):
+            process_groups.append(group.mesh_info.replicate_process_group)
         place = names.get(group.modules[0], "") or "the root"
         for param in group.fsdp_params:
             info = param._module_info
@@ -174,12 +218,17 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
                 precision = f"in FP8 ({info.module.fp8.recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
-            parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
+            for process_group in process_groups:
+                of_group = parts.setdefault(process_group, {})
+                of_group[f"'{name}'"] = f"{what}, {sharded}, {precision}"
     return parts
 
 
 def _gathers_of(
-    group: Any, names: dict[nn.Module, str], skipped: list[tuple[str, str]]
+    group: Any,
+    names: dict[nn.Module, str],
+    skipped: list[tuple[str, str]],
+    exchanges: Exchanges,
 ) -> list[WeightGather]:
     gathers = []
     for param in group.fsdp_params:
@@ -200,12 +249,15 @@ def _gathers_of(
         else:
             skipped.append((f"{names.get(info.module, '')}.{info.param_name}".lstrip("."), reason))
     for gather in gathers:
-        gather.siblings = gathers
+        gather.siblings, gather.exchanges = gathers, exchanges
     return gathers
 
 
 def _connect_scatter(
-    group: Any, names: dict[nn.Module, str], skipped: list[tuple[str, str]]
+    group: Any,
+    names: dict[nn.Module, str],
+    skipped: list[tuple[str, str]],
+    exchanges: Exchanges,
 ) -> bool:
     """Have the gradients of this group scattered in FP8 from now on; False if they cannot be."""
     if not any(in_groups(param) for param in group.fsdp_params):
@@ -217,7 +269,7 @@ def _connect_scatter(
     if type(group._reduce_scatter_comm) is not DefaultReduceScatter:
         skipped.append((name, "it has a reduce-scatter of the user's"))
         return False
-    group._reduce_scatter_comm = Float8ReduceScatter(group)
+    group._reduce_scatter_comm = Float8ReduceScatter(group, exchanges)
     return True
 
 
@@ -263,6 +315,7 @@ def _disconnect(model: nn.Module) -> None:
             if isinstance(hook, ScalePrefetch):
                 hook.remove()
         for group in param_groups(module):
+            disconnect_replicas(group)
             if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
                 group._reduce_scatter_comm = DefaultReduceScatter()
 

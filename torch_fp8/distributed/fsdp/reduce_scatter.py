@@ -8,12 +8,10 @@ rank the N messages of its shards, and it adds them in float32: every gradient i
 before the sum. (A `reduce_dtype` is what the sum is written in, not the message.) An Inf or NaN of
 one rank makes the sum of its group NaN.
 
-With two mesh dimensions (HSDP) that is the exchange among the ranks that shard; FSDP's all-reduce
-among replicas stays as it is.
+With two mesh dimensions (HSDP) that is the exchange among the ranks that shard, and
+`torch_fp8.distributed.fsdp.replicas` that among replicas.
 """
 
-import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,50 +19,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from torch_fp8.distributed.collectives import all_to_all
-from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.ops.messages import Layout, pack, unpack_sum
+from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, Structure, factor_of
+from torch_fp8.distributed.links import Exchanges
+from torch_fp8.ops.messages import pack, unpack_sum
 from torch_fp8.quantization.formats import GROUP_SIZE
-
-
-@dataclass(frozen=True)
-class Structure:
-    """The elements of a rank's part that travel in groups, and those that travel as BF16.
-
-    Attributes:
-        grouped: (start, stop) of runs of FP8 weights' gradients; but for the last, or where one
-            parameter's shard is no multiple of 32, runs of several parameters are one.
-        plain: (start, stop) of all others.
-    """
-
-    grouped: tuple[tuple[int, int], ...]
-    plain: tuple[tuple[int, int], ...]
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of a message."""
-        groups = sum(-(-(stop - start) // GROUP_SIZE) for start, stop in self.grouped)
-        return Layout(groups, sum(stop - start for start, stop in self.plain))
-
-
-def structure_of(sizes: list[tuple[int, bool]]) -> Structure:
-    """Build the structure of a part that holds shards of these (numel, whether in groups), in
-    order.
-    """
-    grouped: list[tuple[int, int]] = []
-    plain: list[tuple[int, int]] = []
-    start = 0
-    for numel, in_groups in sizes:
-        runs = grouped if in_groups else plain
-        whole = not in_groups or not runs or (runs[-1][1] - runs[-1][0]) % GROUP_SIZE == 0
-        if runs and runs[-1][1] == start and whole:
-            runs[-1] = (runs[-1][0], start + numel)
-        else:
-            runs.append((start, start + numel))
-        start += numel
-    return Structure(tuple(grouped), tuple(plain))
 
 
 class Float8ReduceScatter(ReduceScatter):
@@ -72,11 +33,12 @@ class Float8ReduceScatter(ReduceScatter):
 
     Args:
         param_group: FSDP's.
+        exchanges: whether gradients are scattered in 8 bits; else as without us.
     """
 
-    def __init__(self, param_group: Any) -> None:
-        self._param_group = param_group
-        self._structures: dict[int, Structure] = {}
+    def __init__(self, param_group: Any, exchanges: Exchanges) -> None:
+        self._exchanges, self._stock = exchanges, DefaultReduceScatter()
+        self.structures = GroupStructures(param_group)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -98,8 +60,10 @@ class Float8ReduceScatter(ReduceScatter):
             op: SUM, AVG or PREMUL_SUM.
             async_op: return at once, with something to ``wait`` for.
         """
-        factor = _factor(op, dist.get_world_size(group))
-        structure = self._structure(output_tensor.numel())
+        if not self._exchanges["scatter"]:
+            return self._stock(output_tensor, input_tensor, group, op, async_op)
+        factor = factor_of(op, dist.get_world_size(group))
+        structure = self.structures.of(output_tensor.numel())
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), structure)
         received = torch.empty_like(messages)
         work = all_to_all(received, messages, group, async_op)
@@ -108,26 +72,6 @@ class Float8ReduceScatter(ReduceScatter):
             return pending
         pending.finish()
         return None
-
-    def _structure(self, numel: int) -> Structure:
-        """Return the structure of one rank's part, with `numel` elements."""
-        sizes = [
-            (param.padded_sharded_param_size.numel(), in_groups(param))
-            for param in self._param_group.fsdp_params
-            if param.sharded_param.requires_grad
-        ]
-        if sum(size for size, _ in sizes) == numel:
-            return structure_of(sizes)
-        if numel not in self._structures:
-            name = self._param_group._module_fqn or "the root"
-            warnings.warn(
-                f"some parameters of {name!r} got no gradient: those of the others, which FSDP "
-                "does not name, are reduced in BF16 this time; in FP8 with "
-                "set_reduce_scatter_unused_params(True), from torch 2.13 on",
-                stacklevel=2,
-            )
-            self._structures[numel] = structure_of([(numel, False)])
-        return self._structures[numel]
 
 
 class _Pending:
@@ -197,21 +141,3 @@ def _target(
     if len(runs) == 1 and runs[0][1] - runs[0][0] == numel and output.dtype == dtype:
         return output[runs[0][0] : runs[0][1]]
     return torch.empty(numel, dtype=dtype, device=output.device)
-
-
-def in_groups(param: Any) -> bool:
-    """Return whether the gradient of one of FSDP's parameters, if any, travels in 8 bits."""
-    info = param._module_info
-    if is_expert_weight(info.module, info.param_name):
-        return True
-    return isinstance(info.module, Float8Layer) and info.param_name == "weight"
-
-
-def _factor(op: Any, world_size: int) -> float:
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    if op == dist.ReduceOp.AVG:
-        return 1.0 / world_size
-    if op == dist.ReduceOp.PREMUL_SUM:
-        return float(op.__getstate__()[1])
-    raise ValueError(f"gradients are reduced as a sum or an average, not with {op}")

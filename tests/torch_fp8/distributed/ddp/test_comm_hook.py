@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torch_fp8.distributed.ddp.comm_hook import Run, _joined, _target, runs_of
+from torch_fp8.distributed.averaging import Run, _joined, _target
+from torch_fp8.distributed.ddp.comm_hook import runs_of
 
 pytestmark = pytest.mark.long
 

@@ -266,10 +266,9 @@ def test_replicas_of_shards(meshes):
         assert ranks == pytest.approx(alone, rel=0.05, abs=0.015 * alone[0])
         assert sum(ranks) == pytest.approx(sum(alone), rel=0.01)
         assert rows == [
-            ["all-gather", "torch.uint8", 2, 5],
-            ["all-reduce", "torch.bfloat16", 2, 3],  # among replicas, as it was
+            ["all-gather", "torch.uint8", 2, 5 + 3],
             ["all-reduce", "torch.float32", 2, 1],
-            ["all-to-all", "torch.uint8", 2, 3],
+            ["all-to-all", "torch.uint8", 2, 3 + 3],  # among shards, and among replicas
         ]
 
 

@@ -4,12 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fp8.distributed.fsdp.reduce_scatter import (
-    _factor,
-    pack_parts,
-    structure_of,
-    unpack_parts,
-)
+from torch_fp8.distributed.fsdp.grad_structure import factor_of, structure_of
+from torch_fp8.distributed.fsdp.reduce_scatter import pack_parts, unpack_parts
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 
 
@@ -55,11 +51,11 @@ def test_a_parameter_does_not_scale_the_next_one():
 
 
 def test_factors_of_the_reductions_that_fsdp_asks_for():
-    assert _factor(dist.ReduceOp.SUM, 4) == 1
-    assert _factor(dist.ReduceOp.AVG, 4) == 0.25
-    assert _factor(dist.ReduceOp.PREMUL_SUM(0.125), 4) == 0.125
+    assert factor_of(dist.ReduceOp.SUM, 4) == 1
+    assert factor_of(dist.ReduceOp.AVG, 4) == 0.25
+    assert factor_of(dist.ReduceOp.PREMUL_SUM(0.125), 4) == 0.125
     with pytest.raises(ValueError, match="sum or an average"):
-        _factor(dist.ReduceOp.MAX, 4)
+        factor_of(dist.ReduceOp.MAX, 4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -1,0 +1,217 @@
+"""Replicas of shards (HSDP), 2 x 2 ranks: their exchange of gradients in 8 bits; run by
+fsdp_ranks.py.
+"""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from fsdp_ranks import BF16, RANK, RANKS, batch, loss_of, model_of, train, trained
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from torch_fp8 import FP8Config, count_communication
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.replicas import Float8Replicas, disconnect_replicas
+from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.ops import messages
+from torch_fp8.quantization.formats import GROUP_SIZE
+
+
+def mesh_2d():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def made(mesh, level="O2", policy=BF16, communication="fp8"):
+    config = FP8Config(opt_level=level, communication=communication)
+    return trained(config, policy, model_of(hidden=99), mesh=mesh)
+
+
+def groups_of(model):
+    modules = (m for m in model.modules() if isinstance(m, FSDPModule))
+    return list(dict.fromkeys(group for m in modules for group in param_groups(m)))
+
+
+class ByHand:
+    """The same exchange, written down once more: a message to each replica, and sums in order."""
+
+    def __init__(self, group, param_group):
+        self._group, self._param_group = group, param_group
+
+    def size(self):
+        return self._group.size()
+
+    def allreduce(self, tensors, options):
+        (buffer,) = tensors
+        pieces, place = {True: [], False: []}, 0
+        for param in self._param_group.fsdp_params:
+            numel = param.padded_sharded_param_size.numel()
+            eight = param._module_info.param_name == "weight" and numel > 256
+            pieces[eight].append(slice(place, place + numel))
+            place += numel
+        assert place == buffer.numel()
+        for eight, multiple in ((True, GROUP_SIZE), (False, 1)):
+            parts = [buffer[piece] for piece in pieces[eight]]
+            padded = [nn.functional.pad(p, (0, -p.numel() % multiple)) for p in parts]
+            if not padded:
+                continue
+            values = torch.cat(padded)
+            values = self._in_groups(values) if eight else self._plain(values)
+            start = 0
+            for part, wide in zip(parts, padded, strict=True):
+                part.copy_(values[start : start + part.numel()])
+                start += wide.numel()
+
+    def _gathered(self, x):
+        everybody = [torch.empty_like(x) for _ in range(self.size())]
+        dist.all_gather(everybody, x.contiguous(), group=self._group)
+        return everybody
+
+    def _in_groups(self, values):
+        layout = messages.Layout(values.numel() // GROUP_SIZE)
+        total = sum(
+            messages.unpack(messages.pack(part[None]), layout, torch.float32)[0][0]
+            for part in self._gathered(values)
+        )
+        return messages.unpack(messages.pack((total / self.size())[None]), layout, values.dtype)[0][
+            0
+        ]
+
+    def _plain(self, values):
+        total = sum(part.bfloat16().float() for part in self._gathered(values))
+        return (total / self.size()).bfloat16().to(values.dtype)
+
+
+def case_by_hand():
+    """Losses and weights of ours and of the exchange by hand, for levels and dtypes."""
+    mesh = mesh_2d()
+    results = {}
+    for level in ("O1", "O2", "O3"):
+        for name, policy in (("bf16", BF16), ("fp32", MixedPrecisionPolicy())):
+            runs = []
+            for by_hand in (False, True):
+                model, optimizer = made(mesh, level, policy)
+                replaced = 0
+                for group in groups_of(model):
+                    ours = group.mesh_info.replicate_process_group
+                    replaced += isinstance(ours, Float8Replicas)
+                    if by_hand:
+                        stand_in = ByHand(ours.group, group)
+                        group.mesh_info.replicate_process_group = stand_in
+                losses = [float(train(model, optimizer, [step])) for step in range(4)]
+                runs.append((losses, [p.full_tensor() for p in model.parameters()], replaced))
+            (ours, weights, replaced), (hand, others, _) = runs
+            same = [torch.equal(w, o) for w, o in zip(weights, others, strict=True)]
+            results[f"{level} {name}"] = [ours, hand, all(same), replaced]
+    return results
+
+
+def gradients(mesh, level, replicas_in_8_bits, micro_batches=1, reduce=True):
+    model, _ = made(mesh, level)
+    if not replicas_in_8_bits:
+        for group in groups_of(model):
+            disconnect_replicas(group)
+    for i in range(micro_batches):
+        last = i == micro_batches - 1
+        (model.set_requires_gradient_sync if reduce else model.set_requires_all_reduce)(last)
+        loss_of(model, batch(i)).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3).full_tensor())
+    named = {n: p.grad.full_tensor().float() for n, p in model.named_parameters()}
+    return named, norm
+
+
+def case_rounding():
+    """Errors of gradients against replicas that all-reduce BF16; accumulated, and clipped."""
+    mesh = mesh_2d()
+    results = {}
+    for level in ("O2", "O3"):
+        for micro_batches, reduce in ((1, True), (3, True), (3, False)):
+            exact, norm = gradients(mesh, level, False, micro_batches, reduce)
+            ours, own_norm = gradients(mesh, level, True, micro_batches, reduce)
+            errors = {n: float((ours[n] - g).norm() / g.norm()) for n, g in exact.items()}
+            eight = [e for n, e in errors.items() if n in EIGHT_BIT]
+            plain = [e for n, e in errors.items() if n not in EIGHT_BIT]
+            every = [None] * RANKS
+            dist.all_gather_object(every, ours["0.weight"].sum().item())
+            results[f"{level} {micro_batches} {reduce}"] = [
+                max(eight), min(eight), max(plain), norm, own_norm, len(set(every)) == 1,
+            ]  # fmt: skip
+    return results
+
+
+EIGHT_BIT = ("0.weight", "1.up.weight", "1.down.weight", "2.up.weight", "2.down.weight")
+
+
+def case_bytes():
+    """Bytes that a rank sends to replicas, stock and ours; and none where they wait."""
+    mesh = mesh_2d()
+    results = {}
+    for ours in (False, True):
+        model, _ = made(mesh, policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        for group in groups_of(model):
+            if not ours:
+                disconnect_replicas(group)
+        for wait in (True, False):
+            model.set_requires_all_reduce(not wait)
+            with count_communication() as count:
+                loss_of(model, batch(0)).backward()
+            results[f"{ours} {wait}"] = [[r.kind, str(r.dtype), r.bytes_sent] for r in count.rows]
+    numel = sum(p.to_local().numel() for p in model.parameters())
+    return results, numel
+
+
+def case_resume():
+    """Four steps at once, and two with a checkpoint between; the report, and the way back."""
+    mesh = mesh_2d()
+    losses, reports = [], []
+    model, optimizer = made(mesh)
+    through = [float(train(model, optimizer, [step])) for step in range(4)]
+    model, optimizer = made(mesh)
+    losses += [float(train(model, optimizer, [step])) for step in range(2)]
+    options = StateDictOptions(cpu_offload=True)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    model, optimizer = made(mesh)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options
+    )
+    losses += [float(train(model, optimizer, [step])) for step in (2, 3)]
+    for communication in ("off", "fp8"):
+        reports.append(str(connect_fsdp(model, FP8Config(communication=communication))))
+        kinds = [type(g.mesh_info.replicate_process_group).__name__ for g in groups_of(model)]
+        reports.append(kinds)
+        train(model, optimizer, [4])
+    return through, losses, reports
+
+
+def case_unused():
+    """One warning where a parameter has no gradient, and the others' averages are right."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.left(x)
+
+    from torch.distributed.fsdp import fully_shard
+
+    from torch_fp8 import convert_to_float8
+
+    config = FP8Config(opt_level="O1")
+    model = Branches()
+    convert_to_float8(model, config)
+    fully_shard(model, mesh=mesh_2d())
+    connect_fsdp(model, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.full((4, 64), 1.0 + RANK)).sum().backward()
+    grad = model.left.weight.grad.to_local()
+    said = [str(w.message) for w in caught if "got no gradient" in str(w.message)]
+    return float(grad.min()), float(grad.max()), len(said), model.right.weight.grad is None
