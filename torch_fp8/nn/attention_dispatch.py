@@ -20,6 +20,7 @@ from torch import nn
 from torch_fp8.autograd.current_pass import in_high_precision
 from torch_fp8.nn.paused import is_paused
 from torch_fp8.nn.saved_attention import SavedOperands, can_round
+from torch_fp8.tensor.quantizer import output_dtype
 
 EAGER = "eager"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -109,7 +110,7 @@ class _Dispatch:
 
         Flash attention takes the tokens out that a mask hides, and half precision alone.
         """
-        return "flash" not in self.name or (mask is None and query.dtype != torch.float32)
+        return "flash" not in self.name or (mask is None and output_dtype(query) != torch.float32)
 
 
 class _Ungrouped:

@@ -29,6 +29,7 @@ from torch_fp8.autograd.current_pass import PLAIN, top_saved_tensor_hooks
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.quantizer import output_dtype
 
 SPEC = CastSpec(E4M3, "rowwise", power_of_two=True)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +40,8 @@ class _Form(NamedTuple):
 
     Attributes:
         order: dimensions of the tensor, the outermost in memory first, D last.
-        size, stride, dtype: those of the tensor.
+        size, stride: those of the tensor.
+        dtype: that in which attention computes, which is autocast's where that is on.
     """
 
     order: tuple[int, ...]
@@ -82,7 +84,7 @@ class SavedOperands:
         contiguous: whether the kernel reads contiguous tensors only.
 
     Attributes:
-        tensors: rounded q, k and v, in the dtypes that they had.
+        tensors: rounded q, k and v, in the dtype in which attention computes.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ def _encoded(x: Tensor) -> tuple[QuantizedTensor, _Form]:
     for place, dim in enumerate(order):
         strides[dim] = math.prod(lying.shape[place + 1 :])
     rows = lying.reshape(-1, lying.shape[-1])  # (B, H, S, D) -> (B H S, D)
-    return quantize(rows, SPEC), _Form(order, x.shape, tuple(strides), x.dtype)
+    return quantize(rows, SPEC), _Form(order, x.shape, tuple(strides), output_dtype(x))
 
 
 def _decoded(payload: QuantizedTensor, form: _Form) -> Tensor:

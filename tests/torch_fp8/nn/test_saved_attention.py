@@ -228,6 +228,25 @@ def test_one_byte_an_element_is_saved(case, monkeypatch):
     assert saved.total <= stock.total + 2 * TOKENS * heads * (DIM + 4)
 
 
+@pytest.mark.parametrize("case", ["sdpa", "padding", "eager"])
+def test_autocast_computes_with_the_rounded_tensors(case):
+    """Rotated q and k are float32 in a model of float32; attention casts them by itself."""
+    kind, implementation, kwargs = CASES[case]
+    attention, tensors = _Attention(kind, implementation), _operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = _gradients(attention, tensors, **kwargs)
+        with attention, count_saved(tensors) as saved:
+            got = _gradients(attention, tensors, **kwargs)
+    assert [g.dtype for g in got[1]] == [torch.float32] * 3
+    pairs = zip((want[0], *want[1]), (got[0], *got[1]), strict=True)
+    assert all(sqnr_db(*pair) > GRADIENT for pair in pairs)
+    sizes = {t.shape: t.dtype for t in saved.tensors}
+    heads = HEADS + 2 * GROUPS
+    codes = [t for t in saved.tensors if t.dtype == torch.float8_e4m3fn]
+    assert sum(t.numel() for t in codes) == 2 * TOKENS * heads * DIM
+    assert (2, GROUPS, TOKENS, DIM) not in sizes
+
+
 def test_nothing_is_rounded_without_gradients():
     attention, tensors = _Attention(), _operands(torch.bfloat16)
     want = attention(*tensors).detach()
