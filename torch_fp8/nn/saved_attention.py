@@ -41,7 +41,7 @@ class _Form(NamedTuple):
     Attributes:
         order: dimensions of the tensor, the outermost in memory first, D last.
         size, stride: those of the tensor.
-        dtype: that in which attention computes, which is autocast's where that is on.
+        dtype: dtype in which attention computes, autocast's where that is on.
     """
 
     order: tuple[int, ...]
