@@ -51,6 +51,7 @@ VARIANTS = {
     "mxfp8": {"recipe": "mxfp8"},
     "wgrad bf16": {"wgrad": "bf16"},
     "save_activations bf16": {"save_activations": "bf16"},
+    "save_attention qkv": {"save_attention": "qkv"},
 }
 CHECKPOINTED = "checkpointed"
 COLUMNS = (

@@ -170,6 +170,7 @@ def _kept_by_stock(layout):
         ({"recipe": "blockwise"}, 0.48),
         ({"wgrad": "bf16"}, 0.56),
         ({"save_activations": "bf16"}, 0.64),
+        ({"save_attention": "qkv"}, 0.42),
     ],
     ids=str,
 )

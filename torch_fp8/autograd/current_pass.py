@@ -134,8 +134,7 @@ def saves_nothing() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(False)
+    hooks = top_saved_tensor_hooks()
     if hooks is None or is_traced():
         return False
     pack = hooks[0]
@@ -144,6 +143,12 @@ def saves_nothing() -> bool:
         return False
     recompute = getattr(_enclosed(pack, "frame"), "recompute_fn", None)
     return isinstance(_enclosed(recompute, "recompute_context"), contextlib.nullcontext)
+
+
+def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pack and the unpack hook that would take what autograd saves now, if any do."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
 
 
 def _enclosed(function: Any, name: str) -> Any:

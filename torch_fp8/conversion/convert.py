@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.conversion.attention_layers import leave_attention, save_attention
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
@@ -101,6 +102,7 @@ def convert_to_float8(
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
     frozen, fused = _finish(model, config, target, bool(layers.converted))
+    attention = save_attention(model, config)
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
         converted=tuple(layers.converted),
@@ -121,6 +123,8 @@ def convert_to_float8(
         smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
         experts=tuple(layers.experts),
         were_eager=were_eager(model.modules()),
+        attention=attention.saved,
+        other_attention=attention.left,
     )
 
 
@@ -266,6 +270,7 @@ def revert(model: nn.Module) -> int:
     """
     restore_output_dtype(model)
     stop_merge_aware(model)
+    leave_attention(model)
     revert_producers(model)
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:

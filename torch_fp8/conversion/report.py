@@ -79,6 +79,9 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has scales per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a loop in Python before.
+        attention: qualified names of the attention modules that save q, k and v in FP8.
+        other_attention: attention that saves them as they are, though the configuration asks for
+            FP8, with the reason.
     """
 
     converted: tuple[str, ...]
@@ -99,6 +102,8 @@ class ConversionReport:
     smooth: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     were_eager: bool = False
+    attention: tuple[str, ...] = ()
+    other_attention: tuple[SkippedModule, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -158,6 +163,7 @@ class ConversionReport:
             *self._producer_lines(),
             *self._smooth_lines(),
             *self._expert_lines(),
+            *self._attention_lines(),
             *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
@@ -239,6 +245,26 @@ class ConversionReport:
             lines.append("  experts   experts_implementation='eager' is 'grouped_mm' now")
         return lines
 
+    def _attention_lines(self) -> list[str]:
+        if self.config.save_attention == "bf16":
+            return []
+        lines = [
+            f"  attention {_shown(names)}: {reason}"
+            for reason, names in _by_reason(self.other_attention).items()
+        ]
+        if self.attention:
+            first = (
+                f"  attention {counted(len(self.attention), 'module')} with q, k and v saved in "
+                "FP8, but within torch.compile"
+            )
+            return [first, *lines]
+        if not lines:
+            lines.append(
+                f"  warning   save_attention={self.config.save_attention!r} changes nothing: no "
+                "attention was found"
+            )
+        return lines
+
     def _high_precision_lines(self) -> list[str]:
         """Describe layers of another quantization, adapters, and fused experts that stay, with what
         they mean for speed, in lines of their own.
@@ -263,14 +289,8 @@ class ConversionReport:
         return lines
 
     def _skipped_by_reason(self) -> list[str]:
-        names = defaultdict(list)
-        for name, reason in self.skipped:
-            if reason != ADAPTER and not _is_foreign(reason):
-                names[reason].append(name)
-        lines = []
-        for reason, members in names.items():
-            lines.append(f"{_shown(members)}: {reason}")
-        return lines
+        skipped = [s for s in self.skipped if s.reason != ADAPTER and not _is_foreign(s.reason)]
+        return [f"{_shown(names)}: {reason}" for reason, names in _by_reason(skipped).items()]
 
     __str__ = summary
 
@@ -302,6 +322,13 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
             fp8_wgrad = trained and module.fp8.recipe.wgrad is not None
             fp8 += (2 + fp8_wgrad) * numel
     return MatmulFlops(total + experts, fp8, experts)
+
+
+def _by_reason(modules: Iterable[SkippedModule]) -> dict[str, list[str]]:
+    names = defaultdict(list)
+    for name, reason in modules:
+        names[reason].append(name)
+    return names
 
 
 def _shown(names: Sequence[str]) -> str:

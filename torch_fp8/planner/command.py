@@ -13,7 +13,7 @@ from torch_fp8.quantization.recipe import RECIPES
 
 _OPTIONS = (
     *("card", "memory", "sequence", "micro_batch", "accumulate", "data", "fsdp", "tensor"),
-    *("pipeline", "recipe", "checkpointing", "method", "rank"),
+    *("pipeline", "recipe", "save_attention", "checkpointing", "method", "rank"),
 )
 
 
@@ -45,6 +45,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
     parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
     parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto")
+    parser.add_argument("--save-attention", choices=("bf16", "qkv"), default="bf16",
+                        help="what attention saves of q, k and v (default: bf16)")  # fmt: skip
     parser.add_argument("--checkpointing", action="store_true",
                         help="compute layers again in backward")  # fmt: skip
     parser.add_argument("--method", choices=METHODS, default="full")

@@ -132,6 +132,8 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
               what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
             * ``recipe``: recipe of FP8. Default: ``auto``, which is measured on a card: tensorwise
               on paper.
+            * ``save_attention``: what attention saves at the FP8 levels, ``bf16`` or ``qkv``.
+              Default: ``"bf16"``.
             * ``checkpointing``: whether layers are computed again in backward. Default: False.
             * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
               ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
@@ -295,6 +297,8 @@ def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:
 
 def _config_text(setup: Setup, level: str) -> str:
     named: dict[str, Any] = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
+    if setup.save_attention != "bf16":
+        named["save_attention"] = setup.save_attention
     if setup.skip:
         named["skip"] = [*DEFAULT_SKIP, *setup.skip]
     return json.dumps({"opt_level": level, **named})

@@ -46,6 +46,7 @@ class Setup:
         roles: the models that exist; of ``rlhf``.
         rank: the rank of LoRA's adapters.
         skip: patterns of modules that stay in BF16 beside those of the default.
+        save_attention: what attention saves of q, k and v at the FP8 levels.
     """
 
     config: Any
@@ -67,6 +68,7 @@ class Setup:
     roles: tuple[str, ...]
     rank: int
     skip: tuple[str, ...] = ()
+    save_attention: str = "bf16"
 
     @property
     def tokens(self) -> int:
@@ -80,7 +82,12 @@ class Setup:
 
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""
-        return FP8Config(recipe=self.recipe, opt_level=level, skip=(*DEFAULT_SKIP, *self.skip))
+        return FP8Config(
+            recipe=self.recipe,
+            opt_level=level,
+            skip=(*DEFAULT_SKIP, *self.skip),
+            save_attention=self.save_attention,
+        )
 
 
 def make_setup(
@@ -101,6 +108,7 @@ def make_setup(
     method: str = "full",
     roles: tuple[str, ...] = ROLES,
     rank: int = 16,
+    save_attention: str = "bf16",
 ) -> Setup:
     """Check the arguments of `torch_fp8.plan` and fill in what was not said.
 
@@ -144,6 +152,7 @@ def make_setup(
     _check_choice("recipe", recipe, ("auto", *RECIPES))
     check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
     _check_choice("method", method, METHODS)
+    FP8Config(save_attention=save_attention)
     if isinstance(roles, str):
         roles = (roles,)
     for role in roles:
@@ -176,6 +185,7 @@ def make_setup(
         method=method,
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,
+        save_attention=save_attention,
     )
 
 

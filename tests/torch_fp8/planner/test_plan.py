@@ -15,6 +15,7 @@ from torch_fp8 import FP8Config, cli, memory_report
 from torch_fp8.planner import counts, layouts, scaling
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
+from torch_fp8.planner.plan import _config_text as plan_config
 from torch_fp8.planner.setup import LEVELS, make_setup
 from torch_fp8.planner.tables import advice, plain_text
 
@@ -321,3 +322,21 @@ def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     # Of two stages, the first holds what one more micro-batch has saved.
     assert step.saved > 0
     assert piped.bytes["activations"] == round(step.forward + step.saved)
+
+
+def test_attention_in_fp8_saves_less():
+    """A layer has heads of 16 elements: four of q, and one each of k and v."""
+    config = config_of("llama")
+    setups = [make_setup(config, **SMALL, save_attention=save) for save in ("bf16", "qkv")]
+    saved = [counts.step_bytes(setup, "policy", "O1").saved for setup in setups]
+    in_bf16 = (4 + 4 + 1) * 16 * 2  # k four times: autocast casts it once for each head of q
+    in_fp8 = (4 + 1 + 1) * (16 + 4)
+    tokens = config.num_hidden_layers * SMALL["sequence"]
+    assert saved[0] - saved[1] == tokens * (in_bf16 - in_fp8)
+    assert json.loads(plan_config(setups[1], "O2")) == {
+        "opt_level": "O2",
+        "recipe": "tensorwise",
+        "save_attention": "qkv",
+    }
+    with pytest.raises(ValueError, match="save_attention='kv' is unknown"):
+        make_setup(config, **SMALL, save_attention="kv")

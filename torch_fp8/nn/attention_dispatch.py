@@ -1,0 +1,174 @@
+"""The way from transformers' attention modules to `torch_fp8.nn.saved_attention`.
+
+transformers asks a global mapping at every call which function computes attention. While a model
+has modules that save q, k and v in FP8, an entry of ours stands in place of each function, under
+the same name: masks are made by the name, and a new name would have none. The entry rounds what a
+marked module computes with gradients, and calls the function that stood there before; everything
+else it hands on untouched.
+
+Within torch.compile, whose graphs have no hooks of this kind, attention stays as it is.
+"""
+
+import inspect
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fp8.autograd.current_pass import in_high_precision
+from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.saved_attention import SavedOperands, can_round
+from torch_fp8.tensor.quantizer import output_dtype
+
+EAGER = "eager"
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_MARK = "fp8_save_attention"
+PAGED = "paged|"
+_NO_SHIFT = {"tanh", "sinks", "sink", "sigmoid", "relu", "cat"}
+"""What a function names that does more with the products of q and k than a softmax."""
+
+_marked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def registry() -> Any:
+    """Return transformers' mapping of attention functions; None where it is not imported."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), _REGISTRY, None)
+
+
+def attention_forward(module: nn.Module) -> Any:
+    """Return the forward of a module that asks transformers' mapping; None: it asks nothing."""
+    functions = registry()
+    for cls in type(module).__mro__ if functions is not None else ():
+        forward: Any = vars(cls).get("forward")
+        if forward is None:
+            continue
+        forward = inspect.unwrap(forward)
+        code = getattr(forward, "__code__", None)
+        if code is not None and _REGISTRY in code.co_names:
+            return forward if forward.__globals__.get(_REGISTRY) is functions else None
+    return None
+
+
+def eager_function(module: nn.Module) -> Any:
+    """Return the function of the file of a module that computes attention by single operators."""
+    forward = attention_forward(module)
+    for name in () if forward is None else forward.__code__.co_names:
+        if name.endswith("eager_attention_forward"):
+            return forward.__globals__.get(name)
+    return None
+
+
+def is_marked(module: Any) -> bool:
+    """Return whether a module saves q, k and v in FP8."""
+    return _MARK in module.__dict__
+
+
+class _Dispatch:
+    """An entry of the mapping.
+
+    Attributes:
+        name: the entry's.
+        previous: the function before; None for `EAGER`, where each model has its own.
+    """
+
+    def __init__(self, name: str, previous: Any) -> None:
+        self.name, self.previous = name, previous
+
+    def __call__(
+        self, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        function = self.previous or eager_function(module)
+        if function is None:
+            raise RuntimeError(
+                f"{type(module).__name__} computes attention by a function of its own that is not "
+                "known, while save_attention='qkv' is on for another model of this process; take "
+                "save_attention='bf16', or another attn_implementation"
+            )
+        mask = args[0] if args else kwargs.get("attention_mask")
+        if not (_rounds(module) and self._takes(query, mask) and can_round((query, key, value))):
+            return function(module, query, key, value, *args, **kwargs)
+        operands = SavedOperands(
+            query,
+            key,
+            value,
+            centred=_is_shift_invariant(module, function, kwargs),
+            contiguous=self.name == EAGER,
+        )
+        query, key, value = operands.tensors
+        groups = getattr(module, "num_key_value_groups", 1)
+        with torch.autograd.graph.saved_tensors_hooks(operands.pack, operands.unpack):
+            # The functions that need a copy of each head are given it, to know what they save.
+            if groups > 1 and (self.name == EAGER or (self.name == "sdpa" and mask is not None)):
+                key, value = operands.repeated(1, groups), operands.repeated(2, groups)
+                module = _Ungrouped(module)
+            return function(module, query, key, value, *args, **kwargs)
+
+    def _takes(self, query: Any, mask: Any) -> bool:
+        """Return whether the function saves the tensors that it is given.
+
+        Flash attention takes the tokens out that a mask hides, and half precision alone.
+        """
+        return "flash" not in self.name or (mask is None and output_dtype(query) != torch.float32)
+
+
+class _Ungrouped:
+    """A module as attention functions see it, whose keys have as many heads as its queries."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _rounds(module: Any) -> bool:
+    """Return whether this call of a module is one of training, in FP8."""
+    if torch.compiler.is_compiling() or not is_marked(module) or not module.training:
+        return False
+    if not torch.is_grad_enabled() or in_high_precision():
+        return False
+    return not any(is_paused(child) for child in module.children())
+
+
+def _is_shift_invariant(module: Any, function: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a number added to all products of a query changes nothing."""
+    others = ("softcap", "s_aux")
+    if any(kwargs.get(name) is not None for name in others) or hasattr(module, "sinks"):
+        return False
+    file = str(getattr(function, "__module__", ""))
+    if file.startswith("transformers.integrations."):
+        return True
+    code: Any = getattr(function, "__code__", None)
+    if code is None or not file.startswith("transformers."):
+        return False
+    return not _NO_SHIFT.intersection(code.co_names)
+
+
+def mark(module: nn.Module) -> None:
+    """Have a module save q, k and v in FP8 from now on."""
+    vars(module)[_MARK] = "qkv"
+    _marked.add(module)
+    functions, config = registry(), getattr(module, "config", None)
+    is_eager = getattr(config, "_attn_implementation", None) == EAGER
+    for name in [*([EAGER] if is_eager else []), *functions.valid_keys()]:
+        if not name.startswith(PAGED) and not isinstance(functions.get(name), _Dispatch):
+            functions[name] = _Dispatch(name, functions.get(name))
+
+
+def unmark(module: nn.Module) -> None:
+    """Leave a module to transformers again; with the last one the entries go."""
+    vars(module).pop(_MARK, None)
+    _marked.discard(module)
+    functions = registry()
+    if functions is None or _marked:
+        return
+    for name in list(functions.valid_keys()):
+        entry = functions[name]
+        if isinstance(entry, _Dispatch):
+            del functions[name]
+            if entry.previous is not None and functions.get(name) is not entry.previous:
+                functions[name] = entry.previous  # somebody else's entry, not transformers' own

@@ -1,0 +1,195 @@
+"""Attention's q, k and v in FP8: forward and backward multiply what one byte an element can hold.
+
+Rounding what is saved alone would leave backward with other operands than forward has had, and the
+error of the softmax's gradient would be twice as large. So q, k and v are rounded before attention
+runs, whatever kernel runs it, and its saved tensors are then replaced without loss::
+
+    q (B, H, S, D)  ->  codes (B H S, D) E4M3, scales (B H S, 1)  ->  q' = codes * scale
+    attention(q', k', v')      saves views of q', k', v'; packed as (tensor, size, strides)
+    backward                   decodes the codes again
+
+Codes and scales are saved by the function that rounds, before attention: hooks that lie around a
+model, as those of checkpoints and of offloading, find them there. The scale of a token and head is
+a power of two, so that a product of BF16 decodes exactly.
+
+The mean of k over the tokens changes no softmax: it is subtracted before k is rounded, where
+nothing but a softmax over these products follows. Gradients of k add up to zero over the tokens,
+so that the mean takes none.
+
+Legend: B batch, H heads, S tokens, D head dimension.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fp8.autograd.current_pass import PLAIN, top_saved_tensor_hooks
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.quantizer import output_dtype
+
+SPEC = CastSpec(E4M3, "rowwise", power_of_two=True)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Form(NamedTuple):
+    """The way from a matrix of rows (B H S, D) to a tensor, dense in memory.
+
+    Attributes:
+        order: dimensions of the tensor, the outermost in memory first, D last.
+        size, stride: those of the tensor.
+        dtype: dtype in which attention computes, autocast's where that is on.
+    """
+
+    order: tuple[int, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _View(NamedTuple):
+    """A saved tensor that is a view of a rounded one.
+
+    Attributes:
+        place: 0 to 2 for q, k and v.
+        groups: heads of the attention that share a head of the tensor.
+        size, stride, offset: the view.
+    """
+
+    place: int
+    groups: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def can_round(tensors: tuple[Any, ...]) -> bool:
+    """Return whether these are q, k and v as attention takes them, one of which is trained."""
+    return any(t.requires_grad for t in tensors if isinstance(t, Tensor)) and all(
+        type(t) in PLAIN and t.ndim == 4 and t.numel() and t.dtype in _DTYPES for t in tensors
+    )
+
+
+class SavedOperands:
+    """The rounded q, k and v of one call of attention; its hooks surround the call.
+
+    Args:
+        query: (B, H, S, D).
+        key: (B, G, S', D).
+        value: (B, G, S', E).
+        centred: whether the mean of `key` over the tokens changes nothing.
+        contiguous: whether the kernel reads contiguous tensors only.
+
+    Attributes:
+        tensors: rounded q, k and v, in the dtype in which attention computes.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, centred: bool, contiguous: bool
+    ) -> None:
+        self.node: Any = None
+        self.forms: list[_Form] = []
+        self._payloads: tuple[Tensor, ...] | None = None
+        # The address of a storage, which lives as long as the call, and the version of its values.
+        self._known: dict[int, tuple[int, int, int]] = {}
+        hooks = top_saved_tensor_hooks()
+        self._outer = hooks or (lambda tensor: tensor, lambda tensor: tensor)
+        if centred:
+            key = key - key.detach().mean(-2, keepdim=True)
+        if contiguous:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        rounded: tuple[Tensor, ...] = _Round.apply(query, key, value, self)
+        self.tensors = rounded
+        for place, tensor in enumerate(rounded):
+            self._know(tensor, place, 1)
+
+    def repeated(self, place: int, groups: int) -> Tensor:
+        """Return a rounded tensor with each head `groups` times: (B, G groups, S, D)."""
+        tensor = self.tensors[place]
+        if groups == 1:
+            return tensor
+        repeated = _repeated(tensor, groups)
+        self._know(repeated, place, groups)
+        return repeated
+
+    def _know(self, tensor: Tensor, place: int, groups: int) -> None:
+        key = tensor.untyped_storage()._cdata
+        self._known[key] = place, groups, tensor._version
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the view of a rounded tensor; of others, what the hooks around make of it."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None or known[2] != tensor._version:
+            return self._outer[0](tensor)
+        place, groups, _ = known
+        return _View(place, groups, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor that was packed."""
+        if not isinstance(packed, _View):
+            tensor: Tensor = self._outer[1](packed)
+            return tensor
+        if self._payloads is None:  # once: a checkpoint gives each saved tensor only once
+            self._payloads = self.node.saved_tensors
+        codes, scale = self._payloads[2 * packed.place : 2 * packed.place + 2]
+        rounded = _decoded(QuantizedTensor(codes, scale, "rowwise"), self.forms[packed.place])
+        if packed.groups > 1:
+            rounded = _repeated(rounded, packed.groups)
+        return rounded.as_strided(packed.size, packed.stride, packed.offset)
+
+
+class _Round(torch.autograd.Function):
+    """A function that rounds q, k and v, and saves their codes and scales; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, operands = arguments
+        saved: list[Tensor] = []
+        rounded = []
+        for tensor in tensors:
+            payload, form = _encoded(tensor)
+            saved += payload.qdata, payload.scale
+            operands.forms.append(form)
+            rounded.append(_decoded(payload, form))
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        frozen = [r for r, t in zip(rounded, tensors, strict=True) if not t.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        operands.node = ctx
+        return tuple(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*grads, None)
+
+
+def _encoded(x: Tensor) -> tuple[QuantizedTensor, _Form]:
+    """Quantize x (..., D) by rows of D elements, in the order in which they lie in memory."""
+    outer = sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
+    order = (*outer, x.ndim - 1)
+    lying = x.permute(order)
+    strides = [0] * x.ndim
+    for place, dim in enumerate(order):
+        strides[dim] = math.prod(lying.shape[place + 1 :])
+    rows = lying.reshape(-1, lying.shape[-1])  # (B, H, S, D) -> (B H S, D)
+    return quantize(rows, SPEC), _Form(order, x.shape, tuple(strides), output_dtype(x))
+
+
+def _decoded(payload: QuantizedTensor, form: _Form) -> Tensor:
+    x = payload.qdata.new_empty(0, dtype=form.dtype).new_empty_strided(form.size, form.stride)
+    rows = x.permute(form.order).view(payload.qdata.shape)  # (B, H, S, D) -> (B H S, D)
+    if form.dtype == torch.float16:  # whose exponents are fewer than a scale's
+        rows.copy_(dequantize(payload))
+    else:
+        torch.mul(payload.qdata.to(form.dtype), payload.scale.to(form.dtype), out=rows)
+    return x
+
+
+def _repeated(x: Tensor, groups: int) -> Tensor:
+    """Repeat each head: (B, G, S, D) -> (B, G groups, S, D), contiguous."""
+    batch, heads, tokens, dim = x.shape
+    spread = x[:, :, None].expand(batch, heads, groups, tokens, dim)
+    return spread.reshape(batch, heads * groups, tokens, dim)
