@@ -9,14 +9,21 @@ imported at that time; what the wrapped methods do is in `accelerate_fp8.acceler
 """
 
 import functools
-import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from _fp8_points import wrapped
+from accelerate_fp8._wrappers import (
+    ENGINE,
+    asks_for_fp8,
+    launched_with_fp8,
+    may_use_engine,
+    refuse_when_asked,
+    too_old,
+    wrap,
+)
 
 # Modules that copy names of others; rebound where they were imported before us.
 _COPIES = (
@@ -25,8 +32,6 @@ _COPIES = (
     "accelerate.utils.launch",
     "accelerate.commands.config.cluster",
 )
-_PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
-_BACKEND_VARIABLE, _ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
 def extend_imports(module: ModuleType) -> None:
@@ -55,7 +60,7 @@ def extend_state(module: ModuleType) -> None:
     The environment is looked at again, too: `notebook_launcher` asks for FP8 in it when torch was
     imported long ago.
     """
-    if _too_old("accelerate"):
+    if too_old("accelerate"):
         return
     check, state = module.check_cuda_fp8_capability, module.AcceleratorState
     state_init = state.__init__
@@ -83,15 +88,15 @@ def extend_accelerator(module: ModuleType) -> None:
     optimizers.
     """
     cls = module.Accelerator
-    too_old = _too_old("accelerate")
-    if too_old is not None:
-        _refuse_when_asked(cls, "__init__", too_old, _asks_for_fp8)
+    refusal = too_old("accelerate")
+    if refusal is not None:
+        refuse_when_asked(cls, "__init__", refusal, asks_for_fp8)
         return
     backend: property = cls.fp8_backend
     if hasattr(backend.fget, "_fp8_original"):
         return
     names = wrapped(module.__name__)
-    _wrap(module, names, "accelerate_fp8.accelerator", wanted=_may_use_engine)
+    wrap(module, names, "accelerate_fp8.accelerator", wanted=may_use_engine)
     original: Any = backend.fget
 
     @functools.wraps(original)
@@ -107,7 +112,7 @@ def extend_accelerator(module: ModuleType) -> None:
 def extend_config_questions(module: ModuleType) -> None:
     """Extend the menu of ``accelerate config``: this engine is the first of its FP8 backends."""
     ask, convert_backend = module._ask_options, module._convert_fp8_backend
-    if _too_old("accelerate") or hasattr(ask, "_fp8_original"):
+    if too_old("accelerate") or hasattr(ask, "_fp8_original"):
         return
 
     @functools.wraps(ask)
@@ -116,8 +121,8 @@ def extend_config_questions(module: ModuleType) -> None:
     ) -> Any:
         if convert_value is not convert_backend:
             return ask(question, options, convert_value, default)
-        choice = ask(question, [_ENGINE.lower(), *options], None, default)
-        return convert_backend(choice - 1) if choice else _ENGINE
+        choice = ask(question, [ENGINE.lower(), *options], None, default)
+        return convert_backend(choice - 1) if choice else ENGINE
 
     _ask_options._fp8_original = ask  # type: ignore[attr-defined]
     module._ask_options = _ask_options  # type: ignore[attr-defined]
@@ -127,15 +132,15 @@ def extend_training_args(module: ModuleType) -> None:
     """Extend ``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's
     FP8.
     """
-    too_old = _too_old("transformers")
-    if too_old is not None:
-        _refuse_when_asked(module.TrainingArguments, "__post_init__", too_old, _asks_for_fp8)
+    refusal = too_old("transformers")
+    if refusal is not None:
+        refuse_when_asked(module.TrainingArguments, "__post_init__", refusal, asks_for_fp8)
         return
-    _wrap(
+    wrap(
         module,
         wrapped(module.__name__),
         "accelerate_fp8.trainer",
-        wanted=lambda *_: _launched_with_fp8(),
+        wanted=lambda *_: launched_with_fp8(),
     )
 
 
@@ -143,21 +148,19 @@ def extend_trainer(module: ModuleType) -> None:
     """Extend Trainer's Accelerator, its checkpoints, which do not go through ``save_state``, and
     its DataParallel.
     """
-    if _too_old("transformers"):
+    if too_old("transformers"):
         return
-    _wrap(
+    wrap(
         module,
         wrapped(module.__name__),
         "accelerate_fp8.trainer",
-        wanted=lambda trainer, *_: _may_use_engine(
-            getattr(trainer, "accelerator", trainer), (), {}
-        ),
+        wanted=lambda trainer, *_: may_use_engine(getattr(trainer, "accelerator", trainer), (), {}),
     )
 
 
 def extend_generation(module: ModuleType) -> None:
     """Extend ``GenerationMixin.generate`` for models with FP8 layers."""
-    _wrap(
+    wrap(
         module,
         wrapped(module.__name__),
         "accelerate_fp8.generation",
@@ -169,13 +172,13 @@ def extend_modeling(module: ModuleType) -> None:
     """Extend ``PreTrainedModel.save_pretrained`` for a model that is trained with split weights,
     or that transformers dequantized.
     """
-    _wrap(
+    wrap(
         module,
         wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda model, *_: (
             "_fp8_saving" in vars(model)
-            or (bool(vars(model).get("_weight_conversions")) and _launched_with_fp8())
+            or (bool(vars(model).get("_weight_conversions")) and launched_with_fp8())
         ),
     )
 
@@ -184,13 +187,13 @@ def extend_tuners(module: ModuleType) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers, for bases that are stored as FP8 alone."""
     base: Any = module.BaseTunerLayer
     names = {"BaseTuner._unload_and_optionally_merge": "unload"}
-    _wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+    wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
     if "__init_subclass__" in vars(base):
         return
 
     def extend(cls: type) -> None:
         own = {name: name for name in ("merge", "unmerge") if name in vars(cls)}
-        _wrap(cls, own, "accelerate_fp8.adapters", wanted=_has_frozen_base)
+        wrap(cls, own, "accelerate_fp8.adapters", wanted=_has_frozen_base)
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
@@ -207,7 +210,7 @@ def extend_tuners(module: ModuleType) -> None:
 def extend_adapter_state(module: ModuleType) -> None:
     """Extend PEFT's ``get_peft_model_state_dict``: bases that are stored as FP8 are not read."""
     names = {"get_peft_model_state_dict": "adapter_state"}
-    _wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+    wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
 
 
 def _may_be_frozen(*_: Any) -> bool:
@@ -223,16 +226,16 @@ def extend_trl_models(module: ModuleType) -> None:
     """Extend ``prepare_fsdp``, which shards reference and teacher models without asking
     Accelerate.
     """
-    if _too_old("trl"):
+    if too_old("trl"):
         return
     original: Any = module.prepare_fsdp
     if hasattr(original, "_fp8_original"):
         return
-    _wrap(
+    wrap(
         module,
         wrapped(module.__name__),
         "accelerate_fp8.trainer",
-        wanted=lambda model, args, kwargs: _may_use_engine(
+        wanted=lambda model, args, kwargs: may_use_engine(
             args[0] if args else kwargs["accelerator"], (), {}
         ),
     )
@@ -246,111 +249,23 @@ def extend_rollouts(module: ModuleType) -> None:
     """Extend GRPOTrainer and RLOOTrainer, whose rollouts run the FP8 of training and are compared
     with it, and VLLMGeneration, to which the engine hands the weights.
     """
-    if _too_old("trl"):
+    if too_old("trl"):
         return
     if module.__name__.endswith("vllm_generation"):
-        _wrap(
+        wrap(
             module,
             wrapped(module.__name__),
             "accelerate_fp8.engine_sync",
-            wanted=lambda vllm, *_: _may_use_engine(vllm.accelerator, (), {}),
+            wanted=lambda vllm, *_: may_use_engine(vllm.accelerator, (), {}),
         )
         return
     cls = getattr(module, "GRPOTrainer", None) or module.RLOOTrainer
     names = {name.rpartition(".")[2]: ours for name, ours in wrapped(module.__name__).items()}
     if not all(hasattr(cls, name) for name in names):
         names = {"log": "say_unmeasured"}
-    _wrap(
+    wrap(
         cls,
         names,
         "accelerate_fp8.rollouts",
-        wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
+        wanted=lambda trainer, *_: may_use_engine(trainer.accelerator, (), {}),
     )
-
-
-def _too_old(host: str) -> str | None:
-    line: str | None = import_module("accelerate_fp8._versions").refusal(host)
-    return line
-
-
-def _refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., bool]) -> None:
-    """Have a method of a host that is too old raise `line` where this engine's FP8 is asked for."""
-    original = getattr(cls, name)
-    if hasattr(original, "_fp8_original"):
-        return
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handlers = kwargs.get("kwargs_handlers") or ()
-        theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
-        theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", _ENGINE)
-        if not theirs and asked(self, args, kwargs):
-            raise ImportError(line)
-        return original(self, *args, **kwargs)
-
-    wrapper._fp8_original = original  # type: ignore[attr-defined]
-    setattr(cls, name, wrapper)
-
-
-def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return False if surely no FP8 is asked for, so that a run in BF16 imports nothing of ours.
-
-    Args:
-        accelerator: the object whose method is called, also before its ``__init__``.
-        args: positional arguments of the method.
-        kwargs: keyword arguments of the method.
-    """
-    if "state" in accelerator.__dict__:  # constructed
-        return "_fp8_preparation" in accelerator.__dict__
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    precisions = [*args, *kwargs.values(), getattr(state, "_shared_state", {}).get(_PRECISION)]
-    return (
-        "accelerate_fp8.handler" in sys.modules
-        or any(isinstance(p, str) and p.lower().startswith("fp8") for p in precisions)
-        or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower().startswith("fp8")
-    )
-
-
-def _asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
-    return _launched_with_fp8() or any(value.lower() == "fp8" for value in given)
-
-
-def _launched_with_fp8() -> bool:
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8"
-
-
-def _wrap(
-    holder: Any,
-    names: dict[str, str],
-    package: str,
-    wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
-) -> None:
-    """Let ``package.function(original, self, ...)`` run for methods and functions; all or none.
-
-    Args:
-        holder: the module or class of the host.
-        names: dotted names in it, with the functions that wrap them.
-        package: the module of the functions, imported when first wanted.
-        wanted: asked at each call with the first argument, args, kwargs; False: straight to the
-            original.
-    """
-    originals = []
-    for dotted, function in names.items():
-        *path, name = dotted.split(".")
-        owner = functools.reduce(getattr, path, holder)
-        originals.append((owner, name, function, getattr(owner, name)))
-
-    def wrap(original: Any, function: str) -> Any:
-        @functools.wraps(original)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not wanted(self, args, kwargs):
-                return original(self, *args, **kwargs)
-            return getattr(import_module(package), function)(original, self, *args, **kwargs)
-
-        wrapper._fp8_original = original  # type: ignore[attr-defined]
-        return wrapper
-
-    for owner, name, function, original in originals:
-        if not hasattr(original, "_fp8_original"):
-            setattr(owner, name, wrap(original, function))

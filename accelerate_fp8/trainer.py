@@ -19,7 +19,7 @@ from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.fsdp import adopt_sharded
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
-from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.checkpoint.save_dequantized import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.optim.whole_weights import whole_weights
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"

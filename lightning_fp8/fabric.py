@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.monitoring import MonitoredPrecision
-from lightning_fp8.precision import HostPrecision, parameters_of
-from lightning_fp8.set_up_module import SetUpModule, refusal
+from lightning_fp8.precision import HostPrecision
+from lightning_fp8.set_up_module import SetUpModule, parameters_of, refusal
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.optim.whole_weights import whole_weights
 

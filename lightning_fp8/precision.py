@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fp8.set_up_module import SetUpModule, refusal
+from lightning_fp8.set_up_module import SetUpModule, refusal, shares_parameters
 from lightning_fp8.strategies import refuse_strategy
 from torch_fp8 import (
     ConversionReport,
@@ -274,7 +274,7 @@ class HostPrecision(FP8Precision):
             self._split(converted, optimizers)
             return
         for optimizer in optimizers:
-            if self.config.opt_level != "O1" and _shares_parameters(optimizer, optimizers):
+            if self.config.opt_level != "O1" and shares_parameters(optimizer, optimizers):
                 name, reason = type(optimizer).__name__, "another optimizer has some of its weights"
                 report = OptimizerReport(name, False, reason)
             else:
@@ -350,13 +350,3 @@ def _shards(strategy: Any) -> bool:
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
-    own = parameters_of(optimizer)
-    return any(own & parameters_of(other) for other in optimizers if other is not optimizer)
-
-
-def parameters_of(optimizer: Optimizer) -> set[Tensor]:
-    """Return the parameters of all groups of an optimizer."""
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,7 +1,7 @@
 """A module that a plugin was given, what became of it, and the line that says so."""
 
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -47,3 +47,14 @@ def refusal(reasons: str) -> ValueError:
         f"{RUNS_IN_FP8}: set up a model that has some before the first backward, or train with "
         "precision='bf16-mixed'"
     )
+
+
+def shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
+    """Return whether another optimizer has some of the parameters of `optimizer`."""
+    own = parameters_of(optimizer)
+    return any(own & parameters_of(other) for other in optimizers if other is not optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

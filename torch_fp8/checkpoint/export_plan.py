@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +18,22 @@ from torch_fp8.checkpoint.export_experts import ExpertExport, with_routers
 from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.export_layers import held_layers
 from torch_fp8.checkpoint.export_refusals import (
-    check_finite,
     one_recipe,
     refuse_ambiguous,
     refuse_sharded,
     refuse_tied,
 )
+from torch_fp8.checkpoint.export_values import Adapted, as_it_is, folded, in_bf16, in_fp8
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
-from torch_fp8.checkpoint.plain_dtype import PLAIN, plain_dtype
+from torch_fp8.checkpoint.plain_dtype import plain_dtype
 from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.checkpoint.stored_names import StoredPart, stored_parts
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize
-from torch_fp8.quantization.scaling import delayed_scale, past_amax
-from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
-from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import stored
-
-Adapted = Callable[[nn.Module, Tensor, str], Tensor]
 
 
 class ModelTensors:
@@ -118,12 +109,12 @@ class ExportPlan:
             key: name of the weight in the checkpoint.
         """
         if reason:
-            group = _in_bf16(key, layer, get, reason, self._is_folded(layer))
+            group = in_bf16(key, layer, get, reason, self._is_folded(layer))
             self.groups.append(group)
             self.kept.append((name, reason))
             return
         rows, cols = layer.out_features, layer.in_features
-        make = partial(_in_fp8, name, layer, get, self.format, self.smooth)
+        make = partial(in_fp8, name, layer, get, self.format, self.smooth)
         stored = self.format.planned(key.removesuffix(".weight"), rows, cols)
         self.fp8.append(name)
         self._add_fp8(TensorGroup(stored, make), rows * cols)
@@ -201,10 +192,10 @@ def plan_export(
             layer = layers.get(name) if is_weight else None
             get = partial(source.values, key, tensor, layer)
             if layer is not None:
-                get = partial(_folded, layer, get, adapted, smooth)
+                get = partial(folded, layer, get, adapted, smooth)
                 plan.add_layer(name, layer, get, reason, parts[key][0].name)
             elif experts is not None and key in own_parts:
-                get = partial(_folded, module, get, adapted, None, key.rpartition(".")[2])
+                get = partial(folded, module, get, adapted, None, key.rpartition(".")[2])
                 group = experts.group(key, tensor.shape, get)
                 if experts.reason:
                     plan.groups.append(group)
@@ -212,14 +203,14 @@ def plan_export(
                     plan._add_fp8(group, tensor.numel())
             else:
                 if is_weight:
-                    get = partial(_folded, module, get, adapted, None)
+                    get = partial(folded, module, get, adapted, None)
                 dtype = plain_dtype(model, key, tensor, source.dtype(key, tensor))
                 planned = PlannedTensor(parts[key][0].name, dtype, tuple(tensor.shape))
                 if planned.dtype not in DTYPES.values():
                     raise ValueError(
                         f"'{key}' is {tensor.dtype}, which safetensors files do not hold"
                     )
-                plan.groups.append(_as_it_is(planned, get))
+                plan.groups.append(as_it_is(planned, get))
         if reason:
             plan.ignored.append(name)
     plan.ignored = with_routers(plan.ignored, places, parts)
@@ -241,43 +232,6 @@ def model_parts(
     return stored_parts(model, tensors, fused)
 
 
-def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False) -> QuantizedTensor:
-    """Return the weight (N, K) as the next forward of `layer` multiplies by it.
-
-    Args:
-        layer: whose recipe and, with delayed scaling, whose history are used; neither changes.
-        weight: as it is stored; the layer's own, or another with the same shape.
-        current: whether its scale is its own, with delayed scaling, too: factors are folded into
-            it, and the history is that of the weight without.
-    """
-    known = layer.fp8.scales_known and not current
-    scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
-    quantizer = Quantizer(layer.fp8.spec(WEIGHT), ScaleSource(scale))
-    return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)
-
-
-def input_scale(name: str, layer: Float8Layer) -> Tensor:
-    """Return the () scale with which delayed scaling will cast the next input of `layer`.
-
-    Raises:
-        ValueError: no forward has recorded an amax yet, or one that is not finite.
-    """
-    config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
-    if not bool(history.isfinite().all() & amaxes.isfinite().all()):
-        raise ValueError(
-            f"the history of '{name}' holds an Inf or NaN, an amax of its input, which would be "
-            "served with a scale that means nothing: training has diverged, or is about to; export "
-            "a checkpoint from before"
-        )
-    past = past_amax(pushed_history(layer)[INPUT], config.amax_compute_algo)
-    if not bool(past):
-        raise ValueError(
-            f"'{name}' has recorded no amax of its input, so that there is no input_scale; run a "
-            "forward in training mode, or load the history (load_scaling_state_dict), then export"
-        )
-    return delayed_scale(past, layer.fp8.recipe.input.format, config.margin)
-
-
 def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
     """Return patterns of the names that a model ties when it is loaded, as transformers says."""
     patterns = []
@@ -292,76 +246,3 @@ def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for own, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and own not in module._non_persistent_buffers_set:
             yield f"{name}.{own}".lstrip("."), tensor
-
-
-def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
-    def make() -> tuple[Tensor]:
-        value = get()
-        if isinstance(value, QuantizableTensor):  # of a paused layer
-            value = value.dequantize()
-        value = value.to(planned.dtype)
-        check_finite(planned.name, value)
-        return (value,)
-
-    return TensorGroup((planned,), make)
-
-
-def _in_bf16(
-    key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str, folded: bool
-) -> TensorGroup:
-    shape = tuple(layer.weight.shape)
-
-    def make() -> tuple[Tensor]:
-        payload = checked_payload(key, layer, get(), current=folded)
-        value = dequantize(payload, PLAIN)
-        if not torch.equal(value.float(), dequantize(payload)):
-            raise ValueError(
-                f"'{key}' cannot be written in FP8: {reason}; and BF16 does not hold its values "
-                "exactly, for its scales are no powers of two. Convert the model with "
-                "recipe='blockwise' or 'rowwise', or with this layer among skip"
-            )
-        return (value.t() if layer.fp8.transposed else value,)
-
-    return TensorGroup((PlannedTensor(key, PLAIN, shape),), make)
-
-
-def _in_fp8(
-    name: str,
-    layer: Float8Layer,
-    get: Callable[[], Tensor],
-    format: ExportFormat,
-    smooth: SmoothFold | None,
-) -> Any:
-    scale = input_scale(name, layer) if format.is_static else None
-    if scale is not None and smooth is not None:
-        scale = smooth.input_scale(layer, scale)
-    folded = smooth is not None and layer in smooth
-    payload = checked_payload(f"{name}.weight", layer, get(), current=folded)
-    return format.tensors(payload, scale)
-
-
-def _folded(
-    layer: Any,
-    get: Callable[[], Tensor],
-    adapted: Adapted | None,
-    smooth: SmoothFold | None,
-    parameter: str = "weight",
-) -> Tensor:
-    weight = get()
-    if adapted is not None:
-        weight = adapted(layer, weight, parameter)
-    return weight if smooth is None else smooth.weight(layer, weight)
-
-
-@torch.no_grad()
-def checked_payload(
-    key: str, layer: Float8Layer, weight: Tensor, *, current: bool = False
-) -> QuantizedTensor:
-    """Return `weight_payload`.
-
-    Raises:
-        ValueError: the weight is not finite, with its name, `key`.
-    """
-    payload = weight_payload(layer, weight, current=current)
-    check_finite(key, payload)
-    return payload

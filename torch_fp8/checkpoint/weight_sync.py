@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch_fp8.checkpoint.export import unwrapped
 from torch_fp8.checkpoint.export_plan import (
     ExportPlan,
-    checked_payload,
     model_parts,
     own_tensors,
     plan_export,
     walk,
 )
 from torch_fp8.checkpoint.export_refusals import check_finite
+from torch_fp8.checkpoint.export_values import checked_payload
 from torch_fp8.checkpoint.fold_adapters import (
     ADAPTERS,
     AdapterFold,

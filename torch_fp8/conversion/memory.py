@@ -21,9 +21,10 @@ from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")

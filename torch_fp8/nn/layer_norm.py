@@ -11,8 +11,8 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource
-from torch_fp8.tensor.producer import Producer
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8.tensor.producer import LazySource, Producer
 
 
 class SharedFP8(NamedTuple):

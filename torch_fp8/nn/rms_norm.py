@@ -50,8 +50,8 @@ from torch_fp8.ops.rms_norm import (
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource, plain
-from torch_fp8.tensor.producer import Producer
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
+from torch_fp8.tensor.producer import LazySource, Producer
 from torch_fp8.tensor.quantizer import Quantizer
 
 

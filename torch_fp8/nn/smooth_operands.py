@@ -19,15 +19,9 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import QuantizableTensor, input_stand_ins
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8.tensor.quantizer import (
-    InputPayloads,
-    Quantizer,
-    Quantizers,
-    input_stand_ins,
-    matrix,
-)
+from torch_fp8.tensor.quantizer import InputPayloads, Quantizer, Quantizers, matrix
 from torch_fp8.tensor.split_weight import stored
 
 

@@ -22,8 +22,7 @@ from torch_fp8.ops.swiglu_backward import (
     swiglu_backward_quantize,
 )
 from torch_fp8.tensor.base import Payloads
-from torch_fp8.tensor.lazy_quantized import LazySource
-from torch_fp8.tensor.producer import Producer
+from torch_fp8.tensor.producer import LazySource, Producer
 from torch_fp8.tensor.quantizer import Quantizer
 
 

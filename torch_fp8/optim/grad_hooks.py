@@ -33,9 +33,10 @@ from torch.optim import Optimizer
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _WHY = "FP8Config(gradient_release=True) has applied and freed"

@@ -22,8 +22,9 @@ from torch_fp8.optim.step import shard_origin
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.exchange import attributes_of, stored_grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import attributes_of, halves_of, stored_grad
+from torch_fp8.tensor.split_weight import halves_of
 
 _LENT = "_fp8_lent"
 _OWN_REFERENCES = 2  # of a copy that only `Lending` has: in its dictionary, and as an argument

@@ -55,12 +55,9 @@ from torch_fp8.optim.step import (
     step_small,
 )
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.split_weight import (
-    halves_of,
-    stored,
-    stored_grad,
-)
+from torch_fp8.tensor.split_weight import halves_of, stored
 
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 

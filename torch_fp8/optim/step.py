@@ -21,9 +21,10 @@ from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
 Entry = tuple[int, dict[str, Any], Tensor, State]

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.autograd.current_pass import stand_in
 from torch_fp8.ops.quantize import Payloads, QuantizedTensor
+from torch_fp8.quantization.payload_shape import padded_rows, scale_shape
 from torch_fp8.quantization.scaling import tensor_amax
 
 _aten: Any = torch.ops.aten
@@ -130,6 +132,21 @@ class SavedInput:
             qdata, scale: as they were saved.
         """
         raise NotImplementedError
+
+
+def input_stand_ins(
+    row: QuantizedTensor, fp8: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Stand-ins for what is saved of an input: its transposed payload and scale, or itself."""
+    tokens, features = row.qdata.shape
+    if not fp8:
+        return stand_in((tokens, features), dtype, row.qdata), None
+    tokens = padded_rows(tokens, row.granularity)
+    qdata = stand_in((features, tokens), row.qdata.dtype, row.qdata)
+    if row.granularity == "tensorwise":
+        return qdata, row.scale
+    shape = scale_shape(features, tokens, row.granularity)
+    return qdata, stand_in(shape, torch.float32, row.qdata)
 
 
 def view_shape(func: Any, x: QuantizableTensor, args: tuple[Any, ...]) -> torch.Size | None:

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import is_traced, saves_nothing, stand_in
+from torch_fp8.autograd.current_pass import is_traced, saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.amax import amax
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
 from torch_fp8.ops.scaled_mm import cast
-from torch_fp8.quantization.payload_shape import padded_rows, scale_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
-from torch_fp8.tensor.base import QuantizableTensor, SavedInput
+from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.scale_source import OF_TENSOR, ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -314,21 +313,6 @@ def quantize_input(
     if col is not None:
         return InputPayloads(row, col.qdata, col.scale, None)
     return InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
-
-
-def input_stand_ins(
-    row: QuantizedTensor, fp8: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Stand-ins for what is saved of an input: its transposed payload and scale, or itself."""
-    tokens, features = row.qdata.shape
-    if not fp8:
-        return stand_in((tokens, features), dtype, row.qdata), None
-    tokens = padded_rows(tokens, row.granularity)
-    qdata = stand_in((features, tokens), row.qdata.dtype, row.qdata)
-    if row.granularity == "tensorwise":
-        return qdata, row.scale
-    shape = scale_shape(features, tokens, row.granularity)
-    return qdata, stand_in(shape, torch.float32, row.qdata)
 
 
 def matrix(x: Tensor) -> Tensor:

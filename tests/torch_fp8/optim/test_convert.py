@@ -19,8 +19,9 @@ from torch_fp8 import (
 )
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 
 def _model():

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
 from torch_fp8.optim.embedding_dtype import Float32Output, multiply_half
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored, stored_grad
+from torch_fp8.tensor.exchange import stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored
 
 IDS = torch.arange(8).view(2, 4)
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights
 from torch_fp8.optim.convert import OptimizerReport, gradients_report
 from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import stored_grad
 from torch_fp8.tensor.wide_grad import WideGrad
 
 O3 = FP8Config(opt_level="O3")

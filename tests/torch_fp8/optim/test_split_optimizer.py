@@ -21,8 +21,9 @@ from torch_fp8 import (
 from torch_fp8.conversion.memory import expected_memory
 from torch_fp8.optim import split_optimizer
 from torch_fp8.optim.lent_weights import Lending
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight
 
 STEPS = 6
 

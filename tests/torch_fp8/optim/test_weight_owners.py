@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
-from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
+from torch_fp8.tensor.exchange import stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 def _converted(model, **options):

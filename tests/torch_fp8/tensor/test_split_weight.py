@@ -17,14 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fp8.optim.embedding_dtype import multiply_half
 from torch_fp8.quantization.split_float import join
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import (
-    SplitWeight,
-    join_parameter,
-    split_parameter,
-    stored,
-    stored_grad,
-)
+from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter, stored
 from torch_fp8.tensor.weight_half import half
 from torch_fp8.tensor.wide_grad import WideGrad
 

@@ -24,8 +24,8 @@ from torch_fp8.optim.grad_hooks import hook_of, keeps_8_bits
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 from torch_fp8.quantization.stochastic_rounding import shifted_keys
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import stored_grad
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 

@@ -37,8 +37,8 @@ from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import stored_grad
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 _BUCKET_NUMEL = 8 << 20

@@ -37,8 +37,8 @@ from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.residual import residual_of
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import stored_grad
 
 RANK = int(sys.argv[1])
 

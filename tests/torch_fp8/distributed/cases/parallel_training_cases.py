@@ -36,9 +36,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights
 from torch_fp8.distributed.fsdp.split_weights import join_sharded, split_sharded
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8.tensor.split_weight import stored, stored_grad
+from torch_fp8.tensor.split_weight import stored
 
 STEPS = 20
 

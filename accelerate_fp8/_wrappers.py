@@ -1,0 +1,105 @@
+"""Wrappers of hosts' methods, and the questions that they ask before anything of ours is imported.
+
+Nothing is imported here but the standard library; see `accelerate_fp8._register`.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+_PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
+_BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
+
+
+def too_old(host: str) -> str | None:
+    """Return the refusal of a host that is too old; None: it is not."""
+    line: str | None = import_module("accelerate_fp8._versions").refusal(host)
+    return line
+
+
+def refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., bool]) -> None:
+    """Have a method of a host that is too old raise `line` where this engine's FP8 is asked for."""
+    original = getattr(cls, name)
+    if hasattr(original, "_fp8_original"):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handlers = kwargs.get("kwargs_handlers") or ()
+        theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
+        theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", ENGINE)
+        if not theirs and asked(self, args, kwargs):
+            raise ImportError(line)
+        return original(self, *args, **kwargs)
+
+    wrapper._fp8_original = original  # type: ignore[attr-defined]
+    setattr(cls, name, wrapper)
+
+
+def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return False if surely no FP8 is asked for, so that a run in BF16 imports nothing of ours.
+
+    Args:
+        accelerator: the object whose method is called, also before its ``__init__``.
+        args: positional arguments of the method.
+        kwargs: keyword arguments of the method.
+    """
+    if "state" in accelerator.__dict__:  # constructed
+        return "_fp8_preparation" in accelerator.__dict__
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    precisions = [*args, *kwargs.values(), getattr(state, "_shared_state", {}).get(_PRECISION)]
+    return (
+        "accelerate_fp8.handler" in sys.modules
+        or any(isinstance(p, str) and p.lower().startswith("fp8") for p in precisions)
+        or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower().startswith("fp8")
+    )
+
+
+def asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the arguments, or the launcher, ask for FP8."""
+    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
+    return launched_with_fp8() or any(value.lower() == "fp8" for value in given)
+
+
+def launched_with_fp8() -> bool:
+    """Return whether the launcher asked for FP8."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8"
+
+
+def wrap(
+    holder: Any,
+    names: dict[str, str],
+    package: str,
+    wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
+) -> None:
+    """Let ``package.function(original, self, ...)`` run for methods and functions; all or none.
+
+    Args:
+        holder: the module or class of the host.
+        names: dotted names in it, with the functions that wrap them.
+        package: the module of the functions, imported when first wanted.
+        wanted: asked at each call with the first argument, args, kwargs; False: straight to the
+            original.
+    """
+    originals = []
+    for dotted, function in names.items():
+        *path, name = dotted.split(".")
+        owner = functools.reduce(getattr, path, holder)
+        originals.append((owner, name, function, getattr(owner, name)))
+
+    def extended(original: Any, function: str) -> Any:
+        @functools.wraps(original)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not wanted(self, args, kwargs):
+                return original(self, *args, **kwargs)
+            return getattr(import_module(package), function)(original, self, *args, **kwargs)
+
+        wrapper._fp8_original = original  # type: ignore[attr-defined]
+        return wrapper
+
+    for owner, name, function, original in originals:
+        if not hasattr(original, "_fp8_original"):
+            setattr(owner, name, extended(original, function))

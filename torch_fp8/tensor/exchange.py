@@ -1,0 +1,67 @@
+"""A Parameter that becomes another kind of tensor and stays the same object."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.wide_grad import WideHook
+
+_OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
+"""The attributes of a `torch_fp8.tensor.split_weight.SplitWeight`."""
+
+
+def stored_grad(parameter: Tensor) -> Tensor | None:
+    """Return ``parameter.grad`` as it is in memory."""
+    grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
+    return grad
+
+
+def exchange(parameter: Tensor, other: Tensor) -> None:
+    """Give a Parameter the implementation of another tensor, in place; its gradient is dropped.
+
+    The Parameter keeps its identity, attributes and hooks. Unlike ``torch.utils.swap_tensors`` it
+    may have weak references. The gradient of a graph that was made before is still delivered.
+    """
+    hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch.Tensor.grad.__set__(parameter, None)
+    parameter._backward_hooks = None
+    own = attributes_of(parameter)
+    parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
+    attributes = {**own, **vars(other)}
+    parameter.__class__, other.__class__ = type(other), type(parameter)
+    torch._C._swap_tensor_impl(parameter, other)
+    vars(parameter).clear()
+    vars(parameter).update(attributes)
+    vars(other).clear()
+    vars(other).update(parts)  # a graph that was made before may read it
+    other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
+    if hooks is not None:
+        for key, hook in hooks.items():
+            hook = hook.hook if isinstance(hook, WideHook) else hook
+            hooks[key] = WideHook(hook) if is_split(parameter) else hook
+        parameter._backward_hooks = hooks
+    if accumulated is not None:
+        parameter._post_accumulate_grad_hooks = accumulated
+
+
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that others have set on a Parameter."""
+    return {name: x for name, x in vars(parameter).items() if name not in _OWN}
+
+
+def _deliver(old: Tensor, parameter: Tensor) -> None:
+    """Take the gradient of a graph that was made before the exchange."""
+    grad = stored_grad(old)
+    torch.Tensor.grad.__set__(old, None)
+    if grad is not None:
+        if not is_split(parameter):
+            grad = plain(grad).to(parameter.dtype)
+        before = parameter.grad
+        parameter.grad = grad if before is None else plain(before) + grad
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Return whether a Parameter is a `torch_fp8.tensor.split_weight.SplitWeight`."""
+    return "halves" in vars(parameter)
