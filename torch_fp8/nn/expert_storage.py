@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
@@ -23,6 +24,7 @@ from torch_fp8.ops.moe_rows import transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import CastSpec, Recipe
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 
@@ -70,6 +72,7 @@ class ExpertsFP8:
             (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: nobody looks.
         tokens: monitor's counter of each expert's tokens, or None.
         caches: what is kept of the weights in FP8, by name.
+        frozen: whether the weights are held in FP8 alone, by a rank of FSDP2 as well.
     """
 
     name: str
@@ -79,6 +82,7 @@ class ExpertsFP8:
     observers: dict[str, Any] | None = None
     tokens: Any = None
     caches: dict[str, StackedCache] = field(default_factory=dict)
+    frozen: bool = False
 
     @property
     def cached_bytes(self) -> int:
@@ -110,10 +114,14 @@ class ExpertStorage(RunsFP8):
         return {name: w for name, w in named.items() if isinstance(w, Float8FrozenWeight)}
 
     def freeze_weights(self) -> None:
-        """Hold the weights in FP8 alone from now on; a repeated call changes nothing."""
+        """Hold the weights in FP8 alone from now on; a repeated call changes nothing.
+
+        Those that FSDP2 has sharded wait for `torch_fp8.distributed.fsdp.connect.connect_fsdp`.
+        """
+        self.fp8.frozen = True
         for name in self.fp8_weight_names:
             weight = self._parameters.get(name)
-            if weight is None or isinstance(weight, Float8FrozenWeight):
+            if weight is None or isinstance(weight, Float8FrozenWeight | DTensor):
                 continue
             full = f"{self.fp8.name}.{name}".lstrip(".")
             payload = freeze_tensor(weight, self.fp8.recipe.weight, full)
@@ -127,7 +135,19 @@ class ExpertStorage(RunsFP8):
         replace_parameter(self, frozen_parameter(payload), name)
 
     def thaw_weights(self) -> int:
-        """Give the weights their dtype back, with the values that FP8 held; return how many."""
+        """Give the weights their dtype back, with the values that FP8 held; return how many.
+
+        Raises:
+            RuntimeError: FSDP2 has sharded them.
+        """
+        held = [name for name in self.fp8_weight_names if _is_sharded(self._parameters.get(name))]
+        if held:
+            raise RuntimeError(
+                f"'{self.fp8.name}.{held[0]}' is stored as FP8 alone and sharded by FSDP2, which "
+                "cannot be undone: thaw the model before fully_shard"
+            )
+        if "fp8" in vars(self):
+            self.fp8.frozen = False
         self.fp8_unmerged = None
         frozen = self.frozen_weights
         for name, weight in frozen.items():
@@ -232,3 +252,8 @@ class ExpertStorage(RunsFP8):
         super().__setstate__(state)
         for weight in self.frozen_weights.values():
             weight.payload.owner = weakref.ref(self)
+
+
+def _is_sharded(weight: Tensor | None) -> bool:
+    """Return whether a weight is a shard that is held in FP8 alone."""
+    return isinstance(weight, DTensor) and isinstance(local(weight), Float8FrozenWeight)

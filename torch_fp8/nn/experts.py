@@ -90,7 +90,10 @@ class Float8Experts(ExpertStorage):
             emulate: run its GEMMs through the reference path.
         """
         caches = {key: StackedCache(config.keep_eval_weights) for key in self.fp8_weight_names}
-        self.fp8 = ExpertsFP8(name, config, expert_recipe(config), emulate, caches=caches)
+        frozen = "fp8" in vars(self) and self.fp8.frozen
+        self.fp8 = ExpertsFP8(
+            name, config, expert_recipe(config), emulate, caches=caches, frozen=frozen
+        )
         self.fp8_gate = gate_form(self)
         experts_dispatch.add(self)
 
