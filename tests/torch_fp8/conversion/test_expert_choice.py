@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.moe_experts import CLASSES, CONFIG, E, H, K, batch, experts, run
+from tests.moe_experts import CONFIG, LAYOUTS, E, H, K, batch, experts, run
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion import expert_choice, layer_benchmark
 from torch_fp8.conversion.convert import conversion_report
@@ -16,18 +16,10 @@ from torch_fp8.conversion.expert_benchmark import EXPERTS, expert_shape
 from torch_fp8.nn.experts import Float8Experts, is_expert_module
 
 AUTO = FP8Config(tokens=64)
-LAYOUTS = [*CLASSES, "llama-4"]
 
 
 def _experts(layout, **changes):
-    if layout != "llama-4":
-        return experts(layout, **changes)
-    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
-
-    built = Llama4TextExperts(SimpleNamespace(**CONFIG | changes))
-    for parameter in built.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return built
+    return experts(layout, **changes)
 
 
 class Clock:
