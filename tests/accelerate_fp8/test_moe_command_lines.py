@@ -120,3 +120,44 @@ def _run(
     assert "4 fused weights in FP8 grouped GEMMs" in output
     assert "FP8 was asked for" not in output
     return output
+
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: fp8
+num_machines: 1
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayer
+  fsdp_cpu_ram_efficient_loading: {}
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sparing", ["false", "true"], ids=["each-rank-loads", "rank-0-loads"])
+def test_a_configuration_file_shards_frozen_experts(
+    sparing: str, tiny_model: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(CONFIG.format(sparing))
+    script = Path(__file__).parent / "scripts" / "fsdp2_experts.py"
+    launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
+    folder = _folder("Qwen3Moe", tiny_model, tmp_path)
+    done = subprocess.run(
+        [sys.executable, *launch, "--main_process_port", "0", str(script), str(folder)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0: trained" in done.stdout
+    assert "rank 1: trained" in done.stdout
+    assert "frozen weights held and gathered as FP8 alone" in done.stderr

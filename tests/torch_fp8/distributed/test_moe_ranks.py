@@ -102,3 +102,23 @@ def test_experts_that_do_not_divide_are_not_frozen(cases):
     for frozen, reasons in cases["not_frozen"]:
         assert frozen == 0
         assert reasons == ["3 experts do not divide by 2 ranks"]
+
+
+@pytest.mark.parametrize("case", ["monitored_sharded", "monitored_parallel"])
+def test_a_monitor_looks_at_sharded_experts(cases, case):
+    """Two sequences of 16 tokens a rank, two of four experts each."""
+    for series in cases[case]:
+        place = "fp8/model.layers.0.mlp.experts"
+        for weight in ("gate_up_proj", "down_proj"):
+            for kind in ("input", "weight", "grad_output"):
+                assert series[f"{place}.{weight}/{kind}/sqnr"] > 29, (weight, kind)
+        most = series[f"{place}/experts/tokens_most"]
+        assert 128 / 4 <= most <= 128
+
+
+def test_experts_of_other_ranks_are_not_frozen(cases):
+    for kept, held, loss in cases["parallel_not_frozen"]:
+        assert held == 0
+        assert len(kept) == 2
+        assert all("ranks" in reason for _, reason in kept), kept
+        assert loss == loss

@@ -415,3 +415,46 @@ def case_not_frozen():
     fully_shard(block)
     report = convert_to_float8(block, FP8Config(recipe="rowwise", frozen_weights="fp8"))
     return len(report.frozen.frozen), sorted({reason for _, reason in report.frozen.kept})
+
+
+def _monitored(**options):
+    """Return what a monitor logs of experts of a sharded model in a step."""
+    from transformers.distributed import DistributedConfig
+
+    config, logged = FP8Config(recipe="rowwise", monitor=1), {}
+    model = _loaded(_saved(), distributed_config=DistributedConfig(**options))
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    split_sharded(model, [optimizer], config)
+    connect_fsdp(model, config)
+
+    def log(series, step):
+        logged.update(series)
+
+    monitor = Monitor(model, [optimizer], config, log=log)
+    _train(model, optimizer, [_batch().chunk(RANKS)[RANK]])
+    monitor.close()
+    assert not monitor._events.has_failed
+    return {name: value for name, value in logged.items() if "experts" in name}
+
+
+def case_monitored_sharded():
+    return _monitored(fsdp_size=RANKS)
+
+
+def case_monitored_parallel():
+    return _monitored(fsdp_size=RANKS, ep_size=RANKS)
+
+
+def case_parallel_not_frozen():
+    """Experts of other ranks stay in their dtype, and the report says so."""
+    from transformers.distributed import DistributedConfig
+
+    distributed = DistributedConfig(fsdp_size=RANKS, ep_size=RANKS)
+    model = _loaded(_saved(), distributed_config=distributed).requires_grad_(False)
+    report = convert_to_float8(model, FP8Config(recipe="rowwise", frozen_weights="fp8"))
+    kept = [(name, reason) for name, reason in report.frozen.kept if "experts" in name]
+    held = [local(p) for p in model.parameters() if p.ndim == 3]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=_batch(), labels=_batch()).loss
+    return kept, sum(isinstance(w, Float8FrozenWeight) for w in held), float(loss)
