@@ -32,11 +32,15 @@ CLASSES = {
     "no-gate": ("nemotron_h", "NemotronHExperts"),
     "post-norm": ("muse_spark", "MuseSparkExperts"),
 }
+"""Those that transformers dispatches."""
+BATCHED = {"llama-4": ("llama4", "Llama4TextExperts")}
+"""Those of which each expert computes every token."""
+LAYOUTS = [*CLASSES, *BATCHED]
 
 
 def experts(layout="plain", **changes):
     """Build one, with Gaussian weights."""
-    model, name = CLASSES[layout]
+    model, name = (CLASSES | BATCHED)[layout]
     module = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=[name])
     built = getattr(module, name)(SimpleNamespace(**CONFIG | changes))
     for parameter in built.parameters():

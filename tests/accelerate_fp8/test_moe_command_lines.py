@@ -1,4 +1,4 @@
-"""``trl sft`` of mixtures of experts as users type it, with one flag."""
+"""``trl sft`` and ``trl grpo`` of mixtures of experts as users type them, with one flag."""
 
 import json
 import subprocess
@@ -23,6 +23,10 @@ LORA = (
     *TARGETS,
 )
 ROWS = [{"text": sentence} for sentence in ("the cat sat on a mat", "one dog ran in this park")] * 4
+GENERATE = (
+    *("--num_generations", "2", "--max_completion_length", "4"),
+    *("--reward_funcs", "get_soft_overlong_punishment"),  # by length: no text has to be parsed
+)
 slow = pytest.mark.slow
 
 
@@ -52,10 +56,48 @@ def test_trl_sft_trains_experts_in_fp8(
     tmp_path: Path,
     environment: dict[str, str],
 ) -> None:
+    output = _run("sft", _folder(name, tiny_model, tmp_path), ROWS, extra, tmp_path, environment)
+    assert ("stored as FP8 alone" in output) == bool(extra)
+    saved = "adapter_model.safetensors" if extra else "model.safetensors"
+    assert (tmp_path / "out" / saved).exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        pytest.param("Qwen3Moe", (), id="qwen3"),
+        pytest.param("Qwen3Moe", LORA, id="qwen3-lora", marks=slow),
+        pytest.param("GptOss", (), id="gpt-oss", marks=slow),
+    ],
+)
+def test_trl_grpo_trains_experts_in_fp8(
+    name: str,
+    extra: tuple[str, ...],
+    tiny_model: Path,
+    tmp_path: Path,
+    environment: dict[str, str],
+) -> None:
+    folder = _folder(name, tiny_model, tmp_path)
+    rows = [{"prompt": row["text"]} for row in ROWS]
+    _run("grpo", folder, rows, (*GENERATE, *extra), tmp_path, environment)
+    saved = "adapter_model.safetensors" if extra else "model.safetensors"
+    assert (tmp_path / "out" / saved).exists()
+
+
+def _run(
+    script: str,
+    model: Path,
+    rows: list[dict[str, str]],
+    extra: tuple[str, ...],
+    tmp_path: Path,
+    environment: dict[str, str],
+) -> str:
+    """Run a script of TRL under the flag; return what it said."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = {
-        "model_name_or_path": _folder(name, tiny_model, tmp_path),
+        "model_name_or_path": model,
         "dataset_name": tmp_path / "data",
         "output_dir": tmp_path / "out",
         "max_steps": 2,
@@ -64,7 +106,7 @@ def test_trl_sft_trains_experts_in_fp8(
         "use_cpu": True,
     }
     options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-    command = (*LAUNCH, "--mixed_precision", "fp8", "-m", "trl.scripts.sft", *options, *extra)
+    command = (*LAUNCH, "--mixed_precision", "fp8", "-m", f"trl.scripts.{script}", *options, *extra)
     done = subprocess.run(
         [sys.executable, *command],
         env=environment,
@@ -77,6 +119,45 @@ def test_trl_sft_trains_experts_in_fp8(
     assert done.returncode == 0, output
     assert "4 fused weights in FP8 grouped GEMMs" in output
     assert "FP8 was asked for" not in output
-    assert ("stored as FP8 alone" in output) == bool(extra)
-    saved = "adapter_model.safetensors" if extra else "model.safetensors"
-    assert (tmp_path / "out" / saved).exists()
+    return output
+
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: fp8
+num_machines: 1
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayer
+  fsdp_cpu_ram_efficient_loading: {}
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sparing", ["false", "true"], ids=["each-rank-loads", "rank-0-loads"])
+def test_a_configuration_file_shards_frozen_experts(
+    sparing: str, tiny_model: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(CONFIG.format(sparing))
+    script = Path(__file__).parent / "scripts" / "fsdp2_experts.py"
+    launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
+    folder = _folder("Qwen3Moe", tiny_model, tmp_path)
+    done = subprocess.run(
+        [sys.executable, *launch, "--main_process_port", "0", str(script), str(folder)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0: trained" in done.stdout
+    assert "rank 1: trained" in done.stdout
+    assert "frozen weights held and gathered as FP8 alone" in done.stderr

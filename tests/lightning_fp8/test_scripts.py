@@ -60,6 +60,21 @@ def test_model_parallel(run, kind):
     assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
 
 
+@pytest.mark.long
+def test_model_parallel_trains_saves_and_loads_experts(run, tmp_path):
+    flagged, plain = run(
+        ["moe_fsdp.py", str(tmp_path), FLAG], ["moe_fsdp.py", str(tmp_path / "plain")]
+    )
+    for result in (flagged, plain):
+        assert result.returncode == 0, result.output
+        for rank in "01":
+            assert f"rank {rank}: trained, saved and loaded" in result.output
+    assert "4 fused weights in FP8 grouped GEMMs" in flagged.output
+    assert "fused weights" not in plain.output
+    # Those of the experts travel in FP8 with those of the linear layers.
+    assert "weights gathered in FP8" in flagged.output
+
+
 @pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
 def test_cli_argument_and_yaml(run, tmp_path, host):
     trainer = {

@@ -101,8 +101,16 @@ def expert_shape(module: Any, tokens: int) -> ExpertShape:
     return ExpertShape(stock_class(type(module)).__name__, count, sizes, top_k, rows, dtype)
 
 
+_times: dict[Any, ExpertTimes] = {}
+
+
+def forget_times() -> None:
+    """Forget what was timed in this process."""
+    _times.clear()
+
+
 def expert_times(card: Card, module: Any, shape: ExpertShape, config: FP8Config) -> ExpertTimes:
-    """Time a block of this shape by transformers and in FP8, in turns.
+    """Time a block of this shape by transformers and in FP8, in turns; once in this process.
 
     Args:
         card: the card to time on.
@@ -110,10 +118,14 @@ def expert_times(card: Card, module: Any, shape: ExpertShape, config: FP8Config)
         shape: what `expert_shape` returned.
         config: options of the GEMMs.
     """
+    key = card, shape, config.wgrad, config.fast_accum
+    if key in _times:
+        return _times[key]
     with undisturbed(card.device):
         passes = [_pass(module, shape, config, card.device, in_fp8) for in_fp8 in (False, True)]
         plain, fp8 = (statistics.median(times) for times in samples(card.device, passes))
-    return ExpertTimes(plain, fp8)
+    _times[key] = ExpertTimes(plain, fp8)
+    return _times[key]
 
 
 def _pass(

@@ -167,12 +167,12 @@ def freeze_layers(
             report += FreezeReport((), ((name, reason),), None, 0, 0, 0)
             continue
         before = _num_bytes(layer, taken_over)
-        if held is None and of_fsdp:
-            layer.run_frozen(recipe, emulate, notice)
-            waiting = True
-        elif held is None:
-            payload = known_payload(layer.weight, recipe.weight, f"{name}.weight")
-            layer.freeze_weights(recipe, emulate, notice, payload)
+        if held is None:
+            waiting = waiting or of_fsdp
+            known = None
+            if not of_fsdp:
+                known = known_payload(layer.weight, recipe.weight, f"{name}.weight")
+            layer.freeze_weights(recipe, emulate, notice, known)
         elif taken_over:
             layer.freeze_weights(recipe, emulate, notice, held.payload)
         num_params, held = local(layer.weight).numel(), layer.frozen_weight

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.quantization.recipe import Recipe
@@ -106,6 +107,8 @@ class FrozenStorage(RunsFP8):
     ) -> None:
         """Hold the weights in FP8 alone from now on; who holds the Parameters holds the new ones.
 
+        Shards follow when FSDP2 is connected (`torch_fp8.distributed.fsdp.connect.connect_fsdp`).
+
         Args:
             recipe: the frozen module's recipe; a layer's weight has scales of blocks or a single
                 one.
@@ -116,11 +119,12 @@ class FrozenStorage(RunsFP8):
         """
         for name in self.fp8_weight_names:
             weight = self._parameters.get(name)
-            if weight is None or (payload is None and name in self.frozen_weights):
+            known = isinstance(weight, DTensor) or name in self.frozen_weights
+            if weight is None or (payload is None and known):
                 continue
             full = f"{self.fp8.name}.{name}".lstrip(".")
             if payload is None:
-                held = freeze_tensor(local(weight), recipe.weight, full)
+                held = freeze_tensor(weight, recipe.weight, full)
             else:
                 held = payload
                 held.name = full
@@ -133,7 +137,7 @@ class FrozenStorage(RunsFP8):
         replace_parameter(self, frozen_parameter(payload), name)
 
     def run_frozen(self, recipe: Recipe, emulate: bool, notice: ThawNotice | None) -> None:
-        """Run the recipe of frozen weights; the shards of a weight follow when FSDP2 is connected.
+        """Run the recipe of frozen weights.
 
         Args:
             recipe, emulate, notice: as of `freeze_weights`.

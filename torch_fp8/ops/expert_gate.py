@@ -74,7 +74,7 @@ def _saved_halves(gate: Tensor, up: Tensor, form: GateForm) -> tuple[Tensor, Ten
     return gate, torch.where(up < -form.limit, up.clamp(max=-beyond), up)
 
 
-def _activation_backward(
+def activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, form: GateForm
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of gate and up from that of the activation, all float32."""
@@ -210,5 +210,5 @@ def gate_gradient(
 
 
 def _gradient(grad: Tensor, score: Tensor, gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
-    dgate, dup = _activation_backward(grad.float() * score[:, None], gate, up, form)
+    dgate, dup = activation_backward(grad.float() * score[:, None], gate, up, form)
     return join_gate(dgate.to(grad.dtype), dup.to(grad.dtype), form)

@@ -8,26 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.moe_experts import CLASSES, CONFIG, E, H, K, batch, experts, run
+from tests.moe_experts import CONFIG, LAYOUTS, E, H, K, batch, experts, run
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion import expert_choice, layer_benchmark
 from torch_fp8.conversion.convert import conversion_report
-from torch_fp8.conversion.expert_benchmark import EXPERTS, expert_shape
+from torch_fp8.conversion.expert_benchmark import EXPERTS, expert_shape, forget_times
 from torch_fp8.nn.experts import Float8Experts, is_expert_module
 
 AUTO = FP8Config(tokens=64)
-LAYOUTS = [*CLASSES, "llama-4"]
 
 
 def _experts(layout, **changes):
-    if layout != "llama-4":
-        return experts(layout, **changes)
-    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
-
-    built = Llama4TextExperts(SimpleNamespace(**CONFIG | changes))
-    for parameter in built.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return built
+    return experts(layout, **changes)
 
 
 class Clock:
@@ -45,12 +37,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     def install(plain, fp8):
+        forget_times()
         clock = Clock(plain, fp8)
         monkeypatch.setattr(layer_benchmark, "seconds", clock)
         monkeypatch.setattr(expert_choice, "grouped_natively", lambda device: True)
         return clock
 
-    return install
+    yield install
+    forget_times()
 
 
 class Model(nn.Module):
@@ -128,6 +122,10 @@ def test_each_shape_is_timed_once(clock):
     assert len(convert_to_float8(net, AUTO).experts) == 6
     each = layer_benchmark.WARMUP + layer_benchmark.REPETITIONS
     assert len(watch.runs) == 2 * 2 * each
+    convert_to_float8(nn.ModuleList([Model()]), AUTO)  # in this process
+    assert len(watch.runs) == 2 * 2 * each
+    convert_to_float8(Model(), FP8Config(tokens=64, wgrad="bf16"))
+    assert len(watch.runs) == 3 * 2 * each
 
 
 def test_a_report_of_what_would_be_measures_alike(clock):

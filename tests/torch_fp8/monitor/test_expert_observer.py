@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,24 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.nn.grouped_linear_function as grouped
-from tests.moe_experts import CLASSES, CONFIG, E, H, K, experts
+from tests.moe_experts import LAYOUTS, E, H, K, experts
 from torch_fp8 import FP8Config, Monitor, convert_to_float8, revert
 from torch_fp8.monitor.expert_statistics import TOKENS, WORST
 from torch_fp8.monitor.run_log import read_run
 from torch_fp8.monitor.statistics import decibel
 from torch_fp8.ops.quantize import dequantize, quantize
 
-LAYOUTS = [*CLASSES, "llama-4"]
 TOKENS_A_STEP = 160
-
-
-def _llama4(**changes):
-    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
-
-    built = Llama4TextExperts(SimpleNamespace(**CONFIG | changes))
-    for parameter in built.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return built
 
 
 class Block(nn.Module):
@@ -35,7 +24,7 @@ class Block(nn.Module):
 
     def __init__(self, layout):
         super().__init__()
-        self.experts = _llama4() if layout == "llama-4" else experts(layout)
+        self.experts = experts(layout)
         self.choice = torch.arange(TOKENS_A_STEP)[:, None] % E + torch.arange(K)  # (T, K)
 
     def forward(self, x):

@@ -9,7 +9,6 @@ from torch import nn
 from tests.moe_experts import batch, experts
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8, freeze, high_precision, revert, thaw
-from torch_fp8.conversion import frozen_experts
 from torch_fp8.conversion.share_frozen import share_equal_weights
 from torch_fp8.nn.expert_adapters import FactoredAdapter, Factors, multiply_factors
 from torch_fp8.ops.moe_route import moe_route
@@ -257,10 +256,3 @@ def test_frozen_experts_thaw_when_somebody_trains_them():
         base.gate_up_proj.requires_grad_(True)
     assert base.gate_up_proj.requires_grad
     assert type(base.gate_up_proj) is nn.Parameter
-
-
-def test_experts_of_several_ranks_keep_their_dtype(monkeypatch):
-    monkeypatch.setattr(frozen_experts, "_has_several_ranks", lambda: True)
-    report = convert_to_float8(_adapt(_Block()))
-    assert report.frozen.frozen == ()
-    assert {reason for _, reason in report.frozen.kept} == {frozen_experts.SEVERAL_RANKS}

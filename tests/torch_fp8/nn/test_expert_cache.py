@@ -2,14 +2,12 @@
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 import torch_fp8.nn.grouped_linear_function as grouped
-from tests.moe_experts import CLASSES, CONFIG, E, batch, experts
+from tests.moe_experts import LAYOUTS, E, batch, experts
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -20,19 +18,10 @@ from torch_fp8 import (
 )
 from torch_fp8.conversion.memory import expected_memory
 
-LAYOUTS = [*CLASSES, "llama-4"]
-
 
 def _experts(layout):
     torch.manual_seed(0)
-    if layout != "llama-4":
-        return experts(layout)
-    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
-
-    built = Llama4TextExperts(SimpleNamespace(**CONFIG))
-    for parameter in built.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return built
+    return experts(layout)
 
 
 def _forward(module, seed=0):

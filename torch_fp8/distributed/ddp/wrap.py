@@ -36,6 +36,7 @@ from torch_fp8.distributed.ddp.hook_registration import (
 )
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
 from torch_fp8.distributed.links import Exchanges, choose_exchanges, measured_groups
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.grad_hooks import attach_hooks
@@ -161,9 +162,9 @@ def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = Fals
 
 
 def _recipes(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the qualified name and the recipe's name of each FP8 layer."""
-    layers = module.named_modules()
-    return [(name, m.fp8.recipe.name) for name, m in layers if isinstance(m, Float8Layer)]
+    """Return the qualified name and the recipe's name of each FP8 layer and module of experts."""
+    ours = (Float8Layer, Float8Experts)
+    return [(name, m.fp8.recipe.name) for name, m in module.named_modules() if isinstance(m, ours)]
 
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:

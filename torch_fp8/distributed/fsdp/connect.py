@@ -235,6 +235,8 @@ def _gathers_of(
         info = param._module_info
         owners = [info.module, *info.shared_modules]
         are_experts = is_expert_weight(info.module, info.param_name)
+        if are_experts and is_frozen(param):
+            continue
         if not are_experts:
             if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
                 continue

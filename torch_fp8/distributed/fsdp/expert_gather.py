@@ -103,14 +103,19 @@ class ExpertGather(WeightGather):
         """
         turns = torch._C._current_graph_task_id() != -1 and self._was_read
         flip = self.module.is_transposed != turns
-        values = stored(shard)
-        payload = cast_stacked(values, self.spec, flip)
-        self._show(values, payload, flip)
-        experts, rows, cols = values.shape
+        payload = self._payload(shard, flip)
+        experts, rows, cols = payload.qdata.shape
         scale = payload.scale.view(experts, -1)
         scale = F.pad(scale, (0, max(rows, cols) - scale.shape[1])).contiguous()
         codes = payload.qdata.view(torch.uint8).view(experts, rows * cols)
         return (codes, scale.view(torch.uint8)), flip
+
+    def _payload(self, shard: Tensor, flip: bool) -> QuantizedTensor:
+        """Return this rank's experts in FP8, or with `flip` their transposes."""
+        values = stored(shard)
+        payload = cast_stacked(values, self.spec, flip)
+        self._show(values, payload, flip)
+        return payload
 
     def _show(self, values: Tensor, payload: QuantizedTensor, flip: bool) -> None:
         """Show a monitor what this rank casts."""

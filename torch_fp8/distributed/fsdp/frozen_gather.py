@@ -14,10 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_askable, make_scales
+from torch_fp8.distributed.fsdp.expert_gather import (
+    ExpertGather,
+    is_expert_weight,
+    why_not_gathered,
+)
 from torch_fp8.distributed.fsdp.split_weights import renew_unsharded
+from torch_fp8.nn.expert_storage import transposed_stacked
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
-from torch_fp8.tensor.frozen_payload import FrozenPayload
+from torch_fp8.tensor.frozen_payload import FrozenPayload, quantize_stacked
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
@@ -37,10 +45,10 @@ class FrozenGather(WeightGather):
             qdata.to(shard.device),
             scale.to(shard.device),
             self.spec,
-            f"{layer.fp8.name}.weight".lstrip("."),
+            f"{layer.fp8.name}.{self.fsdp_param._module_info.param_name}".lstrip("."),
             dtype,
             weakref.ref(layer),
-            self._first_row() % 128 if rows else 0,
+            self._place_in_block(rows),
             self.rewrite,
         )
         frozen = Float8FrozenWeight(payload)
@@ -53,6 +61,10 @@ class FrozenGather(WeightGather):
         if param.offload_to_cpu:
             frozen.to = self._moved
         renew_unsharded(param)
+
+    def _place_in_block(self, rows: int) -> int | None:
+        """Return the place of the first of this rank's rows in its block of 128 rows."""
+        return self._first_row() % 128 if rows else 0
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize this rank's rows with the scales that `make_scales` has made; return bytes, and
@@ -117,19 +129,49 @@ class FrozenGather(WeightGather):
             RuntimeError: the weight is to be trained, of which a DTensor tells nobody.
         """
         del shard
-        if self.fsdp_param.sharded_param.requires_grad:
-            raise RuntimeError(
-                f"'{self.module.fp8.name}.weight' is stored as FP8 alone and sharded by FSDP2, and "
-                "its gradient was asked for (requires_grad=True); thaw the model before "
-                "fully_shard, or convert it with FP8Config(frozen_weights='keep')"
-            )
-        held = self.shard
-        assert isinstance(held, Float8FrozenWeight)
-        bytes_ = held.qdata.view(torch.uint8).to(self.device, non_blocking=True)
+        bytes_ = self._held().qdata.view(torch.uint8).to(self.device, non_blocking=True)
         rows = self.fsdp_param.padded_sharded_param_size[0]
         if bytes_.shape[0] != rows:
             bytes_ = F.pad(bytes_, (0, 0, 0, rows - bytes_.shape[0]))
         return (bytes_,), self._scale
+
+    def _held(self) -> FrozenPayload:
+        """Return this rank's rows in FP8.
+
+        Raises:
+            RuntimeError: the weight is to be trained, of which a DTensor tells nobody.
+        """
+        held = self.shard
+        assert isinstance(held, Float8FrozenWeight)
+        if self.fsdp_param.sharded_param.requires_grad:
+            raise RuntimeError(
+                f"'{held.payload.name}' is stored as FP8 alone and sharded by FSDP2, and "
+                "its gradient was asked for (requires_grad=True); thaw the model before "
+                "fully_shard, or convert it with FP8Config(frozen_weights='keep')"
+            )
+        return held.payload
+
+
+class FrozenExpertGather(FrozenGather, ExpertGather):
+    """How the bytes of one frozen weight of fused experts are gathered: whole experts of a rank,
+    with their scales, and transposed where backward multiplies them.
+    """
+
+    def _place_in_block(self, rows: int) -> int | None:
+        return None
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        payload = quantize_stacked(rows, self.spec)
+        return payload.qdata.contiguous(), payload.scale.contiguous()
+
+    def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        return ExpertGather.pre(self, shard)
+
+    def _payload(self, shard: Tensor, flip: bool) -> QuantizedTensor:
+        held = self._held().quantized
+        qdata, scale = (t.to(self.device, non_blocking=True) for t in (held.qdata, held.scale))
+        payload = held._replace(qdata=qdata, scale=scale)
+        return transposed_stacked(payload, self.spec) if flip else payload
 
 
 def connect_frozen(groups: list[Any]) -> int:
@@ -146,7 +188,9 @@ def connect_frozen(groups: list[Any]) -> int:
                 continue
             held += 1
             if not isinstance(param._sharded_local_tensor, Float8FrozenWeight):
-                gathered.append(FrozenGather(param, group, module))
+                are_experts = isinstance(module, Float8Experts)
+                kind = FrozenExpertGather if are_experts else FrozenGather
+                gathered.append(kind(param, group, module))
     if gathered:
         make_scales(gathered)
     for gather in gathered:
@@ -157,12 +201,18 @@ def connect_frozen(groups: list[Any]) -> int:
 def is_frozen(param: Any) -> bool:
     """Return whether FSDP's record is of a weight that is to be held in FP8 alone."""
     module = param._module_info.module
-    return can_be_frozen(param) and module.fp8.frozen is not None
+    return can_be_frozen(param) and bool(module.fp8.frozen)
 
 
 def can_be_frozen(param: Any) -> bool:
-    """Return whether FSDP's record is of the weight of one FP8 layer, sharded by rows."""
+    """Return whether FSDP's record is of a weight that ranks can hold in FP8 alone.
+
+    It is the weight of one FP8 layer, sharded by rows, or a fused one, sharded by experts.
+    """
     info = param._module_info
+    if is_expert_weight(info.module, info.param_name):
+        shards = hasattr(param.mesh_info, "shard_process_group")
+        return shards and why_not_gathered(param) is None
     if not isinstance(info.module, Float8Layer) or info.param_name != "weight":
         return False
     by_rows = hasattr(param.mesh_info, "shard_process_group") and param.fsdp_placement.dim == 0
