@@ -27,6 +27,14 @@ from torch_fp8.quantization.suggestions import suggestion
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command and return the exit status."""
+    with contextlib.ExitStack() as stack:
+        if sys.stdout is None:  # closed by the caller
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -38,15 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _terminated_as_interrupted():
             status: int = options.run(options)
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        return 1
+    except OSError as error:  # a full disk, a folder that nobody may write to
+        print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
+        _drop_output()
         return 1
     except Exception as error:
         return _failed(options.command, error)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere, so that the interpreter's end does not fail."""
+    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(command: str, error: Exception) -> int:

@@ -59,7 +59,16 @@ def changed_options(config: FP8Config) -> dict[str, Any]:
 def _model(options: argparse.Namespace) -> nn.Module:
     device = usable_device(options.device)
     folder = model_folder(options.model) or options.model
-    model: nn.Module = model_class(folder).from_pretrained(folder, dtype=torch.bfloat16)
+    cls = model_class(folder)
+    try:
+        model: nn.Module = cls.from_pretrained(folder, dtype=torch.bfloat16)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # whatever transformers finds in broken sizes, weights or indices
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ValueError(
+            f"{str(folder)!r} cannot be loaded: {type(error).__name__}: {line}"
+        ) from error
     return model.eval().to(device)
 
 
@@ -75,7 +84,7 @@ def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
         return random_batches(embeddings.num_embeddings, *shape, options.seed)
     auto = importlib.import_module("transformers").AutoTokenizer
     try:
-        tokenizer = auto.from_pretrained(options.model)
+        tokenizer = auto.from_pretrained(model_folder(options.model) or options.model)
     except Exception as error:  # whatever a tokenizer of whatever class cannot find
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         return check(options)
+    except BrokenPipeError:
+        raise  # the command line's own
     except (ValueError, TypeError) as error:
         print(f"torch-fp8 check: {error}", file=sys.stderr)
         return 2

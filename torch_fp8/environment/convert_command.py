@@ -28,6 +28,8 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         print(convert_optimizer_file(options.checkpoint, options.path))
+    except BrokenPipeError:
+        raise  # the command line's own
     except ValueError as error:
         print(f"torch-fp8 convert-optimizer: {error}", file=sys.stderr)
         return 2

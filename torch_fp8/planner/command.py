@@ -73,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
                 "--largest finds the largest preset"
             )
         return _largest(options) if options.largest else _plan(options)
+    except BrokenPipeError:
+        raise  # the command line's own
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"torch-fp8 plan: {error}", file=sys.stderr)
         return 2
