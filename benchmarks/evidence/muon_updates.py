@@ -11,7 +11,8 @@ compared: ``cosine`` to the one from a float32 momentum of the same gradients.
 is 10, gradients are nearly constant: what Newton-Schulz lifts there is in float32 a direction that
 is thousands of times smaller than the largest, and no momentum of 8 bits has it.
 
-Formats: ``int8``, what a converted Muon stores; ``int8 random``, with random thresholds; ``e4m3``,
+Formats: ``int8``, what a converted Muon stores; ``int8 gathered``, where ranks send each other what
+is to be orthogonalized, too, as under FSDP2; ``int8 random``, with random thresholds; ``e4m3``,
 what Adam's first moment is stored in.
 """
 
@@ -82,8 +83,10 @@ def cosine(spectrum: str, ratio: float, name: str, seed: int, steps: int = STEPS
         gradient = signal + matrix(SPECTRA[spectrum], generator) / ratio
         exact.lerp_(gradient, 1 - MOMENTUM)
         stored.lerp_(gradient, 1 - MOMENTUM)
-        updates = [orthogonal(gradient.lerp(m, MOMENTUM)) for m in (exact, stored)]
+        update, ours = (gradient.lerp(m, MOMENTUM) for m in (exact, stored))
         stored = store(stored, step)
+    ours = decode(encode(ours)) if name == GATHERED else ours
+    updates = orthogonal(update), orthogonal(ours)
     return torch.nn.functional.cosine_similarity(*(u.flatten() for u in updates), dim=0).item()
 
 
@@ -123,8 +126,10 @@ def _e4m3(x: Tensor, step: int) -> Tensor:
     return decode_blocks(encode_blocks(x, MOMENT1, words), MOMENT1)
 
 
+GATHERED = "int8 gathered"
 FORMATS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "int8": _int8,
+    GATHERED: _int8,
     "int8 random": _int8_random,
     "e4m3": _e4m3,
 }

@@ -23,11 +23,13 @@ from torch_fp8.config import FP8Config
 from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
 from torch_fp8.optim.grad_hooks import finish_release
 from torch_fp8.optim.lent_weights import Lending, lent
+from torch_fp8.optim.muon_shards import step_shard, steps_by_shards
 from torch_fp8.optim.split_optimizer import SplitOptimizer
 from torch_fp8.optim.state import is_large
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.int8_momentum import Int8Momentum
+from torch_fp8.tensor.split_weight import stored_grad
 
 BUFFER = "momentum_buffer"
 _METHODS = ("step", "_init_group")
@@ -112,10 +114,23 @@ class MuonOptimizer(SplitOptimizer):
         super().load_state_dict(state_dict)
         self._settle()
 
-    def _begin_step(self) -> set[Tensor]:
-        released = set(self.fp8_released)
+    def _step_apart(self) -> set[Tensor]:
+        stepped = set(self.fp8_released)
         finish_release(self)
-        return released
+        if inspect.unwrap(self._fp8_base.step) is not inspect.unwrap(torch.optim.Muon.step):
+            return stepped
+        lending = self._lending(self.fp8_steps)
+        for _, group, parameter in self.indexed_parameters():
+            if stored_grad(parameter) is None or not steps_by_shards(parameter):
+                continue
+            weight, state = lending.lend(parameter), self.state[parameter]
+            if BUFFER not in state:
+                state[BUFFER] = torch.zeros_like(weight)
+            step_shard(weight, state[BUFFER], group)
+            stepped.add(parameter)
+            del weight
+        lending.take_back(everything=True)
+        return stepped
 
     def _lending(self, step: int) -> Lending:
         indices = {parameter: i for i, _, parameter in self.indexed_parameters()}

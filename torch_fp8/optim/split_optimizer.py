@@ -52,19 +52,19 @@ class SplitOptimizer(ConvertedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.fp8_hooks_restored += attach_hooks(self)
-        released = self._begin_step()
         # torch.distributed.checkpoint steps with a rate of 0 to see which states there are.
         self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
+        stepped = self._step_apart()
         step, result = unhooked(self._fp8_base.step), None
-        parameters = [p for _, _, p in self.indexed_parameters() if p not in released]
+        parameters = [p for _, _, p in self.indexed_parameters() if p not in stepped]
         buckets = _buckets(parameters) if _is_torchs(step) else [set(parameters)]
         for bucket in buckets:
             with lent(self, self._lending(self.fp8_steps), bucket):
                 result = step(self, **options)
         return result if closure is None else loss
 
-    def _begin_step(self) -> set[Tensor]:
-        """Return the parameters that were stepped in backward."""
+    def _step_apart(self) -> set[Tensor]:
+        """Step what the user's step shall not; return it, with what was stepped in backward."""
         return set()
 
     def _lending(self, step: int) -> Lending:
