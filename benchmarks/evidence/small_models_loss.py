@@ -46,6 +46,7 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 BASELINE, PERTURBED = "bf16", "bf16, perturbed by 1e-6"
 ROUNDED = "bf16, operands rounded to E4M3"
 ROUNDED_ALL = "bf16, all three GEMMs' operands rounded"
+MUON, MUON_PERTURBED, MUON_INT8 = "muon", "muon, perturbed by 1e-6", "muon, optimizer alone"
 MODULE = "benchmarks.evidence.small_models_loss"
 STEPS, ROWS, LENGTH, VOCABULARY, LEARNING_RATE = 30, 8, 32, 128, 2e-3
 BAND, ERRORS = 0.005, 3
@@ -67,6 +68,9 @@ RUNS: dict[str, tuple[FP8Config | None, FP8Config | None]] = {
     "O2, attention qkv": (FP8Config(save_attention="qkv"), FP8Config()),
     "O1": (FP8Config(opt_level="O1"), None),
     "optimizer alone": (None, FP8Config()),
+    MUON: (None, None),
+    MUON_PERTURBED: (None, None),
+    MUON_INT8: (None, FP8Config()),
     "O1, wgrad bf16": (FP8Config(opt_level="O1", wgrad="bf16"), None),
     "O1, activations bf16": (FP8Config(opt_level="O1", save_activations="bf16"), None),
     "O1, gradients E4M3": (FP8Config(opt_level="O1", grad_format="e4m3"), None),
@@ -119,15 +123,15 @@ def train(name: str, run: str, seed: int, steps: int = STEPS) -> float:
     torch.manual_seed(seed)
     model = MODELS[name]()
     layers, states = RUNS[run]
-    if run == PERTURBED:
+    if run in (PERTURBED, MUON_PERTURBED):
         perturb(model, seed)
     if run in (ROUNDED, ROUNDED_ALL):
         round_operands(model, gradients=run == ROUNDED_ALL)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizers = make_optimizers(model, run)
     if layers is not None:
         convert_to_float8(model, layers)
-    if states is not None:
+    for optimizer in optimizers if states is not None else ():
         convert_optimizer(optimizer, states, model=model)
     data = torch.Generator().manual_seed(1000 + seed)
     tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=data)
@@ -135,11 +139,23 @@ def train(name: str, run: str, seed: int, steps: int = STEPS) -> float:
     torch.manual_seed(seed)  # of dropout
     for _ in range(steps):
         loss_of(name, model, tokens, hidden).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
         return float(loss_of(name, model, tokens, hidden))
+
+
+def make_optimizers(model: nn.Module, run: str) -> list[torch.optim.Optimizer]:
+    """Return AdamW; of a run of Muon, that for the matrices within layers, and AdamW for others."""
+    if run not in (MUON, MUON_PERTURBED, MUON_INT8):
+        return [torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)]
+    named = list(model.named_parameters())
+    inner = [p for name, p in named if p.ndim == 2 and "embed" not in name and "head" not in name]
+    others = [p for _, p in named if not any(p is q for q in inner)]
+    muon = torch.optim.Muon(inner, lr=LEARNING_RATE, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=LEARNING_RATE)]
 
 
 def perturb(model: nn.Module, seed: int) -> None:

@@ -14,21 +14,25 @@ from torch.optim import Optimizer
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
+from torch_fp8.optim.muon import MuonOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of, residual_shape
 from torch_fp8.optim.state import is_large
-from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
+from torch_fp8.quantization.block_scaled import matrix_shape
+from torch_fp8.quantization.formats import GROUP_SIZE
+from torch_fp8.quantization.linear_int8 import GROUP
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.int8_momentum import Int8Momentum
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
-_NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+_NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Muon": 1}
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,9 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
         gradients, scales = numel, groups + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:
         gradients, scales = 0, 0
+    if isinstance(ours, MuonOptimizer) and is_large(parameter):
+        scales += 2 * _num_scales(shard, GROUP)
+        return MemoryReport(numel, numel * size, gradients, numel, master, scales)
     if not isinstance(ours, Float8Optimizer):
         states = _num_states(ours) * numel * parameter.element_size()
         return MemoryReport(numel, numel * size, gradients, states, master, scales)
@@ -240,11 +247,10 @@ def _layers(model: nn.Module) -> list[Float8Layer]:
     return [module for module in model.modules() if isinstance(module, Float8Layer)]
 
 
-def _num_scales(shard: Tensor) -> int:
-    if shard.ndim < 2:
-        return 0
+def _num_scales(shard: Tensor, group: int = GROUP_SIZE) -> int:
+    """Return the groups of a parameter's gradient or moment, each with a scale."""
     rows, cols = matrix_shape(shard.shape)
-    return rows * num_groups(cols)
+    return rows * -(-cols // group)
 
 
 def _num_states(optimizer: Optimizer | None) -> int:
@@ -282,7 +288,7 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
             if parameter in wanted:
                 for value in state.values():
                     shard = local(value)
-                    if isinstance(shard, Float8Moment):
+                    if isinstance(shard, (Float8Moment, Int8Momentum)):
                         tensors_of["moments"].append(shard.qdata)
                         tensors_of["scales"].append(shard.scale)
                     elif isinstance(value, Tensor) and value.ndim > 0:

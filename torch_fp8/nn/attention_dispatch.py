@@ -71,15 +71,19 @@ class _Dispatch:
     Attributes:
         name: the entry's.
         previous: the function before; None for `EAGER`, where each model has its own.
+        functions: these, by the class of a module.
     """
 
     def __init__(self, name: str, previous: Any) -> None:
         self.name, self.previous = name, previous
+        self.functions: dict[type, Any] = {}
 
     def __call__(
         self, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        function = self.previous or eager_function(module)
+        function = self.previous or self.functions.get(type(module))
+        if function is None:
+            function = self.functions[type(module)] = eager_function(module)
         if function is None:
             raise RuntimeError(
                 f"{type(module).__name__} computes attention by a function of its own that is not "
@@ -157,6 +161,8 @@ def mark(module: nn.Module) -> None:
     for name in [*([EAGER] if is_eager else []), *functions.valid_keys()]:
         if not name.startswith(PAGED) and not isinstance(functions.get(name), _Dispatch):
             functions[name] = _Dispatch(name, functions.get(name))
+    if is_eager:  # found beforehand, so that torch.compile need not search
+        functions[EAGER].functions[type(module)] = eager_function(module)
 
 
 def unmark(module: nn.Module) -> None:

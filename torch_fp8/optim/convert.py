@@ -27,6 +27,7 @@ from torch_fp8.optim.embedding_dtype import (
     multiply_half,
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
 from torch_fp8.optim.residual import drop_residuals
@@ -36,6 +37,7 @@ from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.quantization.option_values import given
+from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.payload_cache import keeps_scale
 from torch_fp8.tensor.split_shard import SplitShard
@@ -126,19 +128,26 @@ def _keep_states(
     why = None if isinstance(optimizer, SplitOptimizer) else reason_to_keep_weights(optimizer)
     if why is not None:
         return replace(report, reason=f"{report.reason}; its weights stay float32: {why}")
+    muon = is_muon(optimizer)
     if not isinstance(optimizer, SplitOptimizer):
-        _swap_class(optimizer, SplitOptimizer)
+        _swap_class(optimizer, MuonOptimizer if muon else SplitOptimizer)
     assert isinstance(optimizer, SplitOptimizer)
     optimizer.set_config(config)
     num_split, float32 = _split_weights(optimizer, model)
     _convert_gradients(optimizer, model)
     options = given(config, "adam")
+    if muon:
+        released = optimizer.fp8_config.gradient_release
+        options = [name for name in options if name != "gradient_release" or not released]
+        states = f"an int8 momentum, {counted(num_split, 'weight')} in two halves"
+        report = replace(report, reason=None, states=states)
     verb = "is" if len(options) == 1 else "are"
     of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
     report = replace(
         report,
         converted=True,
-        reason="; ".join([str(report.reason), *of_adam]),
+        reason="; ".join([report.reason, *of_adam]) if report.reason else None,
+        notes=tuple(of_adam) if report.reason is None else (),
         num_split=num_split,
         num_float32=len(float32),
         why_float32=in_words(float32),

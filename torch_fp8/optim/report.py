@@ -23,6 +23,8 @@ class OptimizerReport:
             deepcopy, pickling, ``assign=True``) and put back.
         num_cached: the number of weights whose FP8 payloads are kept between steps.
         num_large: the number of parameters that are large enough for 8-bit states.
+        states: the states that it has now, in words.
+        notes: options that do not apply to it.
     """
 
     optimizer: str
@@ -36,6 +38,8 @@ class OptimizerReport:
     num_hooks_restored: int = 0
     num_cached: int = 0
     num_large: int = 1
+    states: str = "8-bit states"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.reason is not None:
@@ -46,10 +50,10 @@ class OptimizerReport:
         if not self.num_large:
             least = f"fewer than {MIN_NUMEL:,} elements, or is no matrix"
             return f"{self.optimizer} with states as they are: each of its parameters has {least}"
-        text = f"{self.optimizer} with 8-bit states{self._gradients()}"
+        text = f"{self.optimizer} with {self.states}{self._gradients()}"
         if self.num_cached:
             text += f", {counted(self.num_cached, 'weight payload')} kept"
-        return text + self._float32()
+        return "; ".join([text + self._float32(), *self.notes])
 
     def _gradients(self) -> str:
         text = ""

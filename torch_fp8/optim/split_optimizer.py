@@ -54,14 +54,22 @@ class SplitOptimizer(ConvertedOptimizer):
         self.fp8_hooks_restored += attach_hooks(self)
         # torch.distributed.checkpoint steps with a rate of 0 to see which states there are.
         self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
+        stepped = self._step_apart()
         step, result = unhooked(self._fp8_base.step), None
-        indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
-        buckets = _buckets(list(indices)) if _is_torchs(step) else [set(indices)]
+        parameters = [p for _, _, p in self.indexed_parameters() if p not in stepped]
+        buckets = _buckets(parameters) if _is_torchs(step) else [set(parameters)]
         for bucket in buckets:
-            lending = Lending(self.fp8_config.seed, self.fp8_steps, indices)
-            with lent(self, lending, bucket):
+            with lent(self, self._lending(self.fp8_steps), bucket):
                 result = step(self, **options)
         return result if closure is None else loss
+
+    def _step_apart(self) -> set[Tensor]:
+        """Step what the user's step shall not; return it, with what was stepped in backward."""
+        return set()
+
+    def _lending(self, step: int) -> Lending:
+        indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
+        return Lending(self.fp8_config.seed, step, indices)
 
     def set_config(self, config: FP8Config) -> None:
         """Take over what of a configuration applies to weights and gradients."""

@@ -344,8 +344,9 @@ def test_tensors_that_were_written_to_are_saved_as_they_are():
     assert all(map(torch.equal, (out, *grads), (other, *others)))
 
 
-def test_compiled_attention_stays_as_it_is():
-    attention, tensors = _Attention(), _operands()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_compiled_attention_stays_as_it_is(implementation):
+    attention, tensors = _Attention("llama", implementation), _operands()
     want = _gradients(attention, tensors)
     with attention:
         got = _gradients(torch.compile(attention, fullgraph=True, backend="eager"), tensors)

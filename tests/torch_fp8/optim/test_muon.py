@@ -1,0 +1,265 @@
+"""Muon with an int8 momentum, over weights in two halves."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+)
+from torch_fp8.optim.muon import BUFFER, MuonOptimizer
+from torch_fp8.quantization.linear_int8 import GROUP, decode, encode, thresholds
+from torch_fp8.tensor.int8_momentum import Int8Momentum
+
+
+def _orthogonal(x):
+    x = x.bfloat16() if x.shape[-2] <= x.shape[-1] else x.bfloat16().mT
+    y = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = 3.4445 * y + (-4.775 * gram + 2.0315 * gram @ gram) @ y
+    return y
+
+
+class SingleDeviceMuon(torch.optim.Optimizer):
+    """Muon as third parties have it: it makes missing gradients, and scales them in place."""
+
+    def __init__(self, params, lr=0.02, weight_decay=0.0, momentum=0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                state = self.state[p]
+                if len(state) == 0:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                buffer = state["momentum_buffer"]
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                update = _orthogonal(p.grad.lerp_(buffer, group["momentum"]))
+                update = update if p.shape[0] <= p.shape[1] else update.mT
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update.reshape(p.shape).to(p.dtype), alpha=-group["lr"])
+
+
+CLASSES = [torch.optim.Muon, SingleDeviceMuon]
+each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__module__[:5])
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)))
+
+
+def _made(cls, config=None, **options):
+    model, config = _model(), config or FP8Config()
+    optimizer = cls(model.parameters(), lr=0.02, weight_decay=0.01)
+    convert_to_float8(model, config)
+    report = convert_optimizer(optimizer, config, model=model)
+    return model, optimizer, report
+
+
+def _loss(model, step):
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(step % 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        return (model(x).float() - x.roll(1, 1)).square().mean()
+
+
+def _train(model, optimizer, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        loss = _loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (3, 65), (16, 200), (1, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "zeros", "outlier", "tiny"])
+def test_what_was_read_is_stored_as_it_is(shape, kind):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if kind == "zeros":
+        x.zero_()
+    if kind == "outlier":
+        x[0, 0] = 1e6
+    if kind == "tiny":
+        x *= 1e-30
+    stored = encode(x)
+    again = encode(decode(stored))
+    assert torch.equal(decode(stored), decode(again))
+    # A scale is within 2^-9 of the largest magnitude over 127, and half of it is the error.
+    largest = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    bound = largest.abs().amax(-1).repeat_interleave(GROUP, 1)[:, : x.shape[1]] / 127
+    assert ((decode(stored) - x).abs() <= 0.51 * bound + 1e-38).all()
+    index = torch.arange(x.numel(), dtype=torch.int32).view(shape)
+    rounded = encode(x, thresholds(index, 0, 3, 1))
+    assert torch.equal(decode(encode(decode(rounded))), decode(rounded))
+
+
+def test_what_is_not_finite_stays_visible():
+    x = torch.ones(2, 128)
+    x[0, 3], x[1, 70] = float("inf"), float("nan")
+    value = decode(encode(x))
+    assert value[0, :64].isnan().all()
+    assert value[1, 64:].isnan().all()
+    torch.testing.assert_close(value[0, 64:], torch.ones(64), rtol=2e-3, atol=0)
+
+
+def test_thresholds_are_spread_evenly_over_steps():
+    """Over 32 steps the error of the mean is 0.02 of a code; random bits would leave 0.07."""
+    x = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 1.0  # the largest of its group
+    index = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
+    values = [decode(encode(x, thresholds(index, 0, step, 0))) for step in range(32)]
+    error = (torch.stack(values).mean(0) - x)[:, 1:] * 127
+    assert error.square().mean().sqrt() < 0.045
+    assert len({tuple(v.flatten().tolist()) for v in values}) == 32
+
+
+@each_class
+def test_a_layer_takes_6_bytes(cls):
+    model, optimizer, report = _made(cls)
+    assert type(optimizer).__name__ == cls.__name__
+    assert str(report) == f"{cls.__name__} with an int8 momentum, 3 weights in two halves"
+    assert report.num_split == 3
+    _train(model, optimizer, 1)
+    _loss(model, 1).backward()
+    counted = memory_report(model, optimizer)
+    # weight 2, residual 1, gradient 2, momentum 1, and a scale of 2 bytes for 64 elements
+    assert counted.bytes_per_param == 6 + 2 / 64
+    momenta = [state[BUFFER] for state in optimizer.state.values()]
+    assert all(isinstance(m, Int8Momentum) and m.dtype == torch.float32 for m in momenta)
+
+
+@pytest.mark.filterwarnings("ignore:p.grad is None")
+@each_class
+def test_gradient_release_takes_4_bytes_and_changes_nothing(cls):
+    results = []
+    for release in (False, True):
+        model, optimizer, _ = _made(cls, FP8Config(gradient_release=release))
+        losses = _train(model, optimizer, 4)
+        results.append((losses, _weights(model)))
+        _loss(model, 4).backward()
+        if release:
+            assert memory_report(model, optimizer).bytes_per_param == 4 + 2 / 64
+            assert all(p.grad is None for p in model.parameters())
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
+@each_class
+def test_losses_are_nearly_those_of_a_stock_one(cls):
+    stock = _model()
+    convert_to_float8(stock, FP8Config())
+    optimizer = cls(stock.parameters(), lr=0.02, weight_decay=0.01)
+    want = _train(stock, optimizer, 12)
+    model, optimizer, _ = _made(cls)
+    got = _train(model, optimizer, 12)
+    assert want[-1] < 0.8 * want[0]
+    assert got == pytest.approx(want, rel=0.01)
+
+
+@each_class
+def test_a_resumed_run_is_the_same_to_the_bit(cls):
+    model, optimizer, _ = _made(cls)
+    _train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    want = _train(model, optimizer, 3, first=3), _weights(model)
+    file.seek(0)
+    saved = torch.load(file)
+    momentum = saved["optimizer"]["state"][0][BUFFER]
+    assert type(momentum) is torch.Tensor
+    assert momentum.dtype == torch.float32
+    resumed, optimizer, _ = _made(cls)
+    resumed.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert isinstance(optimizer.state[next(iter(resumed.parameters()))][BUFFER], Int8Momentum)
+    assert (_train(resumed, optimizer, 3, first=3), True) == (want[0], True)
+    assert all(map(torch.equal, _weights(resumed), want[1]))
+    # A stock optimizer opens the file.
+    stock = cls(_model().parameters())
+    stock.load_state_dict({k: v for k, v in saved["optimizer"].items() if k != "torch_fp8"})
+    assert torch.equal(stock.state_dict()["state"][0][BUFFER], momentum)
+
+
+def test_a_momentum_from_before_the_conversion_is_taken_over():
+    model = _model()
+    optimizer = torch.optim.Muon(model.parameters())
+    _train(model, optimizer, 2)
+    parameter = next(iter(model.parameters()))
+    before = optimizer.state[parameter][BUFFER].clone()
+    convert_to_float8(model, FP8Config())
+    convert_optimizer(optimizer, FP8Config(), model=model)
+    momentum = optimizer.state[parameter][BUFFER]
+    assert isinstance(momentum, Int8Momentum)
+    assert (momentum - before).abs().max() <= before.abs().max() / 250
+    momentum.zero_()
+    assert not optimizer.state[parameter][BUFFER].any()
+    twin = copy.deepcopy(optimizer)
+    assert isinstance(twin, MuonOptimizer)
+
+
+def test_the_update_comes_from_a_momentum_that_is_not_rounded_yet():
+    """One step: the momentum is the gradient's, so that weights are a stock one's, but for
+    theirs.
+    """
+    stock, twin = _model(), _model()
+    optimizers = [torch.optim.Muon(m.parameters(), lr=0.02) for m in (stock, twin)]
+    convert_to_float8(twin, FP8Config(opt_level="O1"))
+    convert_to_float8(stock, FP8Config(opt_level="O1"))
+    convert_optimizer(optimizers[1], FP8Config(), model=twin)
+    for model, optimizer in zip((stock, twin), optimizers, strict=True):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p).cumsum(0).sin() + torch.ones_like(p).cumsum(1).cos()
+        optimizer.step()
+    for p, q in zip(stock.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-4, atol=1e-5)
+
+
+def test_other_states_beside_muon_stay():
+    """A class may step some weights by Adam, as those for embeddings do."""
+
+    class SingleDeviceMuonWithAuxAdam(SingleDeviceMuon):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"][:1]:
+                self.state[p].setdefault("exp_avg", torch.zeros_like(p)).add_(p.grad)
+                self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+
+    model, optimizer, report = _made(SingleDeviceMuonWithAuxAdam)
+    assert report.reason is None
+    _train(model, optimizer, 1)
+    state = optimizer.state[next(iter(model.parameters()))]
+    assert type(state["exp_avg"]) is torch.Tensor
+    assert isinstance(state[BUFFER], Int8Momentum)
+
+
+def test_a_muon_that_waits_for_other_ranks_releases_nothing():
+    class Muon(SingleDeviceMuon):
+        pass
+
+    _, optimizer, report = _made(Muon, FP8Config(gradient_release=True))
+    assert not optimizer.fp8_config.gradient_release
+    assert str(report).endswith("; gradient_release is for Adam and AdamW")
+
+
+def test_a_class_of_that_name_without_a_momentum_keeps_its_states():
+    class MuonLike(torch.optim.Adagrad):
+        pass
+
+    _, _, report = _made(MuonLike)
+    assert "keeps its own states" in str(report)

@@ -1,0 +1,181 @@
+"""`MuonOptimizer`: Muon with its own step, over weights in two halves, with an int8 momentum.
+
+A weight takes 2 + 1 bytes, its BF16 gradient 2 and its momentum 1.03: 6.03, and 4.03 with gradient
+release. While the optimizer steps a weight it finds a float32 momentum in its state, as it finds a
+float32 weight in its group; both go back into their 8-bit forms afterwards. So the update comes
+from a momentum that this step has not rounded.
+
+``torch.optim.Muon`` and classes of that name, or ``SingleDeviceMuon``, with the same state are
+known by it. States of other weights in them, as Adam's beside Muon, stay as they are.
+"""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torch_fp8.config import FP8Config
+from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
+from torch_fp8.optim.grad_hooks import finish_release
+from torch_fp8.optim.lent_weights import Lending, lent
+from torch_fp8.optim.muon_shards import step_shard, steps_by_shards
+from torch_fp8.optim.split_optimizer import SplitOptimizer
+from torch_fp8.optim.state import is_large
+from torch_fp8.optim.step import shard_origin
+from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.exchange import stored_grad
+from torch_fp8.tensor.int8_momentum import Int8Momentum
+
+BUFFER = "momentum_buffer"
+_METHODS = ("step", "_init_group")
+
+
+class MomentumLending(Lending):
+    """The copies of one step, and the float32 momenta that belong to them.
+
+    Args:
+        state: state of the optimizer, by parameter.
+        seed, step, indices: see `Lending`.
+    """
+
+    def __init__(self, state: Any, seed: int, step: int, indices: dict[Tensor, int]) -> None:
+        super().__init__(seed, step, indices)
+        self._states, self._lent = state, set[Tensor]()
+
+    def lend(self, parameter: Tensor) -> Tensor:
+        """Return what `Lending` does, and put a plain momentum of its dtype into the state."""
+        copy = super().lend(parameter)
+        if copy.grad is not None and parameter not in self._lent:
+            self._lent.add(parameter)
+            state = self._states.get(parameter, {})
+            if isinstance(local(state.get(BUFFER)), Int8Momentum):
+                momentum = local(state[BUFFER]).dequantize().to(copy.grad.dtype)
+                state[BUFFER] = with_data(parameter, momentum, tuple(parameter.shape))
+        return copy
+
+    def take_back(self, *, everything: bool = False) -> None:
+        """Put copies back, and in the end the momenta of weights that were stepped themselves."""
+        super().take_back(everything=everything)
+        for parameter in list(self._lent) if everything else ():
+            self._round(parameter)
+
+    def _put_back(self, parameter: Tensor, copy: nn.Parameter) -> None:
+        super()._put_back(parameter, copy)
+        self._round(parameter)
+
+    def _round(self, parameter: Tensor) -> None:
+        self._lent.discard(parameter)
+        counters = self._seed, self._step, self._indices[parameter]
+        settle_momentum(parameter, self._states.get(parameter, {}), counters)
+
+
+class MuonOptimizer(SplitOptimizer):
+    """The class that `convert_optimizer` puts in front of Muon.
+
+    Attributes:
+        fp8_released: parameters that were stepped in backward, since ``step``.
+    """
+
+    fp8_released: set[Tensor]
+    _fp8_attributes = (*SplitOptimizer._fp8_attributes, "fp8_released")
+
+    def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
+        """Step some of `indexed_parameters` in backward, as the next ``step`` would."""
+        chosen = {parameter for _, _, parameter in indexed}
+        with torch.no_grad(), lent(self, self._lending(self.fp8_steps + 1), chosen):
+            unhooked(self._fp8_base.step)(self)
+
+    def set_config(self, config: FP8Config) -> None:
+        """Take over what of a configuration applies, gradient release too."""
+        super().set_config(config)
+        self.__dict__.setdefault("fp8_released", set())
+        released = config.gradient_release and releases(self)
+        self.fp8_config = replace(self.fp8_config, gradient_release=released)
+        self._step_supports_amp_scaling = released
+        self._settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's optimizer's own, with float32 momenta, and what keys the rounding."""
+        packed = super().state_dict()
+        for key, state in packed["state"].items():
+            momentum = state.get(BUFFER)
+            if isinstance(local(momentum), Int8Momentum):
+                dense = with_data(momentum, local(momentum).dequantize(), tuple(momentum.shape))
+                packed["state"][key] = {**state, BUFFER: dense}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of the user's optimizer; momenta round to nearest."""
+        super().load_state_dict(state_dict)
+        self._settle()
+
+    def _step_apart(self) -> set[Tensor]:
+        stepped = set(self.fp8_released)
+        finish_release(self)
+        if inspect.unwrap(self._fp8_base.step) is not inspect.unwrap(torch.optim.Muon.step):
+            return stepped
+        lending = self._lending(self.fp8_steps)
+        for _, group, parameter in self.indexed_parameters():
+            if stored_grad(parameter) is None or not steps_by_shards(parameter):
+                continue
+            weight, state = lending.lend(parameter), self.state[parameter]
+            if BUFFER not in state:
+                state[BUFFER] = torch.zeros_like(weight)
+            step_shard(weight, state[BUFFER], group)
+            stepped.add(parameter)
+            del weight
+        lending.take_back(everything=True)
+        return stepped
+
+    def _lending(self, step: int) -> Lending:
+        indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
+        return MomentumLending(self.state, self.fp8_config.seed, step, indices)
+
+    def _settle(self) -> None:
+        for parameter, state in self.state.items():
+            settle_momentum(parameter, state, None)
+
+
+def settle_momentum(
+    parameter: Tensor, state: dict[str, Any], counters: tuple[int, int, int] | None
+) -> None:
+    """Store the plain momentum of a large weight in int8.
+
+    Args:
+        parameter: weight that the state belongs to.
+        state: optimizer's state of it.
+        counters: seed, step and index of the parameter, for the thresholds; None: to nearest.
+    """
+    momentum = state.get(BUFFER)
+    if not isinstance(momentum, Tensor) or isinstance(local(momentum), Int8Momentum):
+        return
+    if not is_large(parameter) or momentum.shape != parameter.shape:
+        return
+    encoded = Int8Momentum.zeros(local(parameter))
+    if counters is None:
+        encoded.store(local(momentum))
+    else:
+        encoded.round_step(local(momentum), counters, shard_origin(parameter))
+    state[BUFFER] = with_data(parameter, encoded, tuple(parameter.shape))
+
+
+def is_muon(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is Muon, with a momentum in its state."""
+    base = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
+    if not any("Muon" in cls.__name__ for cls in base.__mro__):
+        return False
+    functions = [inspect.unwrap(getattr(base, name)) for name in _METHODS if hasattr(base, name)]
+    return any(BUFFER in function.__code__.co_consts for function in functions)
+
+
+def releases(optimizer: ConvertedOptimizer) -> bool:
+    """Return whether a Muon can step a weight by itself: one that no other rank waits for."""
+    base = optimizer._fp8_base
+    sharded = any(isinstance(p, DTensor) for _, _, p in optimizer.indexed_parameters())
+    own = base.__module__.startswith("torch.optim") or "SingleDevice" in base.__name__
+    return own and not sharded

@@ -1,0 +1,77 @@
+"""Linear 8-bit integers in groups of 64 with one scale, for a momentum that is orthogonalized.
+
+A matrix (R, K) becomes (R, K) int8 codes and (R, ceil(K / 64)) BF16 scales, ``x ~= codes * scale``;
+groups lie along the last dimension and never cross rows. Newton-Schulz lifts small singular
+directions, so that an error relative to each element, as floats have, is larger there than the
+error of a grid that is the same for a group.
+
+* The scale is the largest magnitude over 127, rounded to nearest, and that element's code is 127:
+  quantizing what was dequantized, to nearest, changes no value.
+* Rounding is by a threshold: the fraction of a sum that grows by the golden ratio with each step,
+  and begins at a hash of the element's place. So the thresholds of an element spread evenly over
+  any number of steps, and the mean of what is stored over some steps is nearer to what came in than
+  with random thresholds. The hash changes every 4,096 steps.
+* A group with an Inf or a NaN reads NaN throughout.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.quantization.stochastic_rounding import random_words, stream_keys
+
+GROUP = 64
+LARGEST = 127
+_GOLDEN = 2654435769 - (1 << 32)
+"""The golden ratio's fraction as 32 bits, a signed integer."""
+_EPOCH = 4096
+
+
+class LinearInt8(NamedTuple):
+    """Codes (R, K) int8 and scales (R, ceil(K / 64)) bfloat16 of a matrix."""
+
+    qdata: Tensor
+    scale: Tensor
+
+
+def thresholds(index: Tensor, seed: int, step: int, parameter: int) -> Tensor:
+    """Return the rounding thresholds of a step, in [0, 1).
+
+    Args:
+        index: int32 element indices within the whole matrix.
+        seed, step, parameter: counters that name the thresholds.
+    """
+    words = random_words(index, stream_keys(seed, step // _EPOCH, parameter))
+    turned = (step * (_GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
+    words = words + (turned - (1 << 32) if turned >= 1 << 31 else turned)
+    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
+    """Quantize a matrix in groups of 64.
+
+    Args:
+        x: (R, K) float32.
+        threshold: (R, K) float32 in [0, 1); an element rounds up where its fraction and its
+            threshold add up to 1. None: to nearest.
+    """
+    rows, cols = x.shape
+    groups = -(-cols // GROUP)
+    padded = F.pad(x, (0, groups * GROUP - cols)).view(rows, groups, GROUP)
+    amax = padded.abs().amax(-1) if x.numel() else padded.new_zeros((rows, groups))
+    scale = (amax / LARGEST).bfloat16()
+    scale = torch.where(scale == 0, 1.0, scale).bfloat16()
+    y = (padded / scale.float()[..., None]).view(rows, groups * GROUP)[:, :cols]
+    nearest = y.round()
+    if threshold is not None:  # the largest keeps its code, from which the scale is found again
+        nearest = torch.where(y.abs() > LARGEST - 1, nearest, torch.floor(y + threshold))
+    codes = nearest.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.int8)
+    return LinearInt8(codes, scale)
+
+
+def decode(x: LinearInt8) -> Tensor:
+    """Decode to (R, K) float32, exactly."""
+    scale = x.scale.float().repeat_interleave(GROUP, 1)[:, : x.qdata.shape[1]]
+    return x.qdata.float() * scale
