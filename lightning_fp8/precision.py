@@ -43,6 +43,7 @@ from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
 from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.config import given_config
 from torch_fp8.conversion.selection import NothingToConvertError
+from torch_fp8.distributed.agreement import in_several_ranks
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
@@ -197,7 +198,7 @@ class HostPrecision(FP8Precision):
         states = [self._history(converted) for converted in self._live()]
         if not any(states):
             return {}
-        if not _is_distributed():
+        if not in_several_ranks():
             return {"scaling": [states]}
         of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(of_ranks, states)
@@ -214,7 +215,7 @@ class HostPrecision(FP8Precision):
         of_ranks = state_dict.get("scaling")
         if not of_ranks:
             return
-        rank = torch.distributed.get_rank() if _is_distributed() else 0
+        rank = torch.distributed.get_rank() if in_several_ranks() else 0
         states, models = of_ranks[rank % len(of_ranks)], self._live()
         if len(states) != len(models):
             raise ValueError(
@@ -346,7 +347,3 @@ class HostPrecision(FP8Precision):
 def _shards(strategy: Any) -> bool:
     """Return whether a strategy, or its user in ``configure_model``, shards weights by FSDP2."""
     return any(cls.__name__ == "ModelParallelStrategy" for cls in type(strategy).__mro__)
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

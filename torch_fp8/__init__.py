@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from torch_fp8.checkpoint.load_checkpoint import load_frozen, load_trainable
     from torch_fp8.checkpoint.weight_sync import weights_for_engine
     from torch_fp8.config import FP8Config
-    from torch_fp8.conversion.convert import conversion_report, convert_to_float8, revert
+    from torch_fp8.conversion.convert import conversion_report, convert_to_float8
     from torch_fp8.conversion.freeze import freeze, thaw
     from torch_fp8.conversion.memory import MemoryReport, memory_report
     from torch_fp8.conversion.report import ConversionReport
+    from torch_fp8.conversion.revert import revert
     from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
     from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
     from torch_fp8.monitor.monitor import Monitor
@@ -38,10 +39,11 @@ _NAMES = {  # module: the public names that it defines; what type checkers read 
     "checkpoint.load_checkpoint": ("load_frozen", "load_trainable"),
     "checkpoint.weight_sync": ("weights_for_engine",),
     "config": ("FP8Config",),
-    "conversion.convert": ("conversion_report", "convert_to_float8", "revert"),
+    "conversion.convert": ("conversion_report", "convert_to_float8"),
     "conversion.freeze": ("freeze", "thaw"),
     "conversion.memory": ("MemoryReport", "memory_report"),
     "conversion.report": ("ConversionReport",),
+    "conversion.revert": ("revert",),
     "conversion.scaling_state": ("load_scaling_state_dict", "scaling_state_dict"),
     "distributed.comm_counter": ("CommunicationCount", "count_communication"),
     "monitor.monitor": ("Monitor",),

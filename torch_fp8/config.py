@@ -1,9 +1,8 @@
 """`FP8Config`: every choice a user has, in one frozen, printable object that goes through JSON."""
 
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch_fp8.quantization.monitor_options import (
     check_monitor,
 )
 from torch_fp8.quantization.option_values import checked, named, option, read_json
-from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides
+from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
-from torch_fp8.quantization.suggestions import suggestion, unknown_options
+from torch_fp8.quantization.suggestions import naming_valid_options, suggestion, unknown_options
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 _GONE = {
@@ -220,40 +219,12 @@ class FP8Config:
         check_contradictions(self)
         check_monitor(self)
         for pattern, options in self.overrides.items():
-            self._check_override(pattern, options)
+            check_override(self, pattern, options)
 
     @property
     def large_residual_bits(self) -> int | None:
         """The residual bits of large BF16 weights; None: weights are left as they are."""
         return self.residual_bits if self.opt_level != "O1" and self.split_weights else None
-
-    def _check_override(self, pattern: str, options: Mapping[str, Any] | None) -> None:
-        where = f"FP8Config.overrides[{pattern!r}]"
-        # Without a recipe, they may be meant for layers that another pattern gives one.
-        earlier = [o["recipe"] for o in self.overrides.values() if o and "recipe" in o]
-        recipes = [] if options is None or "recipe" in options else dict.fromkeys(earlier)
-        try:
-            self.overridden(options)
-        except (ValueError, TypeError) as error:
-            if not any(self._can_override({"recipe": r, **(options or {})}) for r in recipes):
-                raise type(error)(f"{where}: {error}") from error
-        if pattern in self.skip and not is_high_precision(options):
-            raise ValueError(
-                f"{where} gives options to layers that skip={self.skip!r} keeps in high precision; "
-                f"leave {pattern!r} out of one of them"
-            )
-        if options and self.backend == "transformer-engine":
-            raise ValueError(
-                f"{where} cannot be had of Transformer Engine, which runs one recipe; name None or "
-                "{'recipe': 'bf16'}, or leave backend out"
-            )
-
-    def _can_override(self, options: Mapping[str, Any]) -> bool:
-        try:
-            self.overridden(options)
-        except (ValueError, TypeError):
-            return False
-        return not is_high_precision(options)
 
     def overridden(self, options: Mapping[str, Any] | None) -> "FP8Config":
         """Return this configuration with `options` of an override in place of its own.
@@ -338,30 +309,13 @@ def config_or_default(config: object) -> FP8Config:
     raise TypeError(f"config is {config!r}, a {type(config).__name__}; pass {way_out}")
 
 
-def is_high_precision(options: Mapping[str, Any] | None) -> bool:
-    """Return whether the value of an override keeps layers in high precision."""
-    return options is None or options.get("recipe") == HIGH_PRECISION
-
-
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if f.default_factory is MISSING else f.default_factory()
     for f in fields(FP8Config)
 }
 
 
-def _naming_valid_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `init`, keeping its signature, to raise a better error for the name of no option."""
-
-    @functools.wraps(init)
-    def __init__(self: FP8Config, *args: Any, **options: Any) -> None:
-        if unknown := unknown_options(options, _DEFAULTS, "FP8Config"):
-            raise TypeError(unknown)
-        init(self, *args, **options)
-
-    return __init__
-
-
-FP8Config.__init__ = _naming_valid_options(FP8Config.__init__)  # type: ignore[method-assign]
+naming_valid_options(FP8Config, _DEFAULTS)
 
 
 def given_config(

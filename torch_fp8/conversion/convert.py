@@ -1,4 +1,4 @@
-"""The functions that convert a model: `convert_to_float8` and `revert`.
+"""The function that converts a model: `convert_to_float8`; `torch_fp8.conversion.revert` undoes it.
 
 Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so whatever holds them
 (an optimizer, a tied module, FSDP's maps, a state dict) never notices.
@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.attention_layers import leave_attention, save_attention
+from torch_fp8.conversion.attention_layers import save_attention
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
@@ -36,7 +35,9 @@ from torch_fp8.conversion.fused_layers import (
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
 from torch_fp8.conversion.layer_swap import to_float8, to_stock
-from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
+from torch_fp8.conversion.matmul_flops import matmul_flops
+from torch_fp8.conversion.report import ConversionReport, SkippedModule
+from torch_fp8.conversion.revert import keep_scaling_local
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
 from torch_fp8.nn.expert_adapters import take_adapters
@@ -44,17 +45,12 @@ from torch_fp8.nn.experts import Float8Experts, is_expert_module
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
 from torch_fp8.nn.layer_filter import is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import NOT_SHARDED, RECIPES, check_transformer_engine
 from torch_fp8.nn.transformer_engine_linear import place_regions
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped
-from torch_fp8.optim.embedding_dtype import restore_output_dtype
-from torch_fp8.optim.grad_hooks import remove_hook
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.split_weight import join_parameter
 
 
 def convert_to_float8(
@@ -223,7 +219,7 @@ def _finish(
     fused = convert_producers(model, config) if fuses else NO_PRODUCERS
     place_regions(model)
     take_adapters(model, is_expert_module)
-    _keep_scaling_local(model)
+    keep_scaling_local(model)
     return frozen, fused
 
 
@@ -255,39 +251,6 @@ def conversion_report(
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(model, memo)
     return convert_to_float8(twin, config, device=_device_of(model) if device is None else device)
-
-
-def revert(model: nn.Module) -> int:
-    """Turn every FP8 layer of `model` back into its original class, in place.
-
-    Weights in two halves become plain float32 Parameters, one after the other. Nothing of ours is
-    left in a model that is not sharded; its optimizer keeps its 8-bit moments.
-
-    Args:
-        model: a module that `convert_to_float8` has converted, or any other.
-    Returns:
-        The number of modules reverted. Parameters stay the same objects.
-    """
-    restore_output_dtype(model)
-    stop_merge_aware(model)
-    leave_attention(model)
-    revert_producers(model)
-    modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
-    for module in modules:
-        to_stock(module)
-    experts = [m for m in model.modules() if isinstance(m, Float8Experts)]
-    for module in experts:
-        experts_to_stock(module)
-    take_adapters(model, is_expert_module)
-    place_regions(model)
-    _keep_scaling_local(model)
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor):
-            remove_hook(parameter)
-            join_parameter(parameter)
-            if parameter.grad is not None:
-                parameter.grad = plain(parameter.grad)
-    return len(modules) + len(experts)
 
 
 def check_config(config: FP8Config, device: torch.device) -> Recipe:
@@ -334,29 +297,6 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
 
 def _is_smooth(module: nn.Module) -> bool:
     return isinstance(module, Float8Layer) and module.fp8.recipe.smooth
-
-
-def _keep_scaling_local(model: nn.Module) -> None:
-    """Keep DistributedDataParallel from copying rank 0's amaxes over every other rank's.
-
-    DistributedDataParallel broadcasts buffers before each forward by default; a rank whose
-    activations are larger than rank 0's would then saturate, since its scales would come from
-    amaxes that are not its own.
-    """
-    ours = {
-        f"{name}.{buffer}".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Layer)
-        for buffer in module._buffers
-        if buffer.startswith("fp8_")
-    }
-    ignored = model.__dict__.get("_ddp_params_and_buffers_to_ignore", [])
-    others = [name for name in ignored if not name.rpartition(".")[2].startswith("fp8_")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        model, [*others, *sorted(ours)]
-    )
-    if not others and not ours:
-        del model._ddp_params_and_buffers_to_ignore
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -42,6 +42,7 @@ from torch_fp8.monitor.parameters import (
 )
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series, is_distributed
+from torch_fp8.monitor.step_hooks import hook_step
 from torch_fp8.monitor.way_back import WayBack
 
 
@@ -116,7 +117,7 @@ class Monitor:
             shown |= {"on_loss_spike": config.on_loss_spike, "recipe": config.recipe}
             shown |= {"smooth_swiglu": True} if config.smooth_swiglu else {}
             self._events.file = RunLog(Path(folder), self.series.names, shown, name)
-        self._handles = self._hook_optimizers()
+        self._handles = hook_step(self._optimizers, self._before_update, self._after_update)
         self._begin()
 
     @property
@@ -187,36 +188,6 @@ class Monitor:
                 self._events.write(self.step, (), None, self._losses.taken())
 
     # ---- the course of a step --------------------------------------------------------------------
-
-    def _hook_optimizers(self) -> list[Any]:
-        """Hook the optimizer whose step ends a step; it may be given a closure to compute it."""
-        sizes = [
-            sum(p.numel() for g in o.param_groups for p in g["params"]) for o in self._optimizers
-        ]
-        main = self._optimizers[sizes.index(max(sizes))]
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if closure is None:
-                self._before_update()
-                return None
-
-            def measured() -> Any:
-                result = closure()
-                self._before_update()
-                return result
-
-            if "closure" in kwargs:
-                return args, {**kwargs, "closure": measured}
-            return (args[0], measured, *args[2:]), kwargs
-
-        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._after_update()
-
-        return [  # a graph of the optimizer's step is left for them
-            main.register_step_pre_hook(torch.compiler.disable(before)),
-            main.register_step_post_hook(torch.compiler.disable(after)),
-        ]
 
     def _begin(self) -> None:
         """Have the layers observed if the step that begins is to be measured."""

@@ -2,11 +2,9 @@
 `torch_fp8.optim.merged_state.merged_state_dict`.
 """
 
-import functools
 import warnings
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
-from torch_fp8.optim.converted import ConvertedOptimizer, converted_class, unhooked
+from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import (
     keep_output_dtype,
     multiply_half,
@@ -86,7 +84,7 @@ def convert_optimizer(
         )
     if config.opt_level != "O1":
         config = adopt_stable_adamw(optimizer, config)
-    name = _name(optimizer)
+    name = stock_name(optimizer)
     reason = "level O1" if config.opt_level == "O1" else _reason_to_leave(optimizer)
     if reason is not None:
         drop_residuals(optimizer)
@@ -97,7 +95,7 @@ def convert_optimizer(
     check_shardings(optimizer, model, config)
     _warn_if_lossy(optimizer, config)
     if not isinstance(optimizer, Float8Optimizer):
-        _swap_class(optimizer, Float8Optimizer)
+        swap_class(optimizer, Float8Optimizer)
     elif not config.split_weights:
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
@@ -130,7 +128,7 @@ def _keep_states(
         return replace(report, reason=f"{report.reason}; its weights stay float32: {why}")
     muon = is_muon(optimizer)
     if not isinstance(optimizer, SplitOptimizer):
-        _swap_class(optimizer, MuonOptimizer if muon else SplitOptimizer)
+        swap_class(optimizer, MuonOptimizer if muon else SplitOptimizer)
     assert isinstance(optimizer, SplitOptimizer)
     optimizer.set_config(config)
     num_split, float32 = _split_weights(optimizer, model)
@@ -287,16 +285,6 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     return num_payloads
 
 
-_LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")
-"""Packages whose optimizers are called as torch's are."""
-
-
-def _name(optimizer: Optimizer) -> str:
-    base = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
-    library = base.__module__.partition(".")[0]
-    return f"{base.__name__} of {library}" if library in _LIBRARIES else base.__name__
-
-
 def _reason_to_leave(optimizer: Optimizer) -> str | None:
     cls = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
     if cls in _BASES:
@@ -352,32 +340,3 @@ def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" in state:
         settle_moments(parameter, state)
-
-
-def _swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
-    """Change the class; whatever wraps the old ``step`` on the instance then wraps the new one."""
-    base: Any = type(optimizer)
-    cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
-    optimizer.__class__ = cls
-    optimizer.__dict__["_fp8_base"] = base
-    optimizer._patch_step_function()  # hooks and the profiler are put around step once per class
-    wrapped = optimizer.__dict__.get("step")
-    if getattr(wrapped, "_wrapped_by_lr_sched", False):
-        optimizer.__dict__["step"] = _scheduler_wrapper(optimizer, cls.step)
-
-
-def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
-    """Return a scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of `function`.
-
-    The scheduler's own wrapper holds the old class's function: the new step would never be called.
-    """
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        instance: Any = reference()
-        instance._opt_called = True
-        return function.__get__(instance, type(instance))(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step

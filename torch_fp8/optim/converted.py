@@ -123,3 +123,43 @@ def unhooked(method: Any) -> Any:
 def _rebuild(ours: Any, base: Any) -> Any:
     cls: Any = converted_class(ours, base)
     return cls.__new__(cls)
+
+
+def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
+    """Change the class; whatever wraps the old ``step`` on the instance then wraps the new one."""
+    base: Any = type(optimizer)
+    cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
+    optimizer.__class__ = cls
+    optimizer.__dict__["_fp8_base"] = base
+    optimizer._patch_step_function()  # hooks and the profiler are put around step once per class
+    wrapped = optimizer.__dict__.get("step")
+    if getattr(wrapped, "_wrapped_by_lr_sched", False):
+        optimizer.__dict__["step"] = _scheduler_wrapper(optimizer, cls.step)
+
+
+def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
+    """Return a scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of `function`.
+
+    The scheduler's own wrapper holds the old class's function: the new step would never be called.
+    """
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        instance: Any = reference()
+        instance._opt_called = True
+        return function.__get__(instance, type(instance))(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+_LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")
+"""Packages whose optimizers are called as torch's are."""
+
+
+def stock_name(optimizer: Optimizer) -> str:
+    """Return the name of the class that an optimizer had, with its library."""
+    base = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
+    library = base.__module__.partition(".")[0]
+    return f"{base.__name__} of {library}" if library in _LIBRARIES else base.__name__

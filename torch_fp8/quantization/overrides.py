@@ -75,6 +75,49 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
         return default[0] if default and key not in self else self._refuse()
 
 
+def is_high_precision(options: Mapping[str, Any] | None) -> bool:
+    """Return whether the value of an override keeps layers in high precision."""
+    return options is None or options.get("recipe") == HIGH_PRECISION
+
+
+def check_override(config: Any, pattern: str, options: Mapping[str, Any] | None) -> None:
+    """Check the options that one pattern gives.
+
+    Args:
+        config: an `torch_fp8.FP8Config`.
+        pattern, options: one of its overrides.
+    Raises:
+        ValueError, TypeError: the configuration cannot have them.
+    """
+    where = f"FP8Config.overrides[{pattern!r}]"
+    # Without a recipe, they may be meant for layers that another pattern gives one.
+    earlier = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
+    recipes = [] if options is None or "recipe" in options else dict.fromkeys(earlier)
+    try:
+        config.overridden(options)
+    except (ValueError, TypeError) as error:
+        if not any(_can_override(config, {"recipe": r, **(options or {})}) for r in recipes):
+            raise type(error)(f"{where}: {error}") from error
+    if pattern in config.skip and not is_high_precision(options):
+        raise ValueError(
+            f"{where} gives options to layers that skip={config.skip!r} keeps in high precision; "
+            f"leave {pattern!r} out of one of them"
+        )
+    if options and config.backend == "transformer-engine":
+        raise ValueError(
+            f"{where} cannot be had of Transformer Engine, which runs one recipe; name None or "
+            "{'recipe': 'bf16'}, or leave backend out"
+        )
+
+
+def _can_override(config: Any, options: Mapping[str, Any]) -> bool:
+    try:
+        config.overridden(options)
+    except (ValueError, TypeError):
+        return False
+    return not is_high_precision(options)
+
+
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
 

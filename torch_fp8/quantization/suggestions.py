@@ -1,7 +1,9 @@
 """What a user may have meant who wrote a name that is unknown here."""
 
 import difflib
+import functools
 from collections.abc import Collection, Iterable
+from typing import Any
 
 _ELSEWHERE = {
     "rowwise_with_gw_hp": "recipe='rowwise', wgrad='bf16'",
@@ -35,3 +37,16 @@ def unknown_options(given: Iterable[str], known: Collection[str], taker: str) ->
     names, valid = ", ".join(map(repr, unknown)), ", ".join(known)
     hint = suggestion(unknown[0], known)
     return f"unknown {taker} option(s) {names}; the valid ones are {valid}{hint}"
+
+
+def naming_valid_options(cls: type, names: Collection[str]) -> None:
+    """Have a class, with its signature, raise a better error for the name of no option."""
+    init: Any = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        if unknown := unknown_options(options, names, cls.__name__):
+            raise TypeError(unknown)
+        init(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]

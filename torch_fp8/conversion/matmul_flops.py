@@ -1,0 +1,71 @@
+"""The multiply-adds of a model's GEMMs with a weight, and how many of them run in FP8."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.layer_filter import expert_weights, features, is_linear
+from torch_fp8.nn.linear import Float8Layer
+
+
+class MatmulFlops(NamedTuple):
+    """Multiply-adds per token of all GEMMs with a weight, in forward and backward.
+
+    Attributes:
+        total: those of all GEMMs.
+        fp8: those of the GEMMs in FP8.
+        experts: those of fused experts that stay in high precision.
+    """
+
+    total: float
+    fp8: float
+    experts: float = 0.0
+
+
+def matmul_flops(model: nn.Module) -> MatmulFlops:
+    """Count the GEMMs with a weight: fprop and dgrad for each, wgrad where it takes a gradient.
+
+    Expert weights (E, K, N) count for the experts that a token visits, if their module says how
+    many (``top_k`` or ``num_experts_per_tok``), else for all. Attention's products have no weight
+    and are not counted.
+    """
+    total = fp8 = experts = 0.0
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            for parameter in _experts(name, module):
+                numel = parameter.numel() * _active_share(model, module, parameter)
+                if isinstance(module, Float8Experts):
+                    total += (2 + parameter.requires_grad) * numel
+                    wgrad = parameter.requires_grad and module.fp8.recipe.wgrad is not None
+                    fp8 += (2 + wgrad) * numel
+                else:
+                    experts += (2 + parameter.requires_grad) * numel
+            continue
+        weight = module._parameters.get("weight")  # which may be packed, or not there at all
+        trained = weight is not None and weight.requires_grad
+        numel = math.prod(features(module))
+        total += (2 + trained) * numel
+        if isinstance(module, Float8Layer):
+            fp8_wgrad = trained and module.fp8.recipe.wgrad is not None
+            fp8 += (2 + fp8_wgrad) * numel
+    return MatmulFlops(total + experts, fp8, experts)
+
+
+def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:
+    prefix = f"{name}." if name else ""
+    return [
+        getattr(module, full_name.removeprefix(prefix))
+        for full_name in expert_weights(name, module)
+    ]
+
+
+def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:
+    for owner in (module, getattr(model, "config", None)):
+        for attribute in ("top_k", "num_experts_per_tok"):
+            active = getattr(owner, attribute, None)
+            if isinstance(active, int):
+                return min(active / parameter.shape[0], 1.0)
+    return 1.0

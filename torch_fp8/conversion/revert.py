@@ -1,0 +1,75 @@
+"""`revert`: a converted model becomes a stock one again."""
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.conversion.attention_layers import leave_attention
+from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
+from torch_fp8.conversion.fused_layers import revert_producers
+from torch_fp8.conversion.layer_swap import to_stock
+from torch_fp8.nn.expert_adapters import take_adapters
+from torch_fp8.nn.experts import Float8Experts, is_expert_module
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.merge_aware import stop_merge_aware
+from torch_fp8.nn.transformer_engine_linear import place_regions
+from torch_fp8.optim.embedding_dtype import restore_output_dtype
+from torch_fp8.optim.grad_hooks import remove_hook
+from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.split_weight import join_parameter
+
+
+def revert(model: nn.Module) -> int:
+    """Turn every FP8 layer of `model` back into its original class, in place.
+
+    Weights in two halves become plain float32 Parameters, one after the other. Nothing of ours is
+    left in a model that is not sharded; its optimizer keeps its 8-bit moments.
+
+    Args:
+        model: a module that `convert_to_float8` has converted, or any other.
+    Returns:
+        The number of modules reverted. Parameters stay the same objects.
+    """
+    restore_output_dtype(model)
+    stop_merge_aware(model)
+    leave_attention(model)
+    revert_producers(model)
+    modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
+    for module in modules:
+        to_stock(module)
+    experts = [m for m in model.modules() if isinstance(m, Float8Experts)]
+    for module in experts:
+        experts_to_stock(module)
+    take_adapters(model, is_expert_module)
+    place_regions(model)
+    keep_scaling_local(model)
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            remove_hook(parameter)
+            join_parameter(parameter)
+            if parameter.grad is not None:
+                parameter.grad = plain(parameter.grad)
+    return len(modules) + len(experts)
+
+
+def keep_scaling_local(model: nn.Module) -> None:
+    """Keep DistributedDataParallel from copying rank 0's amaxes over every other rank's.
+
+    DistributedDataParallel broadcasts buffers before each forward by default; a rank whose
+    activations are larger than rank 0's would then saturate, since its scales would come from
+    amaxes that are not its own.
+    """
+    ours = {
+        f"{name}.{buffer}".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Layer)
+        for buffer in module._buffers
+        if buffer.startswith("fp8_")
+    }
+    ignored = model.__dict__.get("_ddp_params_and_buffers_to_ignore", [])
+    others = [name for name in ignored if not name.rpartition(".")[2].startswith("fp8_")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [*others, *sorted(ours)]
+    )
+    if not others and not ours:
+        del model._ddp_params_and_buffers_to_ignore
