@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from torch_fp8.nn.class_swap import unwrapped_name
@@ -54,6 +55,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     Raises:
         ValueError: experts have no router beside them that is known.
     """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     routers = []
     for name, module in model.named_modules():
         weights = list(expert_weights("", module))
