@@ -78,8 +78,9 @@ def _router_beside(model: nn.Module, name: str, num_experts: int) -> str | None:
     for _ in range(_LEVELS):
         name = name.rpartition(".")[0]
         for key, module in model.get_submodule(name).named_children():
-            shapes = [p.shape for p in module.parameters() if p.ndim == 2]
-            if key in ROUTER_NAMES and any(shape[0] == num_experts for shape in shapes):
+            if key not in ROUTER_NAMES:
+                continue
+            if any(p.ndim == 2 and p.shape[0] == num_experts for p in module.parameters()):
                 return f"{name}.{key}".lstrip(".")
     return None
 
