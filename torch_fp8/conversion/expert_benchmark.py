@@ -20,6 +20,7 @@ from torch_fp8.conversion.expert_layers import is_batched, to_float8, to_stock
 from torch_fp8.conversion.layer_benchmark import Card, samples, undisturbed
 from torch_fp8.nn.class_swap import stock_class
 from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.experts_dispatch import ENTRY
 from torch_fp8.nn.layer_filter import expert_weights
 
 EXPERTS = 16
@@ -160,12 +161,14 @@ def _twin(module: Any, shape: ExpertShape, count: int, device: torch.device) -> 
         size = list(parameter.shape)
         if len(size) > 1 and size[0] == total:  # weights (E, N, K) and biases (E, N)
             size[0] = count
-        values = torch.randn(size, generator=generator, device=device).mul_(0.02)
-        memo[id(parameter)] = nn.Parameter(values.to(shape.dtype))
+        values = torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
+        memo[id(parameter)] = nn.Parameter(values.mul_(0.02))
     twin: Any = copy.deepcopy(module, memo)
     if isinstance(twin, Float8Experts):
         to_stock(twin)
     twin.num_experts = count
+    if not is_batched(twin):
+        twin.config._experts_implementation = ENTRY  # a copy, as the loop of "eager" would wait
     return twin.to(device)
 
 

@@ -237,8 +237,10 @@ class ExpertModules:
     def look_at_tokens(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield how tokens were spread since the last call; collective, of all ranks together.
 
-        Under expert parallelism ranks have other experts, whose counts are not added up.
+        Under expert parallelism ranks have other experts, whose counts are not added up. Where
+        compiled steps have counted nothing, there is nothing to yield.
         """
+        counted = [counter.counts is not None for counter in self._counters]
         taken = [counter.taken(device) for counter in self._counters]
         if taken and is_distributed():
             joined = torch.cat(taken)
@@ -246,8 +248,9 @@ class ExpertModules:
             pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)
             taken = [own if _is_parallel(c.module) else total for c, total, own in pairs]
         self.counts = taken
-        for counter, counts in zip(self._counters, taken, strict=True):
-            yield f"{counter.name}/{EXPERTS}", token_statistics(counts)
+        for counter, counts, has_counted in zip(self._counters, taken, counted, strict=True):
+            if has_counted:
+                yield f"{counter.name}/{EXPERTS}", token_statistics(counts)
             share = counter.taken_share()
             if share is not None:
                 yield f"{counter.name}/{ROUTING}", share

@@ -61,9 +61,10 @@ def weight_statistics(weight: Tensor, payload: QuantizedTensor) -> Tensor:
     experts, rows, cols = weight.shape
     count = min(rows, max(_LEAST_ROWS, SAMPLE // max(experts * cols, 1)))
     of_expert = torch.arange(count, device=weight.device) * rows // count
-    parts = (t[:, of_expert].flatten(0, 1) for t in (weight, payload.qdata, payload.scale))
-    x, qdata, scale = parts
-    sample = payload._replace(qdata=qdata, scale=scale)
+    codes = payload.qdata.view(torch.uint8)
+    parts = (t[:, of_expert].flatten(0, 1) for t in (weight, codes, payload.scale))
+    x, codes, scale = parts
+    sample = payload._replace(qdata=codes.view(payload.qdata.dtype), scale=scale)
     group = torch.arange(experts, device=weight.device).repeat_interleave(count)
     return _worst(weight.flatten(0, 1), payload, _row_sums(x, sample), group, experts)
 

@@ -205,7 +205,7 @@ def _nearness(value: float, bound: Bound) -> float:
         return 1.0 + (bound.least - value) / max(abs(bound.least), 1e-30)
     if math.isinf(bound.most):  # decibels above the bound, of those that a good cast has
         return max(0.0, 1.0 - (value - bound.least) / (_BEST_DECIBEL - bound.least))
-    if bound.most > 1e30:
+    if bound.most > 1e30 or not bound.most:  # crossed or not, and nothing between
         return 2.0 if value > bound.most else 0.0
     return value / bound.most
 

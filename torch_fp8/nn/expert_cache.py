@@ -69,7 +69,7 @@ class StackedCache:
         cast: Callable[[], QuantizedTensor],
         *,
         dgrad: bool,
-        with_gradients: bool,
+        trains: bool,
     ) -> QuantizedTensor:
         """Return the payload for forward, or with `dgrad` for backward: as kept, or cast now.
 
@@ -77,17 +77,17 @@ class StackedCache:
             weight: weight as it is stored.
             cast: makes the payload.
             dgrad: whether backward asks.
-            with_gradients: whether the forward has gradients.
+            trains: whether the forward belongs to training.
         """
         version = self._version_of(weight)
         if version is None or is_capturing(weight.device):
             return cast()
-        if version != self._version or (with_gradients and not self.between_steps):
+        if version != self._version or (trains and not self.between_steps):
             self.forget()  # before a new payload takes memory
         if dgrad in self._payloads:
             return self._payloads[dgrad]
         between = self.between_steps == "both" or (self.between_steps and not dgrad)
-        if not (between or (self.keeps_evaluation and not with_gradients)):
+        if not (between or (self.keeps_evaluation and not trains)):
             return cast()
         with torch.inference_mode(False), torch.no_grad():
             payload = cast()

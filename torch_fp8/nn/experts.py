@@ -165,10 +165,13 @@ class Float8Experts(FrozenStorage):
         if torch.compiler.is_compiling():
             return GroupedOptions(*options)
         with_gradients = torch.is_grad_enabled()
+        # In training mode the first pass of a reentrant checkpoint has no gradients, either.
+        in_rollout = any(cache.in_scope for cache in self.fp8.caches.values())
+        trains = with_gradients or (self.training and not in_rollout)
         caches = tuple(c for key, c in self.fp8.caches.items() if name in ("", key))
         observers = (self.fp8.observers or {}).items() if with_gradients else ()
         seen_by = tuple(observer for key, observer in observers if name in ("", key))
-        return GroupedOptions(*options, seen_by, caches, with_gradients)
+        return GroupedOptions(*options, seen_by, caches, trains)
 
     def _counts(self) -> bool:
         """Return whether a monitor counts the tokens of this forward: once, if it runs again."""

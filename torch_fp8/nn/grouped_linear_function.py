@@ -42,7 +42,7 @@ class GroupedOptions(NamedTuple):
         emulate: whether the GEMMs run through the reference path.
         observers: monitors of the weights, see `torch_fp8.nn.expert_storage.ExpertsFP8`.
         caches: what is kept of the weights, in the order of `observers`.
-        with_gradients: whether the forward has gradients.
+        trains: whether the forward belongs to training.
     """
 
     name: str
@@ -51,7 +51,7 @@ class GroupedOptions(NamedTuple):
     emulate: bool
     observers: tuple[Any, ...] = ()
     caches: tuple[StackedCache, ...] = ()
-    with_gradients: bool = True
+    trains: bool = True
 
 
 def grouped_linear(
@@ -90,7 +90,7 @@ def weight_operand(
         weight,
         lambda: cast_weight(weight, options, flip=flip),
         dgrad=dgrad,
-        with_gradients=options.with_gradients,
+        trains=options.trains,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from torch_fp8.nn.class_swap import unwrapped_name
@@ -54,6 +55,7 @@ def find_routers(model: nn.Module) -> list[Router]:
     Raises:
         ValueError: experts have no router beside them that is known.
     """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     routers = []
     for name, module in model.named_modules():
         weights = list(expert_weights("", module))
@@ -76,8 +78,9 @@ def _router_beside(model: nn.Module, name: str, num_experts: int) -> str | None:
     for _ in range(_LEVELS):
         name = name.rpartition(".")[0]
         for key, module in model.get_submodule(name).named_children():
-            shapes = [p.shape for p in module.parameters() if p.ndim == 2]
-            if key in ROUTER_NAMES and any(shape[0] == num_experts for shape in shapes):
+            if key not in ROUTER_NAMES:
+                continue
+            if any(p.ndim == 2 and p.shape[0] == num_experts for p in module.parameters()):
                 return f"{name}.{key}".lstrip(".")
     return None
 

@@ -97,6 +97,7 @@ def test_what_is_timed_trains_with_the_rows_of_the_job(layout, clock, monkeypatc
     sizes = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
     model = Model(layout, **dict.fromkeys(sizes, count))
     before = copy.deepcopy(model.state_dict())
+    model.experts.config._experts_implementation = "eager"
     torch.manual_seed(3)
     state = torch.get_rng_state()
     convert_to_float8(model, FP8Config(tokens=1024))
@@ -113,6 +114,8 @@ def test_what_is_timed_trains_with_the_rows_of_the_job(layout, clock, monkeypatc
             x, index, _ = timed.arguments
             assert (len(x), index.shape) == (rows * EXPERTS // K, (rows * EXPERTS // K, K))
             assert torch.bincount(index.flatten()).tolist() == [rows] * EXPERTS
+        if layout != "llama-4":
+            assert timed.module.config._experts_implementation == "grouped_mm"
     assert {timed.in_fp8 for timed in watch.runs} == {True, False}
 
 

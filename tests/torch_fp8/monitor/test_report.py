@@ -116,6 +116,18 @@ def test_numbers_that_are_not_finite_and_long_names_are_drawn(tmp_path, capsys):
     assert page.count("class='bar over'") == 3
 
 
+@pytest.mark.parametrize("name", ["layer/history/input", "mlp.experts/experts/empty"])
+def test_a_bound_of_zero_is_crossed_or_not(tmp_path, capsys, name):
+    log = RunLog(tmp_path, [f"fp8/{name}", "fp8/other/input/sqnr"], {"monitor": 1})
+    for step in range(1, 21):
+        log.write(step, values=[float(step == 12), 31.0], losses=[[step, 1.0]])
+    status, _, err = _report(tmp_path, capsys)
+    assert (status, err) == (0, "")
+    page = (tmp_path / "fp8_report" / "report.html").read_text().replace("<wbr>", "")
+    worst = re.search(r"<td class='name'>(.*?)</td>", page)
+    assert worst.group(1) == name
+
+
 def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tmp_path):
     from torch_fp8.monitor.figures import _places
     from torch_fp8.monitor.heat_map import TOPICS, heat_map

@@ -128,10 +128,19 @@ def test_evaluation_casts_a_trained_weight_once(layout, casts):
 
 def test_a_forward_with_gradients_frees_what_evaluation_kept():
     module, _ = _trained("plain")
+    module.eval()
     with torch.no_grad():
         _forward(module)
     assert memory_report(module).caches > 0
     _forward(module)
+    assert memory_report(module).caches == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_keeps_nothing_in_the_first_pass_of_a_checkpoint(layout):
+    module, _ = _trained(layout)
+    with torch.no_grad():  # as a reentrant one runs it
+        _forward(module)
     assert memory_report(module).caches == 0
 
 

@@ -7,34 +7,23 @@ import torch
 import torch.distributed as dist
 from parallel_ranks import RANK, RANKS, db, full
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.moe_experts import CLASSES, E, H, K, experts
+from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
 from torch_fp8 import (
     FP8Config,
-    Monitor,
     convert_optimizer,
     convert_to_float8,
     count_communication,
-    memory_report,
-    thaw,
 )
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp import expert_gather
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.nn.expert_storage import transposed_stacked
-from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 STEPS = 2
 
@@ -268,193 +257,3 @@ def case_compiled():
     forwards = [torch.equal(a, b) for (a, _), (b, _) in zip(want, got, strict=True)]
     agreement = min(db(a.float(), b.float()) for (_, a), (_, b) in zip(want, got, strict=True))
     return forwards, agreement, flips
-
-
-def case_monitored():
-    """Tokens of two ranks take other experts: all of them first, then two of them on no rank."""
-    torch.manual_seed(0)
-    config = FP8Config(recipe="rowwise", opt_level="O1", monitor=1)
-    block, logged = experts(), {}
-    convert_to_float8(block, config)
-    ddp = DistributedDataParallel(block)
-    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-4)
-    log = lambda series, step: logged.update({step: series})  # noqa: E731
-    monitor = Monitor(block, [optimizer], config, log=log, ddp=lambda: ddp)
-    x, scores = torch.randn(64, H), torch.full((64, K), 1 / K)
-    for choice in ([2 * RANK, 2 * RANK + 1], [0, 2 * RANK]):
-        index = torch.tensor(choice).expand(64, K)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = ddp(x, index, scores)
-        y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    place = "fp8/experts/"
-    tokens = [logged[i][f"{place}tokens_least"] for i in (1, 2)]
-    empty = [logged[i][f"{place}empty"] for i in (1, 2)]
-    return tokens, empty, logged[2][f"{place}tokens_most"], monitor.events[-1]["what"]
-
-
-def _adapted(layout, frozen=True):
-    """Build a block with adapters over experts that nobody trains."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    torch.manual_seed(0)
-    block = _Block(layout).bfloat16()
-    targets = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
-    targets = [t for t in targets if hasattr(block.experts, t.partition(".")[2])]
-    inject_adapter_in_model(LoraConfig(target_parameters=targets, r=8, lora_alpha=8), block)
-    for name, parameter in block.named_parameters():
-        if "lora" in name:
-            nn.init.normal_(parameter, std=0.1)
-            parameter.data = parameter.data.bfloat16()
-    rule = {} if frozen else {"frozen_weights": "keep"}
-    return block, FP8Config(recipe="rowwise", **rule)
-
-
-def _experts_of(block):
-    return next(m for m in block.modules() if isinstance(m, Float8Experts))
-
-
-def _trained_adapters(block, wrapped):
-    """Return outputs, and the adapters after two steps on all ranks' tokens."""
-    optimizer = torch.optim.SGD([p for p in block.parameters() if p.requires_grad], lr=0.01)
-    outputs = []
-    for seed in range(2):
-        y, _ = _pass(wrapped, seed)
-        outputs.append(y)
-        if wrapped is block and not isinstance(block, FSDPModule):
-            for p in block.parameters():
-                if p.grad is not None:
-                    dist.all_reduce(p.grad)
-                    p.grad /= RANKS
-        optimizer.step()
-        optimizer.zero_grad()
-    adapters = [full(p.detach()).float() for n, p in block.named_parameters() if "lora" in n]
-    return outputs, adapters
-
-
-def _frozen(layout, wrap):
-    """Return what LoRA over frozen experts has in common with one process's, and bytes."""
-    (whole, config), (block, _), (plain, kept) = (
-        _adapted(layout),
-        _adapted(layout),
-        _adapted(layout, frozen=False),
-    )
-    for one, options in ((whole, config), (block, config), (plain, kept)):
-        report = convert_to_float8(one, options)
-        assert len(report.frozen.frozen) == (0 if one is plain else 2), report.frozen
-    wrapped, connected = wrap(block, config)
-    before, _ = wrap(plain, kept)
-    held = [local(w) for w in _experts_of(block)._parameters.values() if local(w).ndim == 3]
-    bytes_held = sum(w.payload.num_bytes for w in held if isinstance(w, Float8FrozenWeight))
-    numel = sum(local(w).numel() for w in held)
-    weights = memory_report(block).weights, memory_report(plain).weights
-    want, want_adapters = _trained_adapters(whole, whole)
-    with count_communication() as count:
-        got, adapters = _trained_adapters(block, wrapped)
-    with count_communication() as plain_count:
-        _trained_adapters(plain, before)
-    gathers = [c.of("all-gather").bytes_sent for c in (count, plain_count)]
-    return {
-        "same": [torch.equal(a, b) for a, b in zip(want, got, strict=True)],
-        "adapters": min(db(a, b) for a, b in zip(want_adapters, adapters, strict=True)),
-        "bytes": bytes_held / numel,
-        "weights": weights,
-        "numel": numel,
-        "gathers": gathers,
-        "frozen": connected.num_frozen if connected is not None else 2,
-    }
-
-
-def _by_fsdp(block, config):
-    fully_shard(block, reshard_after_forward=True)
-    return block, connect_fsdp(block, config)
-
-
-def _by_ddp(block, config):
-    ddp = DistributedDataParallel(block, **ddp_options(block, []))
-    return ddp, None
-
-
-def case_frozen_fsdp():
-    return {layout: _frozen(layout, _by_fsdp) for layout in CLASSES}
-
-
-def case_frozen_ddp():
-    return {layout: _frozen(layout, _by_ddp) for layout in CLASSES}
-
-
-def case_frozen_later():
-    """A model that is sharded already is frozen in place, saved as plain tensors, and loaded."""
-    (block, config), (alone, _) = _adapted("plain"), _adapted("plain")
-    values = {n: p.detach().clone() for n, p in block.named_parameters()}
-    convert_to_float8(alone, config)
-    fully_shard(block, reshard_after_forward=True)
-    report = convert_to_float8(block, config)
-    connect_fsdp(block, config)
-    held = [local(w) for w in _experts_of(block)._parameters.values()]
-    states = get_model_state_dict(block, options=StateDictOptions(full_state_dict=True))
-    saved = {n: v for n, v in states.items() if v.ndim == 3}
-    agreement = min(db(values[n].float(), v.float()) for n, v in saved.items())
-    set_model_state_dict(block, states, options=StateDictOptions(full_state_dict=True))
-    y, want = _pass(block, 0)[0], _pass(alone, 0)[0]
-    refused = ""
-    try:
-        thaw(block)
-    except RuntimeError as error:
-        refused = str(error)
-    frozen = sum(isinstance(w, Float8FrozenWeight) for w in held)
-    return len(report.frozen.frozen), frozen, agreement, torch.equal(y, want), refused
-
-
-def case_not_frozen():
-    """Three experts on two ranks stay in BF16, and the report says why."""
-    torch.manual_seed(0)
-    block = nn.Sequential(experts("plain", num_experts=3, num_local_experts=3)).bfloat16()
-    block.requires_grad_(False)
-    fully_shard(block)
-    report = convert_to_float8(block, FP8Config(recipe="rowwise", frozen_weights="fp8"))
-    return len(report.frozen.frozen), sorted({reason for _, reason in report.frozen.kept})
-
-
-def _monitored(**options):
-    """Return what a monitor logs of experts of a sharded model in a step."""
-    from transformers.distributed import DistributedConfig
-
-    config, logged = FP8Config(recipe="rowwise", monitor=1), {}
-    model = _loaded(_saved(), distributed_config=DistributedConfig(**options))
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    split_sharded(model, [optimizer], config)
-    connect_fsdp(model, config)
-
-    def log(series, step):
-        logged.update(series)
-
-    monitor = Monitor(model, [optimizer], config, log=log)
-    _train(model, optimizer, [_batch().chunk(RANKS)[RANK]])
-    monitor.close()
-    assert not monitor._events.has_failed
-    return {name: value for name, value in logged.items() if "experts" in name}
-
-
-def case_monitored_sharded():
-    return _monitored(fsdp_size=RANKS)
-
-
-def case_monitored_parallel():
-    return _monitored(fsdp_size=RANKS, ep_size=RANKS)
-
-
-def case_parallel_not_frozen():
-    """Experts of other ranks stay in their dtype, and the report says so."""
-    from transformers.distributed import DistributedConfig
-
-    distributed = DistributedConfig(fsdp_size=RANKS, ep_size=RANKS)
-    model = _loaded(_saved(), distributed_config=distributed).requires_grad_(False)
-    report = convert_to_float8(model, FP8Config(recipe="rowwise", frozen_weights="fp8"))
-    kept = [(name, reason) for name, reason in report.frozen.kept if "experts" in name]
-    held = [local(p) for p in model.parameters() if p.ndim == 3]
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=_batch(), labels=_batch()).loss
-    return kept, sum(isinstance(w, Float8FrozenWeight) for w in held), float(loss)
