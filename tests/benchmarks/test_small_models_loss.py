@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.evidence import small_models_loss as bench
+from benchmarks.rows import RESULTS, ROOT
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,17 @@ def test_operands_of_all_gemms_are_rounded_once_and_gradients_pass():
         torch.testing.assert_close(layer.bias.grad, grad.sum(0))
     assert torch.equal(rounded(rounded(x, e4m3), e4m3), rounded(x, e4m3))
     assert "forward" not in small.__dict__  # too small for FP8
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "distilbert", "qwen3_moe"])
+def test_what_attention_in_fp8_costs_is_on_its_page(model):
+    rows = bench.read_rows(RESULTS / "attention_loss.csv")
+    seeds = {seed for m, run, seed in rows if (m, run) == (model, "O2, attention qkv")}
+    assert seeds == set(range(10))
+    o2, qkv = (
+        bench.summary(rows)[model, "O2"][:2],
+        bench.paired(rows, model, "O2, attention qkv", "O2"),
+    )
+    cells = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error in (o2, qkv)]
+    page = (ROOT / "docs" / "activations.md").read_text()
+    assert f"| {model} | {' | '.join(cells)} |" in page

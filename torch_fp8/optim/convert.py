@@ -122,6 +122,8 @@ def _keep_states(
     """Split the weights of an optimizer that keeps its own states."""
     if config.opt_level == "O1" or not config.split_weights:
         restore_weights(optimizer)
+        if config.opt_level != "O1" and is_muon(optimizer):
+            report = replace(report, reason="its int8 momentum is for split weights alone")
         return report
     why = None if isinstance(optimizer, SplitOptimizer) else reason_to_keep_weights(optimizer)
     if why is not None:

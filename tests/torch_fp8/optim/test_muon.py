@@ -263,3 +263,24 @@ def test_a_class_of_that_name_without_a_momentum_keeps_its_states():
 
     _, _, report = _made(MuonLike)
     assert "keeps its own states" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"opt_level": "O3"}, 5.063),
+        ({"residual_bits": 4}, 5.532),
+        ({"split_weights": False}, 12.0),
+    ],
+    ids=str,
+)
+def test_bytes_with_other_options(options, size):
+    model, optimizer, report = _made(torch.optim.Muon, FP8Config(**options))
+    losses = _train(model, optimizer, 4)
+    assert losses[-1] < losses[0]
+    _loss(model, 4).backward()
+    assert memory_report(model, optimizer).bytes_per_param == pytest.approx(size, abs=1e-3)
+    if "split_weights" in options:
+        assert str(report) == (
+            "Muon keeps its own states: its int8 momentum is for split weights alone"
+        )
