@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 
 from tests.saved_activations import count_saved
-from tests.torch_fp8.training_step import renew_scales
+from tests.steps import renew_scales
 from torch_fp8 import (
     Float8Linear,
     FP8Config,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, saved_bytes, train
+from tests.steps import Calls, assert_equal, gaussian, saved_bytes, train
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.layer_norm import shared

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.steps import Calls, assert_equal, gaussian, renew_scales, train
 from tests.torch_fp8.nn.test_gated_mlp import Joined, Pair
-from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, renew_scales, train
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormInputs, NormWithRstd
 from torch_fp8.nn.delayed_scaling import INPUT, scaling_buffers

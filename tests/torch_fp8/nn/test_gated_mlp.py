@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch_fp8.training_step import (
+from tests.steps import (
     Calls,
     assert_equal,
     gaussian,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from tests.torch_fp8.training_step import renew_scales
+from tests.steps import renew_scales
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.nn import delayed_scaling
 from torch_fp8.quantization.metrics import sqnr_db

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch_fp8.nn.test_gated_mlp import Adapter, Joined, Pair
-from tests.torch_fp8.training_step import (
+from tests.steps import (
     Calls,
     assert_equal,
     gaussian,
@@ -17,6 +16,7 @@ from tests.torch_fp8.training_step import (
     saved_bytes,
     train,
 )
+from tests.torch_fp8.nn.test_gated_mlp import Adapter, Joined, Pair
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 import torch_fp8.ops.scaled_mm as gemm
-from tests.torch_fp8.training_step import renew_scales
+from tests.steps import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn import layer_fp8
 from torch_fp8.nn.linear import Float8Layer

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.torch_fp8.training_step import gaussian
+from tests.steps import gaussian
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import smooth
 from torch_fp8.ops.quantize import quantize_2d

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import train_steps
 from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of, set_residual
@@ -22,20 +23,6 @@ def _model(dtype=torch.float32):
     return nn.Sequential(
         nn.Embedding(100, 96), nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 70)
     ).to(dtype)
-
-
-def _train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 100, (16,), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def _converted(config=None, cls=torch.optim.AdamW, dtype=torch.float32, **options):
@@ -59,8 +46,8 @@ def _equal(model, other):
 )
 def test_trains_as_the_stock_optimizer(cls, config):
     stock = _model()
-    reference = _train(stock, cls(stock.parameters(), lr=1e-3, weight_decay=0.1), 40)
-    losses = _train(*_converted(config, cls), 40)
+    reference = train_steps(stock, cls(stock.parameters(), lr=1e-3, weight_decay=0.1), 40)
+    losses = train_steps(*_converted(config, cls), 40)
     assert losses[-1] < 0.3 * losses[0]
     assert losses[-1] == pytest.approx(reference[-1], rel=0.01)
 
@@ -69,14 +56,14 @@ def test_trains_as_the_stock_optimizer(cls, config):
 @pytest.mark.parametrize("written", [False, True])
 def test_a_stopped_run_goes_on_bit_for_bit(dtype, written):
     model, optimizer = _converted(dtype=dtype)
-    _train(model, optimizer, 5)
+    train_steps(model, optimizer, 5)
     if written:  # after the last step: a float32 weight has all its bits
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.999)
     buffer = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-    _train(model, optimizer, 5, first=5)
+    train_steps(model, optimizer, 5, first=5)
 
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
@@ -84,7 +71,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(dtype, written):
     resumed, other = _converted(FP8Config(seed=7), dtype=dtype)
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
-    _train(resumed, other, 5, first=5)
+    train_steps(resumed, other, 5, first=5)
     assert _equal(model, resumed)
     expected, merged = merged_state_dict(model, optimizer), merged_state_dict(resumed, other)
     assert all(torch.equal(expected[name], merged[name]) for name in expected)
@@ -96,7 +83,7 @@ def test_a_checkpoint_before_the_first_step_has_the_whole_weights():
     assert not saved[1]["torch_fp8_residuals"]
     assert any(p.halves.residual.any() for p in model.parameters() if isinstance(p, SplitWeight))
     resumed, other = _converted()
-    _train(resumed, other, 2)
+    train_steps(resumed, other, 2)
     resumed.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     assert _equal(model, resumed)
@@ -104,8 +91,8 @@ def test_a_checkpoint_before_the_first_step_has_the_whole_weights():
     stock.load_state_dict(saved[0])
     assert _equal(model, stock)
     torch.optim.AdamW(stock.parameters()).load_state_dict(saved[1])
-    _train(model, optimizer, 2)
-    _train(resumed, other, 2)
+    train_steps(model, optimizer, 2)
+    train_steps(resumed, other, 2)
     assert _equal(model, resumed)
 
 
@@ -125,7 +112,7 @@ def test_a_checkpoint_before_the_first_step_may_have_residuals(dtype):
         model[0].weight.halves.residual.copy_(residual)
     expected = merged_state_dict(model, optimizer)
     resumed, other = _converted(dtype=dtype)
-    _train(resumed, other, 2)
+    train_steps(resumed, other, 2)
     resumed.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     merged = merged_state_dict(resumed, other)
@@ -139,7 +126,7 @@ def test_a_checkpoint_before_the_first_step_may_have_residuals(dtype):
 @each_dtype
 def test_a_residual_that_stock_adamw_carried_along_is_not_taken(dtype):
     model, optimizer = _converted(dtype=dtype)
-    _train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     saved = optimizer.state_dict()
     if dtype == torch.float32:  # as in older files
         saved["state"][1]["residual"] = model[1].weight.halves.residual.clone()
@@ -148,7 +135,7 @@ def test_a_residual_that_stock_adamw_carried_along_is_not_taken(dtype):
     stock.load_state_dict(merged_state_dict(model, optimizer))
     plain = torch.optim.AdamW(stock.parameters(), lr=1e-3)
     plain.load_state_dict(saved)
-    _train(stock, plain, 2)
+    train_steps(stock, plain, 2)
     back = _model()
     back.load_state_dict(stock.state_dict())
     again = torch.optim.AdamW(back.parameters(), lr=1e-3)
@@ -165,19 +152,19 @@ def test_a_residual_that_stock_adamw_carried_along_is_not_taken(dtype):
 
 def test_stock_adamw_opens_the_checkpoint_and_ours_a_stock_one():
     model, optimizer = _converted()
-    _train(model, optimizer, 5)
+    train_steps(model, optimizer, 5)
     stock = _model()
     stock.load_state_dict(model.state_dict())
     plain = torch.optim.AdamW(stock.parameters(), lr=1e-3, weight_decay=0.1)
     plain.load_state_dict(optimizer.state_dict())
-    expected = _train(stock, plain, 5, first=5)
-    assert _train(model, optimizer, 5, first=5) == pytest.approx(expected, rel=0.01)
+    expected = train_steps(stock, plain, 5, first=5)
+    assert train_steps(model, optimizer, 5, first=5) == pytest.approx(expected, rel=0.01)
 
     back, other = _converted()
     back.load_state_dict(stock.state_dict())
     other.load_state_dict(plain.state_dict())
-    expected = _train(stock, plain, 5, first=10)
-    assert _train(back, other, 5, first=10) == pytest.approx(expected, rel=0.01)
+    expected = train_steps(stock, plain, 5, first=10)
+    assert train_steps(back, other, 5, first=10) == pytest.approx(expected, rel=0.01)
 
 
 class _Named(torch.optim.AdamW):
@@ -199,18 +186,18 @@ def test_the_class_keeps_its_name_and_says_where_it_is_from(cls):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_trains_on_as_the_original(copied):
     model, optimizer = _converted()
-    _train(model, optimizer, 3)
+    train_steps(model, optimizer, 3)
     twin, other = copied((model, optimizer))
     assert isinstance(other, Float8Optimizer)
     assert isinstance(other, torch.optim.AdamW)
-    _train(model, optimizer, 3, first=3)
-    _train(twin, other, 3, first=3)
+    train_steps(model, optimizer, 3, first=3)
+    train_steps(twin, other, 3, first=3)
     assert _equal(model, twin)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_whole():
     model, optimizer = _converted()
-    _train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     before = copy.deepcopy(optimizer.state_dict())
 
     def attempt(change, named):
@@ -251,7 +238,7 @@ def _step_that_changes_nothing(model, optimizer):
 @each_dtype
 def test_residuals_change_their_bits_with_the_configuration(dtype):
     model, optimizer = _converted(dtype=dtype)
-    _train(model, optimizer, 3)
+    train_steps(model, optimizer, 3)
     eight = merged_state_dict(model, optimizer)
     convert_optimizer(optimizer, FP8Config(residual_bits=4))
     unchanged = merged_state_dict(model, optimizer)  # nothing is lost before a step
@@ -273,17 +260,17 @@ def test_residuals_change_their_bits_with_the_configuration(dtype):
     else:
         assert 0.2 < error.abs().mean() < 0.3  # to nearest: a quarter; cut off, it would be half
     assert torch.equal(four[name], again[name])
-    _train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
 
 
 def test_residuals_do_without_bits_and_get_them_back():
     model, optimizer = _converted(FP8Config(residual_bits=0))
-    _train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     weight = model[1].weight
     assert weight.halves.residual is None
     assert torch.equal(weight, weight.bfloat16().float())
     convert_optimizer(optimizer, FP8Config(residual_bits=8))
-    _train(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     assert weight.halves.residual.dtype == torch.int8
     assert not torch.equal(weight, weight.bfloat16().float())
 
@@ -292,7 +279,7 @@ def test_small_bf16_parameters_keep_float32_precision():
     model, optimizer = _converted(dtype=torch.bfloat16, lr=1e-6)
     norm = model[2].weight
     start = norm.detach().float().clone()
-    _train(model, optimizer, 50)
+    train_steps(model, optimizer, 50)
     state = optimizer.state[norm]
     assert residual_of(norm).dtype == torch.int16
     assert state["exp_avg"].dtype == torch.float32
@@ -303,17 +290,17 @@ def test_small_bf16_parameters_keep_float32_precision():
 @each_dtype
 def test_writes_from_outside_stay(dtype):
     model, optimizer = _converted(dtype=dtype)
-    _train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     weight = model[1].weight
     with torch.no_grad():
         weight.data = torch.full_like(weight, 0.5)
     off = (merged_state_dict(model, optimizer)["1.weight"] - 0.5).abs().max()
     assert off <= (0 if dtype == torch.float32 else 0.5 * 2**-8)
-    _train(model, optimizer, 1, first=2)
+    train_steps(model, optimizer, 1, first=2)
     assert (weight - 0.5).abs().max() < 0.01
     weight.data = torch.full((128, 96), 0.25)  # float32: the user's dtype from now on
     assert torch.equal(weight, torch.full((128, 96), 0.25))
-    _train(model, optimizer, 1, first=3)
+    train_steps(model, optimizer, 1, first=3)
     assert weight.dtype == torch.float32
     assert isinstance(weight, SplitWeight) == (dtype == torch.float32)
     assert "residual" not in optimizer.state[weight]
@@ -326,7 +313,7 @@ def test_writes_from_outside_stay(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
 def test_a_weight_that_is_given_data_of_another_dtype_has_that_dtype(dtype):
     model, optimizer = _converted()
-    _train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     weight = model[1].weight
     weight.data = torch.full((128, 96), 0.5, dtype=dtype)
     assert (type(weight), weight.dtype) == (nn.Parameter, dtype)
@@ -353,7 +340,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_weights(value):
 def test_grad_scaler_skips_a_step_and_leaves_the_states_untouched():
     model, optimizer = _converted(fused=True)
     scaler = torch.amp.GradScaler("cpu")
-    _train(model, optimizer, 2)
+    train_steps(model, optimizer, 2)
     before = copy.deepcopy(optimizer.state_dict()["state"])
     weights = copy.deepcopy(model.state_dict())
     with torch.autocast("cpu", torch.bfloat16):

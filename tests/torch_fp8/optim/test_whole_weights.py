@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import train_steps
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 from torch_fp8.optim.residual import residual_of
 from torch_fp8.optim.whole_weights import whole_weights
@@ -44,22 +45,8 @@ def _trained(config, steps=3):
     convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     convert_optimizer(optimizer, config, model=model)
-    _step(model, optimizer, *range(steps))
+    train_steps(model, optimizer, steps)
     return model, optimizer
-
-
-def _step(model, optimizer, *numbers):
-    losses = []
-    for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(0, 100, (16,), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(tokens).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @each_config
@@ -108,11 +95,11 @@ def test_the_parameters_are_back_after_an_error():
 
 
 def test_training_goes_on_as_if_nothing_had_been_saved():
-    expected = _step(*_trained(FP8Config(opt_level="O3")), 3, 4)
+    expected = train_steps(*_trained(FP8Config(opt_level="O3")), 2, 3)
     model, optimizer = _trained(FP8Config(opt_level="O3"))
     with whole_weights(model):
         model.state_dict()
-    assert _step(model, optimizer, 3, 4) == expected
+    assert train_steps(model, optimizer, 2, 3) == expected
 
 
 @pytest.mark.parametrize("shown", [True, False])

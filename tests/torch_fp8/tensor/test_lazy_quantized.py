@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.steps import renew_scales
 from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
-from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.nn.layer_norm import shared

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
-from tests.torch_fp8.training_step import renew_scales
+from tests.steps import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight

@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import (
     FP8Config,
     convert_to_float8,

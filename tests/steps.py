@@ -1,4 +1,4 @@
-"""A training step of a small model in the tests of producers: what it returns, calls and saves."""
+"""Training steps of small models that tests share: what they return, call and save."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +15,25 @@ def train(model, x):
     y = model(x)
     (y.float() * gaussian(*y.shape, dtype=torch.float32, seed=2)).sum().backward()
     return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+
+
+def token_loss(model, step):
+    """The loss of a model of tokens on the batch of a step, under autocast."""
+    tokens = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(step))
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(tokens).float().square().mean()
+
+
+def train_steps(model, optimizer, steps, first=0, loss_of=token_loss):
+    """The losses of steps, the first of which has this number."""
+    losses = []
+    for step in range(first, first + steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def renew_scales(*parameters):
