@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tests.launchers.conftest import SCRIPTS
+from tests.launchers.conftest import SCRIPTS, free_port
 
 pytestmark = pytest.mark.long
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 
 
-def test_ranks_agree_anew_in_each_group_and_train_alike(outputs, tmp_path):
-    (text,) = outputs([*TORCHRUN, SCRIPTS / "regroup.py", tmp_path / "alone ended"])
+def test_ranks_agree_anew_in_each_group_and_train_alike(outputs):
+    (text,) = outputs([*TORCHRUN, SCRIPTS / "regroup.py", free_port()])
     lines = re.findall(r"rank (\d) generation (\w+): (.*)", text)
     assert sorted(r for r, g, said in lines if g == "end") == ["0", "1"], text
 
