@@ -25,7 +25,12 @@ from accelerate_fp8.backend import (
     repair_backend_variable,
     requested_precision,
 )
-from accelerate_fp8.ddp import connect_engine, engine_options, wraps_in_ddp
+from accelerate_fp8.ddp import (
+    connect_engine,
+    engine_options,
+    refuse_sharded_elsewhere,
+    wraps_in_ddp,
+)
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.fsdp import adopt_sharded, prepare_sharded
@@ -115,6 +120,8 @@ def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.distributed_type != DistributedType.FSDP:
             placements = kwargs.get("device_placement") or [None] * len(args)
             models = _of_type(args, nn.Module)
+            for model in models:
+                refuse_sharded_elsewhere(self, model)
             for obj, placement in zip(args, placements, strict=False):
                 if isinstance(obj, nn.Module):
                     preparation.convert(obj, _device_to_be(self, obj, placement))
@@ -136,6 +143,8 @@ def prepare_model(
     if preparation is None:
         return original(self, model, device_placement, evaluation_mode)
     with preparation.collected(self):
+        if not evaluation_mode:
+            refuse_sharded_elsewhere(self, model)
         device = _device_to_be(self, model, device_placement)
         preparation.convert(model, device, evaluation_mode)
         optimizers = preparation.optimizers

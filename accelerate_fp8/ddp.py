@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_fp8.optimizers import PreparedOptimizers
@@ -29,6 +30,20 @@ class _Handler:
 def wraps_in_ddp(accelerator: Any) -> bool:
     """Return whether this Accelerator is going to wrap the models that it trains."""
     return str(accelerator.distributed_type.value).startswith("MULTI_")
+
+
+def refuse_sharded_elsewhere(accelerator: Any, model: nn.Module) -> None:
+    """Raise ValueError if a model comes sharded and would be wrapped in DistributedDataParallel."""
+    if not wraps_in_ddp(accelerator):
+        return
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} comes sharded, by from_pretrained(distributed_config=...) or "
+            "parallelize_module, and Accelerate would wrap it in DistributedDataParallel, which "
+            "cannot train it. Load it unsharded and give Accelerate "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or train it in a loop of your own "
+            "(docs/distributed.md)"
+        )
 
 
 @contextlib.contextmanager

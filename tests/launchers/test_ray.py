@@ -1,4 +1,6 @@
-"""Lightning as Ray starts it, with classes of the same bases: Ray is not installed."""
+"""Hosts as Ray's TorchTrainer starts them, with the environment, the process group and classes of
+the bases that it has: Ray itself is not run.
+"""
 
 import pytest
 
@@ -7,11 +9,13 @@ from tests.launchers.conftest import SCRIPTS, free_port, losses
 pytestmark = pytest.mark.long
 
 
-def workers(kind):
+def workers(kind, script="ray_classes.py", **variables):
     """One command for each of two workers, with the variables that Ray sets."""
     both = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    script = SCRIPTS / "ray_classes.py"
-    return [[script, kind, {**both, "RANK": str(i), "LOCAL_RANK": str(i)}] for i in range(2)]
+    both |= variables
+    return [
+        [SCRIPTS / script, kind, {**both, "RANK": str(i), "LOCAL_RANK": str(i)}] for i in range(2)
+    ]
 
 
 def test_ddp_and_model_parallel_train_alike(outputs):
@@ -22,6 +26,22 @@ def test_ddp_and_model_parallel_train_alike(outputs):
         assert of_ranks["0"][0] == "True"  # it ran in FP8
     ddp, sharded = ([float.fromhex(x) for x in of["0"][1:]] for of in found.values())
     assert sharded == pytest.approx(ddp, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "trainer"])
+def test_accelerate_and_the_trainer_run_in_rays_process_group(outputs, tmp_path, kind):
+    """The precision comes by the script, or by ``runtime_env``, for Ray sets none."""
+    variables = {"ACCELERATE_MIXED_PRECISION": "fp8"} if kind == "trainer" else {}
+    texts = outputs(*workers(kind, "ray_host.py", **variables))
+    of_ranks = losses(texts)
+    assert sorted(of_ranks) == ["0", "1"]
+    assert {of_rank[0] for of_rank in of_ranks.values()} == {"True"}
+    mean = [float.fromhex(value) for value in of_ranks["0"][1:]]
+    assert len(mean) == 4  # 64 rows, 8 at a time on each of two ranks
+    assert mean[-1] < mean[0]
+    assert "gradients averaged in FP8" in texts[0]
+    if kind == "accelerate":
+        assert of_ranks["0"][1:] == of_ranks["1"][1:]
 
 
 def test_fsdp1_is_refused_by_name(outputs):

@@ -10,8 +10,10 @@ pytestmark = pytest.mark.long
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 
 
-def run(outputs, tmp_path, kind):
-    (text,) = outputs([*TORCHRUN, SCRIPTS / "distributed_config.py", kind, tmp_path / "model"])
+def run(outputs, tmp_path, kind, *hosts):
+    script = SCRIPTS / "distributed_config.py"
+    variables = {"ACCELERATE_MIXED_PRECISION": "fp8"} if hosts else {}
+    (text,) = outputs([*TORCHRUN, script, kind, tmp_path / "model", *hosts, variables])
     return text
 
 
@@ -29,3 +31,24 @@ def test_tensor_parallelism_is_refused_by_name_before_training(outputs, tmp_path
     said = "for tensor parallelism of another library (transformers' tp_plan)"
     assert text.count(said) >= 2, text
     assert text.count("refused: no linear layer of LlamaForCausalLM can run in FP8") == 2
+
+
+@pytest.mark.parametrize("kind", ["tp", "fsdp"])
+def test_accelerate_refuses_a_model_that_comes_sharded_before_training(outputs, tmp_path, kind):
+    """It would wrap the model in DDP, which fails in the middle of its own set-up."""
+    text = run(outputs, tmp_path, kind, "accelerate")
+    said = "refused: ValueError: (FSDP)?LlamaForCausalLM comes sharded, by from_pretrained"
+    assert len(re.findall(said, text)) == 2, text
+    assert "runs as it is" not in text
+
+
+def test_the_trainer_trains_shards_of_fsdp2_and_refuses_tensor_parallelism(outputs, tmp_path):
+    """On the CPU Accelerate refuses the Trainer's tensor parallelism itself, before our turn."""
+    text = run(outputs, tmp_path, "fsdp", "trainer")
+    assert len(re.findall(r"rank \d trained: \[\d", text)) == 2, text
+    assert "14 of 15 linear layers" in text
+    assert "16 weights stay float32: they were sharded before" in text
+    text = run(outputs, tmp_path, "tp", "trainer")
+    assert (
+        len(re.findall("refused: ValueError: .*(ParallelismConfig|tensor parallelism)", text)) == 2
+    )

@@ -1,12 +1,14 @@
 """``ray_classes.py {ddp,model-parallel,fsdp}``: Lightning with classes of the bases of Ray's.
 
-As ray.train.lightning 2.60 has them; a worker knows no more than its rank. Prints the losses.
+As ray.train.lightning 2.60 has them, in a worker whose process group Ray has made already. Prints
+the losses.
 """
 
 import os
 import sys
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -16,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 import torch_fp8
 
 kind = sys.argv[1]
+# As ray.train.torch does in each worker, before Lightning starts.
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
 
 
 class RayLightningEnvironment(LightningEnvironment):
