@@ -79,3 +79,16 @@ def test_what_attention_in_fp8_costs_is_on_its_page(model):
     cells = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error in (o2, qkv)]
     page = (ROOT / "docs" / "activations.md").read_text()
     assert f"| {model} | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3_moe"])
+def test_an_int8_momentum_stays_within_the_spread_of_stock_muon(model):
+    rows = bench.read_rows(RESULTS / "muon_loss.csv")
+    runs = (bench.MUON_PERTURBED, bench.MUON_INT8)
+    for run in (bench.MUON, *runs):
+        assert {seed for m, r, seed in rows if (m, r) == (model, run)} == set(range(10))
+    perturbed, int8 = (bench.paired(rows, model, run, bench.MUON) for run in runs)
+    assert not bench.is_systematic(*int8)
+    assert abs(int8[0]) <= 2 * (int8[1] ** 2 + perturbed[1] ** 2) ** 0.5
+    cells = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error in (perturbed, int8)]
+    assert f"| {model} | {' | '.join(cells)} |" in (ROOT / "docs" / "results.md").read_text()

@@ -19,6 +19,7 @@ from torch_fp8 import (
     convert_to_float8,
     memory_report,
     merged_state_dict,
+    revert,
 )
 from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.quantization.metrics import sqnr_db
@@ -180,6 +181,7 @@ def test_saved_activations_are_at_most_half_of_eager_bf16(layout, options, most)
     layer, rotary = _layer(layout)
     convert_to_float8(layer, FP8Config(**options))
     assert _kept(layer, rotary) / _kept_by_stock(layout) <= most
+    revert(layer)
 
 
 def _gpt2():

@@ -1,0 +1,53 @@
+"""A first moment in 4 bits: what is recorded, and a short run measured."""
+
+import pytest
+
+from benchmarks.evidence import four_bit_moments as bench
+from benchmarks.rows import RESULTS, ROOT, read_rows
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    rows = read_rows(RESULTS / "four_bit_moments.csv")
+    keys = ("spread", "sparsity", "beta2")
+    return {
+        (r["format"], *(float(r[k]) for k in keys)): (float(r["cosine"]), float(r["norm"]))
+        for r in rows
+    }
+
+
+def test_everything_is_recorded(recorded):
+    wanted = {
+        (name, spread, sparsity, beta2)
+        for name in bench.FORMATS
+        for spread in bench.SPREADS
+        for sparsity in bench.SPARSITIES
+        for beta2 in bench.BETAS2
+    }
+    assert set(recorded) == wanted
+
+
+def test_the_ratio_passes_for_dense_gradients_alone(recorded):
+    """It decides: the option is not built while this is so."""
+    for (name, spread, sparsity, _), values in recorded.items():
+        if name == bench.DECIDING and spread < 3:
+            assert bench.passes(*values) == (sparsity == 0)
+        if name in ("exponent", "e2m1"):
+            assert not bench.passes(*values)
+    page = (ROOT / "docs" / "results.md").read_text()
+    for sparsity in bench.SPARSITIES:
+        least = [
+            min(
+                recorded[name, spread, sparsity, b][0]
+                for spread in (0.5, 1.5)
+                for b in bench.BETAS2
+            )
+            for name in ("8 bits", "ratio 16", "exponent", "e2m1")
+        ]
+        assert f"| {100 * sparsity:.0f} % | {' | '.join(f'{x:.3f}' for x in least)} |" in page
+
+
+def test_what_is_recorded_is_what_is_measured():
+    measured = bench.displacements(0.5, 0.0, 0.95, steps=40)
+    assert measured["ratio 16"][0] > 0.99
+    assert measured["exponent"][1] < 0.9
