@@ -54,17 +54,15 @@ def fp8(accelerate: Any) -> Any:
 def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The output dtype of every scaled matmul."""
     calls: list[torch.dtype] = []
-    place, name, dtype = torch.nn.functional, "scaled_mm", "output_dtype"
-    if not scaled_mm._CPU_HAS_OPERATOR:  # torch 2.11
-        place, name, dtype = torch, "_scaled_mm", "out_dtype"
-    original = getattr(place, name)
+    name = "_scaled_mm_v2" if scaled_mm._CPU_HAS_OPERATOR else "_scaled_mm"  # torch 2.11
+    original = getattr(torch, name)
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(kwargs[dtype])
+        calls.append(kwargs["out_dtype"] if "out_dtype" in kwargs else args[9])
         result: torch.Tensor = original(*args, **kwargs)
         return result
 
-    monkeypatch.setattr(place, name, counted)
+    monkeypatch.setattr(torch, name, counted)
     return calls
 
 

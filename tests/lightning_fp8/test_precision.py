@@ -365,10 +365,8 @@ def test_model_without_linears_is_an_error(host, tmp_path):
 @each_trainer
 def test_eval_fp8_off_keeps_evaluation_in_high_precision(host, tmp_path, monkeypatch):
     calls = []
-    original = torch.nn.functional.scaled_mm
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_mm", lambda *a, **k: calls.append(1) or original(*a, **k)
-    )
+    original = torch._scaled_mm_v2
+    monkeypatch.setattr(torch, "_scaled_mm_v2", lambda *a: calls.append(1) or original(*a))
     for eval_fp8, count in ((True, 2 * 4), (False, 0)):
         calls.clear()
         plugin = FP8Precision(FP8Config(eval_fp8=eval_fp8))
