@@ -215,6 +215,7 @@ def test_fsdp_that_accelerate_does_not_run_on_the_cpu_is_said(
 
 
 def test_tensor_parallelism_is_refused(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")  # whose version Accelerate asks for tensor parallelism
     parallelism = accelerate.ParallelismConfig(tp_size=2)
     monkeypatch.setattr(parallelism, "get_device_mesh", lambda _: None)
     monkeypatch.setattr(parallelism, "_validate_accelerator", lambda _: None)
