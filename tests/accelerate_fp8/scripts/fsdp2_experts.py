@@ -71,3 +71,5 @@ for shard, before in zip(frozen(), codes, strict=True):
 state = accelerator.get_state_dict(model)
 assert all(type(value) is torch.Tensor for value in state.values())
 print(f"rank {dist.get_rank()}: trained {losses[-1]:.3f}\n", end="", flush=True)
+dist.barrier()
+dist.destroy_process_group()  # whose threads would outlive the interpreter
