@@ -87,8 +87,9 @@ def stub_driver() -> Iterator[Counts]:
         library.accept(True)
         stack.callback(library.accept, False)
         counts = Counts(library)
+        stack.enter_context(knobs.nvidia.scope())
+        knobs.nvidia.libcuda_path = str(library.folder)
         for owner, name, stub in (
-            (knobs.nvidia, "libcuda_path", str(library.folder)),
             (driver, "_active", Driver(CAPABILITY)),
             (compiler, "compile", _Uncompiled),
             (torch.cuda, "get_device_capability", _capability),

@@ -196,14 +196,18 @@ def emulated(assembles: bool = False, **options: Any) -> Iterator[Emulation]:
             (CompiledKernel, "_init_handles", _init_handles),
             (torch.cuda, "get_device_capability", lambda device=None: emulation.capability),
             (adamw, "_tables", named_tables),
-            (knobs.compilation, "disable_line_info", True),  # a fourteenth of the time
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))
+        for group in (
+            knobs.compilation,
+            knobs.cache,
+        ):  # which are variables of the environment, too
+            stack.enter_context(group.scope())
+        knobs.compilation.disable_line_info = True  # a fourteenth of the time
         if not assembles:  # what is cached then has no code
             stub = lambda *args: b""  # noqa: E731
             stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", stub))
-            folder = f"{knobs.cache.dir}/not_assembled"
-            stack.enter_context(mock.patch.object(knobs.cache, "dir", folder))
+            knobs.cache.dir = f"{knobs.cache.dir}/not_assembled"
         library.handle(emulation.launched)
         stack.callback(library.handle, None)
         _current.append(emulation)

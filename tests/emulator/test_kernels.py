@@ -1,6 +1,9 @@
 """Compiled kernels, launched as on a card and emulated, equal their references bit for bit."""
 
+import os
+
 import pytest
+from triton import knobs
 
 from tests.emulator.driver import emulated
 from tests.emulator.families import families
@@ -27,6 +30,14 @@ def test_in_lockstep(family):
     with emulated(watch=watched) as emulation:
         FAMILIES[family]()
     assert emulation.launches
+
+
+def test_triton_is_as_before_afterwards():
+    """Or what is compiled next would be looked up among kernels without code."""
+    before = knobs.cache.dir, dict(os.environ)
+    with emulated():
+        assert knobs.cache.dir != before[0]
+    assert (knobs.cache.dir, dict(os.environ)) == before
 
 
 def test_a_binary_is_assembled_and_loaded():
