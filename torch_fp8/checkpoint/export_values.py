@@ -27,7 +27,7 @@ def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False)
 
     Args:
         layer: whose recipe and, with delayed scaling, whose history are used; neither changes.
-        weight: as it is stored; the layer's own, or another with the same shape.
+        weight: stored weight, (N, K) or (K, N); the layer's own, or another with the same shape.
         current: whether its scale is its own, with delayed scaling, too: factors are folded into
             it, and the history is that of the weight without.
     """

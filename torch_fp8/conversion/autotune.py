@@ -81,7 +81,7 @@ class RecipeChoice:
         not_measured: why nothing was measured; None: it was.
         alone: whether this process measured for itself in a job of several, before there was a
             process group.
-        experts: what was measured of fused experts.
+        experts: choice for fused experts, with their measured times.
     """
 
     recipe: str

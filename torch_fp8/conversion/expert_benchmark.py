@@ -69,7 +69,7 @@ class ExpertPass:
         shape: the user's block.
         module: a block with random parameters.
         in_fp8: whether its GEMMs run in FP8.
-        arguments: what its forward takes; the first one has a gradient.
+        arguments: arguments of its forward; the first one has a gradient.
         grad_output: gradient of its output.
     """
 
@@ -116,7 +116,7 @@ def expert_times(card: Card, module: Any, shape: ExpertShape, config: FP8Config)
     Args:
         card: the card to time on.
         module: experts whose copies are timed; stays as it is.
-        shape: what `expert_shape` returned.
+        shape: shape of the experts, see `expert_shape`.
         config: options of the GEMMs.
     """
     key = card, shape, config.wgrad, config.fast_accum

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import train_steps
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -74,14 +75,7 @@ def _loss(model, step):
 
 
 def _train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        loss = _loss(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_steps(model, optimizer, steps, first, _loss)
 
 
 def _weights(model):

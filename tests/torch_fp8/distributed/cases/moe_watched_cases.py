@@ -110,7 +110,7 @@ def case_replayed_parallel():
 
 
 def case_auto():
-    """Return how many weights run in FP8 where ranks have other times, and who has measured."""
+    """Return the number of weights in FP8 where ranks measure different times, and who measures."""
     runs = []
 
     def seconds(device, run):
