@@ -256,11 +256,11 @@ def _variants(
                 runs[variant] = run
     first = interleaved(runs, device, 1, warmup=1, failures=notes)
     longest = max((timing.median for timing in first.values()), default=1.0)
-    most = 30 if device.type == "cuda" else 7  # toy figures are there to be made, not to be read
+    many = int(min(max(SAMPLES_MS / longest, 5), 30))
     timings = interleaved(
         {name: runs[name] for name in first},
         device,
-        int(min(max(SAMPLES_MS / longest, 5), most)),
+        many if device.type == "cuda" else 2,
         wait_ms=WAIT_MS[kind],
         failures=notes,
     )

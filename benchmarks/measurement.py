@@ -43,7 +43,7 @@ def interleaved(
     variants: dict[str, Callable[[], None]],
     device: torch.device,
     repetitions: int,
-    warmup: int = 3,
+    warmup: int | None = None,
     wait_ms: float = 0.0,
     failures: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
@@ -53,7 +53,8 @@ def interleaved(
         variants: name -> one call of what is measured.
         device: where they run; on a GPU the L2 cache is flushed before each call.
         repetitions: calls of each variant.
-        warmup: calls of each variant before.
+        warmup: calls of each variant before; None: 3 on a GPU, 1 on a CPU, where figures are there
+            to be made, not to be read.
         wait_ms: how long a GPU waits before each call, about: longer than the host needs to launch
             it, where that is not to be measured.
         failures: gets a note for each variant that raises, which the others then go on without;
@@ -62,6 +63,7 @@ def interleaved(
     runs = dict(variants)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     clock = _time_on_gpu if device.type == "cuda" else _time_on_cpu
+    warmup = (3 if device.type == "cuda" else 1) if warmup is None else warmup
     flush = torch.empty(
         FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.int8, device=device
     )
