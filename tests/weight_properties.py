@@ -286,6 +286,11 @@ def _set_out(k: Kit) -> None:
     torch.add(k.p, 1, out=k.p.data)
 
 
+def _exchanged(k: Kit) -> None:
+    a, b = k.m.parameters()
+    a.data, b.data = b.data, a.data
+
+
 # 2. Ways to write, under no_grad.
 WRITES: dict[str, Property] = {
     "mul_": lambda k: k.p.mul_(0.999),
@@ -313,6 +318,12 @@ WRITES: dict[str, Property] = {
     "data = same shape": lambda k: setattr(k.p, "data", _zeros() + 0.1234567),
     "data = other shape": lambda k: setattr(k.p, "data", torch.ones(3, SIDE)),
     "set_ of .data": lambda k: setattr(k.p, "data", k.p.data * 0.999),
+    "data = x leaves aliases": lambda k: (d := k.p.data, setattr(k.p, "data", _zeros() + 0.1234567), d)[2].clone(),
+    "data = x of an alias": lambda k: (setattr(d := k.p.data, "data", _zeros() + 0.1234567), d)[1].clone(),
+    "data = x and back": lambda k: [(d := p.data, setattr(p, "data", d * 0.9), setattr(p, "data", d)) for p in k.m.parameters()][0][0].clone(),
+    "data swapped": _exchanged,
+    "data of another": lambda k: (setattr(k.p, "data", k.m[2].weight.data), k.p.mul_(1.0001), k.m[2].weight)[2].detach().clone(),
+    "set_": lambda k: (d := k.p.detach(), k.p.set_(_zeros() + 0.1234567), d)[2].clone(),
     "vector_to_parameters": lambda k: vector_to_parameters(torch.arange(2 * SIDE**2) / 1e5, k.m.parameters()),
     "normal_": lambda k: nn.init.normal_(k.p),
     "kaiming_uniform_": lambda k: nn.init.kaiming_uniform_(k.p),
@@ -751,6 +762,7 @@ rows(
     values=lambda k: (k.grads, k.p.grad)[1],
     zeroed_in_place=lambda k: (k.grads, k.p.grad.zero_())[1],
     data_written=lambda k: (k.grads, k.p.grad.data.zero_(), k.p.grad)[2],
+    data_assigned=lambda k: (k.grads, setattr(k.p.grad, "data", torch.ones(SIDE, SIDE)), k.p.grad)[2],
     view_written=lambda k: (k.grads, k.p.grad[:3].fill_(0.5), k.p.grad)[2],
     clip_foreach=lambda k: (k.grads, nn.utils.clip_grad_norm_(k.m.parameters(), 1e9, foreach=True))[1],
     clip_not_foreach=lambda k: (k.grads, nn.utils.clip_grad_norm_(k.m.parameters(), 1e9, foreach=False))[1],

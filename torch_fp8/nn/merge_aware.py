@@ -121,7 +121,7 @@ class MergeAware(nn.Module):
         ]
         version = None
         if None not in versions:
-            version = (*versions, frozen.payload.writes, adapter, self.scaling[adapter])
+            version = (*versions, frozen.payload.version, adapter, self.scaling[adapter])
         return cache.evaluation_row(version, lambda: self.merged_weight(adapter), a.device)
 
 

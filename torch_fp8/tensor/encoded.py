@@ -81,6 +81,28 @@ class Encoded(_Readable):
         """Return another object with the same parts."""
         raise NotImplementedError
 
+    def take(self, x: Tensor) -> None:
+        """Hold `x`, of this shape, as ``self.data = x`` asks; `store` writes it by default."""
+        self.store(plain(x))
+
+    def become(self, x: Tensor) -> None:
+        """Hold `x`, of another shape, dtype or device; refused, unless a class can."""
+        raise RuntimeError(
+            f"{type(self).__name__} of {self.dtype} {tuple(self.shape)} on {self.device} is stored "
+            f"in another form; its .data was set to {x.dtype} {tuple(x.shape)} on {x.device}. "
+            "Assign the tensor itself, as in p.grad = x"
+        )
+
+    @property
+    def data(self) -> Tensor:
+        alias: Tensor = torch.Tensor.data.__get__(self)  # with a version of its own
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        same = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
+        (torch.no_grad()(self.take) if same else self.become)(value)
+
 
 class EncodedView(_Readable):
     """A view of an `Encoded` tensor.
@@ -198,7 +220,15 @@ def _view_as_is(x: Encoded, size: Any) -> Any:
     return x.alias() if shape == tuple(x.shape) else NotImplemented
 
 
+def _set(x: Encoded, source: Any) -> Any:
+    if source.shape != x.shape:
+        return NotImplemented
+    x.data = source
+    return x
+
+
 _ALIASES = {
+    _aten.set_.source_Tensor: _set,
     _aten.detach.default: _alias,
     _aten.alias.default: _alias,
     _aten.view.default: _view_as_is,

@@ -101,6 +101,10 @@ class Float8Grad(Encoded):
         for target, part in zip(self.parts(), encoded, strict=True):
             target.copy_(part)
 
+    def take(self, x: Tensor) -> None:
+        parts = quantize_gradient(self._matrix(x), self.rounding.next())
+        self.qdata, self.scale, self.multiplier = parts  # aliases keep theirs
+
     @torch.no_grad()
     def accumulate(self, x: Tensor) -> None:
         """Add `x`, of this shape."""

@@ -6,7 +6,7 @@ every value exactly; others' scales are kept as they are.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.halves import VERSIONS
 
 DTYPE = torch.bfloat16
 """The dtype as which a frozen weight reads."""
@@ -36,7 +37,8 @@ class FrozenPayload:
             block of 128 rows, the first of `scale`.
         rewrite: a function that quantizes new values of a shard with the other ranks, which share
             scales: they all write at the same time.
-        writes: how often the values have been written, which no version of a tensor tells.
+        version: another number after each write, which no version of a tensor tells, and that of no
+            other weight.
         sharers: the payloads that `share` has given the same memory, this one among them; None:
             there are none.
     """
@@ -50,7 +52,7 @@ class FrozenPayload:
     first_row: int | None = None
     rewrite: Callable[[Tensor], None] | None = None
     sharers: "weakref.WeakSet[FrozenPayload] | None" = None
-    writes: int = 0
+    version: int = field(default_factory=lambda: next(VERSIONS))
 
     @property
     def quantized(self) -> QuantizedTensor:
@@ -70,7 +72,7 @@ class FrozenPayload:
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Quantize `values` (R, C) into the memory at hand; equal values change no byte."""
-        self.writes += 1
+        self.version = next(VERSIONS)
         if self.rewrite is not None:
             self.rewrite(values)
             return
@@ -80,6 +82,18 @@ class FrozenPayload:
         self.take_own_memory()
         self.qdata.copy_(row.qdata)
         self.scale.copy_(row.scale)
+
+    def of_values(self, values: Tensor) -> "FrozenPayload":
+        """Return a payload of other values (R, C) for this weight; equal ones keep the bytes."""
+        if not values.is_meta and self.equals(values):
+            return self
+        row = quantize_stacked(values, self.spec)
+        return self.of_bytes(_compact(row.qdata), row.scale)
+
+    def of_bytes(self, qdata: Tensor, scale: Tensor) -> "FrozenPayload":
+        """Return a payload of other bytes for the same weight."""
+        version = next(VERSIONS)
+        return replace(self, qdata=qdata, scale=scale, sharers=None, version=version)
 
     def equals(self, values: Tensor) -> bool:
         """Return whether `values` (R, C), in BF16, are what the weight reads as."""

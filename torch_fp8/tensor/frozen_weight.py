@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, dequantized, map_tensors
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
+from torch_fp8.tensor.halves import VERSIONS
 
 _aten: Any = torch.ops.aten
 
@@ -133,8 +134,15 @@ class Float8FrozenWeight(QuantizableTensor):
                 f"was set to {tuple(value.shape)} on {value.device}. Move the module, or give the "
                 "weight back its own dtype first: torch_fp8.thaw(model)"
             )
-        refuse_merge(self.payload)
-        self.copy_(value)
+        refuse_merge(own := self.payload)
+        if own.rewrite is not None:  # a shard, which all ranks write together
+            self.copy_(value)
+        elif not _has_form(value, own.spec):
+            self.payload = own.of_values(dequantized(value))
+        elif value.payload.owner == own.owner:
+            self.payload = value.payload  # which an alias has kept
+        else:
+            self.payload = own.of_bytes(value.qdata.clone(), value.scale.clone())
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory of the bytes, for whoever counts or compares memory.
@@ -321,17 +329,22 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
     return written
 
 
+def _has_form(x: Any, spec: CastSpec) -> bool:
+    """Whether `x` is a whole frozen weight that is cast as `spec` says."""
+    return isinstance(x, Float8FrozenWeight) and not x.chain and x.payload.spec == spec
+
+
 def _same_bytes(target: Any, source: Any) -> bool:
     """Copy one whole frozen weight to another of the same form; False: they differ."""
-    both = isinstance(target, Float8FrozenWeight) and isinstance(source, Float8FrozenWeight)
-    if not both or target.chain or source.chain or target.shape != source.shape:
+    spec = target.payload.spec if isinstance(target, Float8FrozenWeight) else None
+    if spec is None or not (_has_form(target, spec) and _has_form(source, spec)):
         return False
-    if target.payload.spec != source.payload.spec or target.payload.rewrite is not None:
+    if target.shape != source.shape or target.payload.rewrite is not None:
         return False
     if target.qdata.data_ptr() == source.qdata.data_ptr():
         return True
     target.payload.take_own_memory()
-    target.payload.writes += 1
+    target.payload.version = next(VERSIONS)
     target.qdata.view(torch.uint8).copy_(source.qdata.view(torch.uint8))
     target.scale.copy_(source.scale)
     return True

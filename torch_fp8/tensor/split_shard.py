@@ -49,6 +49,9 @@ class SplitShard(SplitWeight):
     def alias(self) -> SplitWeight:
         return SplitWeight(self.halves)
 
+    def take(self, x: Tensor) -> None:
+        self.store(x)  # into the memory that FSDP2 has padded
+
     # FSDP2 compares addresses to find out whether the shard is still the one that it padded.
     def data_ptr(self) -> int:
         return self.padded.data_ptr()

@@ -89,23 +89,20 @@ class SplitTensor(Encoded):
 class SplitWeight(SplitTensor):
     """A Parameter, or an alias of one, over `Halves`."""
 
-    @property
-    def data(self) -> Tensor:
-        alias: Tensor = torch.Tensor.data.__get__(self)  # with a version of its own
-        return alias
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if type(value) is SplitTensor and value.halves is self.halves:
-            return
-        if type(value) is SplitTensor:  # model.to(device)
-            other: Tensor = _parameter(value.halves, self)
-        elif (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device):
-            with torch.no_grad():
-                self.data.copy_(value)
-            return
+    def take(self, x: Tensor) -> None:
+        """Hold other halves: those of `x`, or of its values. Earlier aliases keep theirs."""
+        if isinstance(x, SplitTensor):
+            self.halves = x.halves
         else:
-            other = nn.Parameter(plain(value), self.requires_grad)
+            bits, awaited = self.halves.step_bits, self.halves.awaited
+            self.halves = Halves.of(plain(x), EXACT_BITS)
+            self.halves.step_bits, self.halves.awaited = bits, awaited
+
+    def become(self, x: Tensor) -> None:
+        if type(x) is SplitTensor:  # model.to(device)
+            other: Tensor = _parameter(x.halves, self)
+        else:
+            other = nn.Parameter(plain(x), self.requires_grad)
         grad = self.grad
         exchange(self, other)
         if grad is not None:  # of the old dtype, as stock leaves it; of another device none may be

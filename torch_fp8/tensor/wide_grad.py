@@ -43,7 +43,10 @@ class WideGrad(Encoded):
         self.stored.copy_(plain(x))
 
     def alias(self) -> "WideGrad":
-        return WideGrad(self.stored)
+        return WideGrad(self.stored.detach())
+
+    def take(self, x: Tensor) -> None:
+        self.stored.data = plain(x).to(torch.bfloat16)  # aliases keep the memory that they have
 
     @property
     def high(self) -> Tensor:

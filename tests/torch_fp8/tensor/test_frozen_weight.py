@@ -117,6 +117,22 @@ def test_data_can_be_set():
         p.data = torch.zeros(3)
 
 
+@SPECS
+def test_data_that_is_set_leaves_what_an_alias_has(spec):
+    """A model runs with other weights for a while, and gets its own back."""
+    p, value = frozen(spec=spec), torch.randn(160, 200)
+    before, scale = p.qdata.view(torch.uint8).clone(), p.scale.clone()
+    kept, p.data = p.data, value
+    assert torch.equal(p.qdata.float(), requantized(value, spec).qdata.float())
+    assert torch.equal(kept.qdata.view(torch.uint8), before)
+    p.data = kept
+    assert torch.equal(p.qdata.view(torch.uint8), before)
+    assert torch.equal(p.scale, scale)
+    other = frozen(spec=spec)
+    other.data = p.data
+    assert torch.equal(other.qdata.view(torch.uint8), before)
+
+
 def test_equal_values_change_no_byte():
     scale = torch.full((2, 2), 0.3)  # as others choose scales: no power of two
     q = torch.randn(160, 200).to(torch.float8_e4m3fn)

@@ -370,11 +370,35 @@ def test_takes_what_is_written_exactly(write, bits):
         write(p)
     assert torch.equal(bits_of(weight), bits_of(plain))
     assert type(weight) is SplitWeight
-    assert (weight.halves is halves, halves.bits, halves.step_bits) == (True, 16, bits)
-    assert halves.version != before
-    assert same(halves.join(), plain)
+    assigned = write in (assign_data, vectors)  # p.data = x: other memory, as of a plain Parameter
+    assert (weight.halves is halves) == (not assigned)
+    assert (weight.halves.bits, weight.halves.step_bits) == (16, bits)
+    assert weight.halves.version != before
+    assert same(weight.halves.join(), plain)
     # A graph that needs the old value notices a write where it would notice that of a plain one.
     assert (weight._version > version) == (plain._version > 0)
+
+
+def test_a_model_runs_with_averaged_weights_and_takes_its_own_back():
+    """The common class for averages keeps ``p.data``, points it elsewhere and puts it back."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            split_parameter(parameter, 8)
+    averages = {name: p.data.clone() * 0.5 for name, p in model.named_parameters()}
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        backup = {}
+        for name, p in model.named_parameters():
+            backup[name], p.data = p.data, averages[name]
+        assert all(torch.equal(p, averages[name]) for name, p in model.named_parameters())
+        for name, p in model.named_parameters():
+            p.data = backup[name]
+        assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["mul_", "copy_", "zero_", "lerp_", "normal_"])
