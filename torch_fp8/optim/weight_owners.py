@@ -10,6 +10,8 @@ only weights are split that are known to be read by their own forward alone:
 * of output layers and other layers that compute what ``nn.Linear`` does, but stay in high precision
   by themselves: too small, say, or not faster in FP8. Outside autocast they multiply in float32.
 
+No weight is split whose memory another parameter or buffer has: each would have halves of its own.
+
 Everything else keeps its dtype, and its moments have 8 bits all the same: adapters of PEFT, which
 are merged outside autocast; parametrized tensors; parameters of any other module (convolutions,
 experts in high precision, bags of embeddings, which sum in float32, recurrent layers, the user's
@@ -19,6 +21,7 @@ other code reads a weight of these layers.
 
 import re
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -44,6 +47,8 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
     for module in model.modules():
         parents |= dict.fromkeys(module.children(), module)
     reasons: dict[Tensor, str | None] = {}
+    for tensor in _overlapping([*model.parameters(), *model.buffers()]):
+        reasons[tensor] = "in memory that another parameter or buffer has, too"
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -64,6 +69,24 @@ def has_linear_forward(module: nn.Module) -> bool:
     linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     # nn.MultiheadAttention reads the weight of its output layer past the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _overlapping(tensors: list[Tensor]) -> set[Tensor]:
+    """Return the tensors that share memory with another one, as ``p.data = q.data`` ties them."""
+    spans = []
+    for x in tensors:
+        if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.numel():
+            steps = (step * (size - 1) for size, step in zip(x.shape, x.stride(), strict=True))
+            end = x.data_ptr() + (1 + sum(steps)) * x.element_size()
+            spans.append((str(x.device), x.data_ptr(), end, x))
+    overlapping: set[Tensor] = set()
+    device, reach, last = "", 0, None
+    for place, start, end, x in sorted(spans, key=lambda span: span[:2]):
+        if last is not None and place == device and 0 < start < reach:
+            overlapping |= {last, x}
+        if last is None or place != device or end > reach:
+            device, reach, last = place, end, x
+    return overlapping
 
 
 def _reason(

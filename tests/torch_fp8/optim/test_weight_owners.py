@@ -354,3 +354,50 @@ def test_a_parameter_of_the_users_own_is_no_break_in_a_compiled_graph():
     with torch.autocast("cpu", torch.bfloat16):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
         torch.testing.assert_close(compiled, model(x))
+
+
+def _as_data(model):
+    model[1].weight.data = model[0].weight.data
+
+
+def _as_rows(model):
+    memory = torch.randn(96, 64)
+    model[0].weight.data, model[1].weight.data = memory[:64], memory[32:]
+
+
+def _as_buffer(model):
+    model[1].register_buffer("weights", model[0].weight.data)
+
+
+@pytest.mark.parametrize("share", [_as_data, _as_rows, _as_buffer])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_weights_that_share_memory_go_on_sharing_it(share, cls, level):
+    """Decoders are tied by ``decoder.weight.data = encoder.weight.data``, too."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    share(model)
+    config = FP8Config(opt_level=level)
+    convert_to_float8(model, config)
+    optimizer = cls(model.parameters(), lr=1e-2)
+    report = convert_optimizer(optimizer, config, model=model)
+    num_shared = 1 if share is _as_buffer else 2
+    assert report.num_split == 3 - num_shared
+    assert report.num_float32 == num_shared
+    assert report.why_float32 == "in memory that another parameter or buffer has, too"
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    second = model[1].weights if share is _as_buffer else model[1].weight
+    if share is _as_rows:
+        assert torch.equal(model[0].weight[32:], second[:32])
+    else:
+        assert torch.equal(model[0].weight, second)
+
+
+def test_weights_side_by_side_in_one_memory_are_split():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    memory = torch.randn(128, 64)
+    model[0].weight.data, model[1].weight.data = memory[:64], memory[64:]
+    _, report = _converted(model)
+    assert report.num_split == 2
