@@ -190,7 +190,7 @@ def clip_grad_norm_(
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
         if preparation.config.gradient_release:
-            return torch.zeros(())  # the norm of the gradients that exist
+            return torch.zeros((), dtype=torch.float32)  # the norm of the gradients that exist
     return original(self, parameters, max_norm, *args, **kwargs)
 
 

@@ -205,9 +205,9 @@ def _state_of(trainer: Any) -> RolloutState:
 
 def _padded(rows: Logprobs, like: Tensor) -> Tensor:
     """Return rows as a tensor of the shape of `like`, NaN where there is none."""
-    padded = torch.full(like.shape, float("nan"))
+    padded = torch.full(like.shape, float("nan"), dtype=torch.float32)
     for i, row in enumerate(rows[: len(padded)]):
-        padded[i, : len(row)] = torch.tensor(row[: padded.shape[1]])
+        padded[i, : len(row)] = torch.tensor(row[: padded.shape[1]], dtype=torch.float32)
     return padded.to(like.device)
 
 

@@ -103,7 +103,7 @@ class SampledLogprobs:
         padded = torch.zeros(len(completions), steps, dtype=torch.long)
         real = torch.zeros(len(completions), steps, dtype=torch.bool)
         for row, ids in enumerate(completions):
-            padded[row, : len(ids)] = torch.tensor(ids)
+            padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
             real[row, : len(ids)] = True
         columns = [*self._columns, self._of(padded[:, -1].to(self._last.device))]
         values = torch.stack(columns, 1).cpu()

@@ -112,7 +112,9 @@ def _log(trainer: Any, series: dict[str, float], step: int) -> None:
         return
     for logger in host.loggers:
         logger.log_metrics(series, step=host.global_step)
-    host.callback_metrics.update({name: torch.tensor(value) for name, value in series.items()})
+    host.callback_metrics.update(
+        {name: torch.tensor(value, dtype=torch.float32) for name, value in series.items()}
+    )
 
 
 def _restore(trainer: Any) -> str | None:

@@ -40,7 +40,9 @@ def batches_of_file(
             f"{str(path)!r} has {len(tokens)} tokens, fewer than a sequence of {length}; name a "
             "longer file, or a smaller --sequence"
         )
-    sequences = torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+    sequences = torch.tensor(tokens[: len(tokens) // length * length], dtype=torch.int64).view(
+        -1, length
+    )
     return list(sequences[: count * rows].split(rows))
 
 

@@ -139,7 +139,9 @@ class _Tensors(ModelTensors):
         owners_of = {}
         for key, of_key in parts.items():
             for part in of_key:
-                matrix = SimpleNamespace(weight=part.of(torch.empty(shapes[key], device="meta")))
+                matrix = SimpleNamespace(
+                    weight=part.of(torch.empty(shapes[key], device="meta", dtype=torch.float32))
+                )
                 is_part = part.expert is not None
                 owners_of[part.name] = [(matrix, "weight")] if is_part else homes[key]
         check_keys(model, self._files, owners_of, self._companions)

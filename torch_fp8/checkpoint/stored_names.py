@@ -50,7 +50,7 @@ def stored_parts(
     if revert is None:  # transformers 4, or a model of another library
         return {key: [StoredPart(key)] for key in shapes}
     plain = [key for key in shapes if key not in fused]
-    numbers = {key: torch.tensor([i]) for i, key in enumerate(plain)}
+    numbers = {key: torch.tensor([i], dtype=torch.int64) for i, key in enumerate(plain)}
     parts: dict[str, list[StoredPart]] = {key: [] for key in shapes}
     for name, converted in revert(model, dict(numbers)).items():
         parts[plain[int(converted.flatten()[0])]].append(StoredPart(name))

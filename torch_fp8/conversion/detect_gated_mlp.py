@@ -178,5 +178,5 @@ def _is_activated(value: Any, children: dict[str, nn.Module], any_activation: bo
 
 def _is_silu(activation: nn.Module) -> bool:
     with torch.no_grad(), _disable_current_modes():
-        x = torch.linspace(-8, 8, 33, device="cpu")
+        x = torch.linspace(-8, 8, 33, device="cpu", dtype=torch.float32)
         return torch.allclose(activation(x), F.silu(x), rtol=1e-6, atol=1e-7)

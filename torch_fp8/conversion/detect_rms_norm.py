@@ -93,9 +93,9 @@ def _try(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
     eps = getattr(trial.module, eps_name)
     generator = torch.Generator().manual_seed(0)
     # A row of the order of eps tells where it is added.
-    scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu")
-    x = torch.randn(3, trial.size, generator=generator, device="cpu") * scale
-    weight = torch.rand(trial.size, generator=generator, device="cpu") + 0.5
+    scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu", dtype=torch.float32)
+    x = torch.randn(3, trial.size, generator=generator, device="cpu", dtype=torch.float32) * scale
+    weight = torch.rand(trial.size, generator=generator, device="cpu", dtype=torch.float32) + 0.5
     for spec in (RMSNormSpec(eps_name, o, p) for o in (0.0, 1.0) for p in (True, False)):
         dtypes = ((a, b) for a in _TRIED for b in _TRIED)
         if all(_agrees(trial.module, spec, x.to(a), weight.to(b)) for a, b in dtypes):

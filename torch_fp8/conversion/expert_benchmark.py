@@ -139,16 +139,20 @@ def _pass(
     generator = torch.Generator(device).manual_seed(0)
     hidden = _hidden(twin)
     if is_batched(twin):
-        x = torch.randn(count * shape.rows, hidden, generator=generator, device=device)
+        x = torch.randn(
+            count * shape.rows, hidden, generator=generator, device=device, dtype=torch.float32
+        )
         arguments: tuple[Tensor, ...] = (x.to(shape.dtype).requires_grad_(),)
     else:
         top_k = min(shape.top_k, count)
         tokens = -(-shape.rows * count // top_k)
-        x = torch.randn(tokens, hidden, generator=generator, device=device)
+        x = torch.randn(tokens, hidden, generator=generator, device=device, dtype=torch.float32)
         index = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % count
         scores = torch.full((tokens, top_k), 1 / top_k, device=device, dtype=shape.dtype)
         arguments = x.to(shape.dtype).requires_grad_(), index, scores
-    grad = torch.randn(arguments[0].shape, generator=generator, device=device).to(shape.dtype)
+    grad = torch.randn(
+        arguments[0].shape, generator=generator, device=device, dtype=torch.float32
+    ).to(shape.dtype)
     return ExpertPass(shape, twin, in_fp8, arguments, grad)
 
 

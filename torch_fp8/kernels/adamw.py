@@ -140,9 +140,9 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     run.
     """
     if not entries:
-        return torch.zeros(0, device="cpu")
+        return torch.zeros(0, device="cpu", dtype=torch.float32)
     entries = [(matrix._replace(amax=None, payload=None), scalars) for matrix, scalars in entries]
-    result = torch.zeros(len(entries), device=entries[0][0].weight.device)
+    result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
         without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
@@ -241,7 +241,9 @@ def _tables(
     host[: records.numel()] = records.view(-1)
     owners = torch.arange(len(entries), dtype=torch.int32, device="cpu")
     chunks = host[records.numel() :].view(torch.int32)
-    chunks[:first] = owners.repeat_interleave(torch.tensor(counts, device="cpu"), output_size=first)
+    chunks[:first] = owners.repeat_interleave(
+        torch.tensor(counts, device="cpu", dtype=torch.int64), output_size=first
+    )
     buffer = host.to(device, non_blocking=True)
     chunks = buffer[records.numel() :].view(torch.int32)
     return buffer[: records.numel()].view(len(entries), -1), chunks, first

@@ -58,7 +58,9 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
             reported.pop(name, None)  # its histories will begin anew
             continue
         history = scaling_buffers(layer)[0]
-        before = reported.get(name, torch.zeros(len(LEFT_OUT))).to(history.device)
+        before = reported.get(name, torch.zeros(len(LEFT_OUT), dtype=torch.float32)).to(
+            history.device
+        )
         counts, reported[name] = left_out(history, before)
         yield f"{name}/history", counts
 

@@ -46,17 +46,17 @@ class Series:
         for place, own in self.kinds.items():
             value = seen.get(place)
             if value is None:
-                parts.append(torch.full((len(own),), torch.nan, device=device))
+                parts.append(torch.full((len(own),), torch.nan, device=device, dtype=torch.float32))
             else:  # NaN was seen, the worst of all: as a number it is for what was not seen
                 value = value.detach().float().to(device)
-                worst = torch.tensor(self._worst[place], device=device)
+                worst = torch.tensor(self._worst[place], device=device, dtype=torch.float32)
                 parts.append(torch.where(value.isnan(), worst, value))
-        return torch.cat(parts) if parts else torch.empty(0, device=device)
+        return torch.cat(parts) if parts else torch.empty(0, device=device, dtype=torch.float32)
 
     def joined(self, vector: Tensor) -> list[float]:
         """Join the vectors of all ranks, and fetch the result: the one wait for the device."""
         if is_distributed():
-            signs = torch.tensor(self._signs, device=vector.device)
+            signs = torch.tensor(self._signs, device=vector.device, dtype=torch.float32)
             missing = vector.isnan()
             signed = torch.where(missing, -math.inf, vector * signs)
             of_mean = torch.stack([torch.where(missing, 0.0, vector), (~missing).float()])

@@ -148,7 +148,7 @@ def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
         direction_error(exact, dequantize(quantize(part, spec, scale * clip))) for clip in _CLIPS
     ]
     least, index = torch.stack(errors).min(0)
-    clips = torch.tensor(_CLIPS, device=x.device)
+    clips = torch.tensor(_CLIPS, device=x.device, dtype=torch.float32)
     return torch.stack([clips.take(index), least])  # an index in brackets would be waited for
 
 

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
             [self.output],
             run_check=False,
             shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+            stride=torch.empty(shape, device="meta", dtype=torch.float32).stride(),
         )
 
 

@@ -61,7 +61,7 @@ def _agrees(
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device="cpu").to(dtype)
+        return torch.randn(size, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
 
     x = random(dtype, *shape, _NUM_IN)
     weight = random(weight_dtype, _NUM_OUT, _NUM_IN)

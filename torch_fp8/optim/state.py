@@ -125,7 +125,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
     step = (
         step.detach().float().cpu().clone()
         if isinstance(step, Tensor)
-        else torch.tensor(float(step), device="cpu")
+        else torch.tensor(float(step), device="cpu", dtype=torch.float32)
     )
     if not large or not shards_rows(parameter):
         entry = decoded(entry)

@@ -79,7 +79,7 @@ def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
     magnitude = codes & 0x7F if format.signed else codes
     bits = _unfolded(magnitude << (23 - format.mantissa_bits), format)
     normal = (bits + ((127 - format.bias) << 23)).view(torch.float32)
-    subnormal = magnitude * format.smallest
+    subnormal = magnitude.float() * format.smallest
     value = torch.where(magnitude >> format.mantissa_bits != 0, normal, subnormal)
     if format.signed:
         value = torch.where(codes >= 0x80, -value, value)

@@ -154,6 +154,6 @@ def _empty_gradient(parameter: Tensor) -> Float8Grad:
     parts = GradientParts(
         torch.empty((rows, cols), dtype=torch.uint8, device=parameter.device),
         torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=parameter.device),
-        torch.ones((), device=parameter.device),
+        torch.ones((), device=parameter.device, dtype=torch.float32),
     )
     return Float8Grad(parts, parameter.shape, parameter.dtype, _rounding(parameter))

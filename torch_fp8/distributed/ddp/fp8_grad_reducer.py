@@ -223,7 +223,7 @@ class Float8GradReducer:
         place = {parameter: i for i, parameter in enumerate(self._order)}
         first = [place[parameter] for parameter in self._ready]
         rest = sorted(set(place.values()) - set(first))
-        order = torch.tensor(first + rest, device=self._order[0].device)
+        order = torch.tensor(first + rest, device=self._order[0].device, dtype=torch.int64)
         dist.broadcast(order, group=self._group, group_src=0)
         self._order = [self._order[i] for i in order.tolist()]
         self._learned = True

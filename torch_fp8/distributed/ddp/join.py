@@ -160,7 +160,7 @@ def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> Non
     """
     shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
     digest = hashlib.sha256(repr(shapes).encode()).digest()[:7]
-    mine = torch.tensor([int.from_bytes(digest, "big")], device=device)
+    mine = torch.tensor([int.from_bytes(digest, "big")], device=device, dtype=torch.int64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     if len({int(t) for t in every}) > 1:

@@ -297,7 +297,7 @@ def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
     if len(places) == len(shards):
         target.copy_(torch.stack(amaxes))
     else:
-        target[torch.tensor(places, device=target.device)] = torch.stack(amaxes)
+        target[torch.tensor(places, device=target.device, dtype=torch.int64)] = torch.stack(amaxes)
 
 
 def make_askable(tensor: Tensor, gather: WeightGather) -> None:

@@ -91,7 +91,9 @@ class FrozenGather(WeightGather):
         frozen = self.shard
         assert isinstance(frozen, Float8FrozenWeight)
         payload = frozen.payload
-        differs = torch.tensor([0.0 if payload.equals(values) else 1.0], device=self.device)
+        differs = torch.tensor(
+            [0.0 if payload.equals(values) else 1.0], device=self.device, dtype=torch.float32
+        )
         dist.all_reduce(differs, dist.ReduceOp.MAX, group=self.group)
         if not bool(differs):
             return

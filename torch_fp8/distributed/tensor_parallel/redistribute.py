@@ -170,7 +170,9 @@ def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
     """Refuse plain tensors of different shapes, where asking the other ranks costs no wait."""
     if x.device.type != "cpu":
         return
-    sizes = torch.tensor([*x.shape, *(-size for size in x.shape)], device=x.device)
+    sizes = torch.tensor(
+        [*x.shape, *(-size for size in x.shape)], device=x.device, dtype=torch.int64
+    )
     largest = sizes.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
     if not torch.equal(largest[: x.ndim], -largest[x.ndim :]):
