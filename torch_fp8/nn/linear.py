@@ -104,6 +104,13 @@ class Float8Layer(FrozenStorage):
         operands = self.fp8.operands(self, input)
         return operands.output(linear(*operands[:4], self.fp8.options(self, operands)))
 
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile {self.fp8.name or 'a layer'}, which runs in FP8. "
+            "Make it a stock layer again, or script a copy of the model: "
+            "torch.jit.script(stock), after stock = copy.deepcopy(model); torch_fp8.revert(stock)"
+        )
+
     def _of_jagged(self, input: Tensor) -> Tensor:
         """Run on the tokens of all sequences, (sum of lengths, K), of a jagged nested tensor."""
         if input.layout != torch.jagged or getattr(input, "_ragged_idx", 1) != 1 or input.ndim != 3:

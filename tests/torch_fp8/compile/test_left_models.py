@@ -1,5 +1,6 @@
 """A model that has trained at O2 or O3 and left is a stock model to every tool that takes one."""
 
+import copy
 import io
 import subprocess
 import sys
@@ -98,3 +99,12 @@ def test_nothing_of_ours_is_left(kind):
         assert not ours._backward_hooks
         assert not ours._post_accumulate_grad_hooks
     assert torch.equal(left(_x()), stock(_x()))
+
+
+def test_a_script_of_fp8_layers_is_refused_with_the_way_to_a_stock_one():
+    _stock, model = stock_and_converted("linear", "tensorwise")
+    with pytest.raises(RuntimeError, match=r"jit\.script.*revert\(stock\)"):
+        torch.jit.script(model.eval())
+    copied = copy.deepcopy(model)
+    revert(copied)
+    torch.jit.script(copied)(_x())
