@@ -238,8 +238,8 @@ class LayerFP8:
         Returns:
             The output (..., N); None: the layer has to look at everything anew.
         """
-        cache, weight = self.payloads, layer._parameters["weight"]
-        if cache.payload is None or self.emulate:
+        cache, weight = self.payloads, layer._parameters.get("weight")
+        if weight is None or cache.payload is None or self.emulate:
             return None
         if layer.training or not cache.is_current(weight):
             return None

@@ -6,6 +6,7 @@ import functools
 import weakref
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -112,7 +113,9 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     rates by.
     """
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__})
+    # A user may compile a function that calls it: the graph breaks there, and the step is eager.
+    own = {**named, "__doc__": base.__doc__, "step": torch.compiler.disable(ours.step)}
+    return type(base.__name__, (ours, base), own)
 
 
 def unhooked(method: Any) -> Any:

@@ -41,7 +41,9 @@ class SplitTensor(Encoded):
     halves: Halves
 
     @staticmethod
-    def __new__(cls: Any, halves: Halves) -> Any:
+    def __new__(cls: Any, halves: Halves, requires_grad: bool = True) -> Any:
+        if isinstance(halves, Tensor):  # type(p)(x) of other code, which takes it for nn.Parameter
+            return nn.Parameter(halves, requires_grad)
         high = halves.high
         self = torch.Tensor._make_wrapper_subclass(
             cls, high.shape, strides=high.stride(), dtype=torch.float32, device=high.device

@@ -79,3 +79,31 @@ def test_a_gradient_behind_an_odd_bias_is_stepped_as_an_aligned_one(dtype, monke
     assert not any(starts)
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize(
+    "cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon], ids=lambda cls: cls.__name__
+)
+def test_a_compiled_function_that_steps_does_what_eager_code_does(cls, level):
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+        convert_to_float8(model, FP8Config(opt_level=level))
+        optimizer = cls(model.parameters(), lr=1e-2)
+        convert_optimizer(optimizer, FP8Config(opt_level=level), model=model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+        def update(optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        update = torch.compile(update, backend="eager") if compiled else update
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(8, 64)).square().mean().backward()
+            update()
+            scheduler.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

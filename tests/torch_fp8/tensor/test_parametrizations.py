@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import torch_fp8
 from torch_fp8 import FP8Config
@@ -100,3 +100,28 @@ def test_two_parameters_that_live_are_swapped():
         torch.utils.swap_tensors(other, weight)
     assert type(weight) is SplitWeight
     assert torch.equal(weight.detach().clone(), before)
+
+
+LATER = {
+    **REGISTER,
+    "weight_norm": parametrizations.weight_norm,
+    "older weight_norm": nn.utils.weight_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_layer_whose_weight_is_computed_is_evaluated(name, level):
+    """Such a layer has no Parameter named weight any more."""
+    net, optimizer = make(level)
+    LATER[name](net[0])
+    x = torch.randn(8, 64)
+    for _ in range(2):
+        step(net, optimizer)
+        outputs = []
+        for mode in (net.train, net.eval):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                outputs.append(mode()(x))
+        assert torch.equal(*outputs)

@@ -1083,3 +1083,12 @@ def test_parts_of_a_weight_are_saved_one_by_one(tmp_path):
     )
     safetensors.torch.save_file(parts, tmp_path / "file")
     assert same(safetensors.torch.load_file(tmp_path / "file"), want)
+
+
+def test_its_class_makes_parameters_as_stock_does():
+    """Code that moves or resizes weights calls ``type(p)(x, requires_grad=...)``."""
+    weight, _ = twins()
+    for given in ({}, {"requires_grad": False}):
+        parameter = type(weight)(torch.ones(3, 5), **given)
+        assert type(parameter) is nn.Parameter
+        assert parameter.requires_grad == given.get("requires_grad", True)
