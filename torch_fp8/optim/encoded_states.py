@@ -87,7 +87,7 @@ def decoded(entry: Mapping[str, Any], names: Any = MOMENT_FORMATS) -> dict[str, 
         shard = local(codes)
         rows, cols = matrix_shape(shard.shape)
         stored = BlockScaled(shard.reshape(rows, cols), local(scale).reshape(rows, -1))
-        value = Float8Moment(stored, MOMENT_FORMATS[name], shard.shape).dequantize()
+        value = Float8Moment(stored, shard.shape, MOMENT_FORMATS[name]).dequantize()
         plain[name] = with_data(codes, value, tuple(codes.shape))
     return plain
 

@@ -81,6 +81,9 @@ class Encoded(_Readable):
         """Return another object with the same parts."""
         raise NotImplementedError
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)
+
 
 class EncodedView(_Readable):
     """A view of an `Encoded` tensor.

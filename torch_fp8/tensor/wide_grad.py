@@ -62,9 +62,6 @@ class WideGrad(Encoded):
         memo[id(self)] = result = self.dequantize()
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dequantize().__reduce_ex__(protocol)
-
     def __repr__(self, **options: Any) -> str:
         return repr(self.dequantize())
 
