@@ -116,7 +116,7 @@ class QuantizableTensor(Tensor):
             if shape is not None:
                 return x.alias(shape)
         cls.refuse_write(func, args, kwargs)
-        return func(*map_tensors(args, _dequantized), **map_tensors(kwargs, _dequantized))
+        return func(*map_tensors(args, dequantized), **map_tensors(kwargs, dequantized))
 
 
 class SavedInput:
@@ -173,5 +173,6 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-def _dequantized(value: Any) -> Any:
+def dequantized(value: Any) -> Any:
+    """Return a plain tensor of one that is quantized, and any other value as it is."""
     return value.dequantize() if isinstance(value, QuantizableTensor) else value

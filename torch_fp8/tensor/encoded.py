@@ -157,8 +157,7 @@ class EncodedView(_Readable):
         return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = self.dequantize().clone()
-        return result
+        return self.dequantize().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().clone().__reduce_ex__(protocol)

@@ -101,8 +101,7 @@ class QuantizedState(Encoded):
         return cls(codes(**inner), *form)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = result = self.map_codes(torch.clone)
-        return result
+        return self.map_codes(torch.clone)
 
     def __repr__(self, **options: Any) -> str:
         return f"{self.dequantize()!r} in 8 bits"
