@@ -64,6 +64,11 @@ def expert_recipe(config: FP8Config) -> Recipe:
     return make_recipe("rowwise", wgrad=config.wgrad, fast_accum=config.fast_accum)
 
 
+def fused_names(module: Any) -> tuple[str, str]:
+    """Return the names of the two fused weights of a module of experts."""
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
+
+
 class Float8Experts(FrozenStorage):
     """The part of an expert module that runs its GEMMs in FP8; transformers calls it.
 
@@ -105,7 +110,7 @@ class Float8Experts(FrozenStorage):
 
     @property
     def fp8_weight_names(self) -> tuple[str, str]:
-        return "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj", "down_proj"
+        return fused_names(self)
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.frozen_payload import quantize_stacked
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
@@ -115,12 +116,7 @@ def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
         spec: rowwise cast.
         flip: whether to transpose.
     """
-    values = values.transpose(1, 2) if flip else values
-    row, _, _ = Quantizer(spec)(values, rowwise=True, columnwise=False)
-    assert row is not None
-    return row._replace(
-        qdata=row.qdata.view(values.shape), scale=row.scale.view(*values.shape[:2], 1)
-    )
+    return quantize_stacked(values.transpose(1, 2) if flip else values, spec)
 
 
 class GroupedLinearFunction(torch.autograd.Function):
