@@ -2,7 +2,9 @@
 
 What a sub-command needs is imported when it runs: ``torch-fp8 --help`` answers at once.
 
-Exit status: 0 all is well, 1 something failed, 2 a mistake in the call, 130 interrupted.
+Exit status: 0 all is well, 1 something failed, 2 a mistake in the call, 130 interrupted. By
+``set_defaults`` a sub-command says what it runs, the exceptions that are ``mistakes`` in its call,
+other expected ``failures`` beside OSError, and whether it ``is_whole``: writes all or nothing.
 """
 
 import argparse
@@ -49,12 +51,16 @@ def _run(arguments: Sequence[str] | None) -> int:
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        whole = getattr(options, "is_whole", False)
+        print("interrupted" + ": nothing was written" * whole, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
         _drop_output()
         return 1
-    except OSError as error:  # a full disk, a folder that nobody may write to
+    except getattr(options, "mistakes", ()) as error:
+        print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
+        return 2
+    except (OSError, *getattr(options, "failures", ())) as error:  # a full disk, say
         print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
         _drop_output()
         return 1

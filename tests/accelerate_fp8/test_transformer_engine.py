@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from torch_fp8 import Float8Linear
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
 
 class Block(nn.Module):

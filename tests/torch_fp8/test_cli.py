@@ -14,6 +14,7 @@ import torch
 
 import torch_fp8
 from torch_fp8 import _version, cli
+from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.environment import cards, display, hosts, machine
 from torch_fp8.environment.check import Check
 from torch_fp8.environment.command import SECTIONS
@@ -195,8 +196,8 @@ def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        display.write_whole(path, "text")
+    with pytest.raises(OSError, match="no space"), whole_file(path) as partial:
+        partial.write_text("text")
     assert list(tmp_path.iterdir()) == []
 
 

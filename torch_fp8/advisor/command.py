@@ -1,7 +1,6 @@
 """The sub-command ``torch-fp8 check``."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +33,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE",
                         help="write the configuration there, for TORCH_FP8_CONFIG")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run)
+    failures = (ImportError, RuntimeError)
+    mistakes = (ValueError, TypeError)
+    parser.set_defaults(run=run, mistakes=mistakes, failures=failures, is_whole=True)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
     from torch_fp8.advisor.check import check
 
-    try:
-        return check(options)
-    except BrokenPipeError:
-        raise  # the command line's own
-    except (ValueError, TypeError) as error:
-        print(f"torch-fp8 check: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ImportError, RuntimeError) as error:
-        print(f"torch-fp8 check: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+    return check(options)
 
 
 def _positive(text: str) -> int:

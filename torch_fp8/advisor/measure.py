@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.conversion.smooth_layers import gated_mlps
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec
 from torch_fp8.nn.layer_filter import features, is_linear
 from torch_fp8.ops.gate_up import halves
@@ -130,10 +130,7 @@ def _hook(kept: _Kept) -> Callable[..., None]:
 def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:
     """Return the down projections, and how many channels in front of each are aligned."""
     mlps: dict[nn.Module, int] = {}
-    for module in model.modules():
-        spec = gated_mlp_spec(module, any_activation=True)
-        if spec is None:
-            continue
+    for _, module, spec in gated_mlps(model):
         down = getattr(module, spec.down)
         if isinstance(spec, FusedGateUpSpec):
             both = getattr(module, spec.gate_up)

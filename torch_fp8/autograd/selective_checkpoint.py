@@ -70,8 +70,10 @@ def _is_traced() -> bool:
 
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_kept = operator_name(func) in CASTS or operator_name(func) in ATTENTION
-    if argument_of(func, "columnwise", args, kwargs) is False:  # a weight's, or of a frozen layer
-        is_kept = False
+    for place, argument in enumerate(func._schema.arguments if is_kept else ()):
+        if argument.name == "columnwise":  # False: a weight's, or of a frozen layer
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            is_kept = given is not False
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -81,12 +83,3 @@ def operator_name(func: Any) -> str:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "torch_fp8"):
         return ""
     return func._schema.name.rpartition("::")[2]
-
-
-def argument_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator was given for an argument; None if it has none of this name."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            default = argument.default_value
-            return args[i] if i < len(args) else kwargs.get(name, default)
-    return None

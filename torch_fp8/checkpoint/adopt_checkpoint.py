@@ -63,25 +63,16 @@ class AdoptedCheckpoint:
 
     def __str__(self) -> str:
         text = f"of the {self.format} checkpoint {self.path!r} "
-        parts = []
-        if self.num_exact:
-            parts.append(
-                f"{self.num_exact} trained weights continue from their exact values, as BF16 and "
-                "residual"
-            )
-        if self.num_frozen:
-            parts.append(f"the bytes of {self.num_frozen} frozen weights are known")
-        if self.num_changed:
-            parts.append(
-                f"{self.num_changed} weights were changed since they were loaded and stay as they "
-                "are"
-            )
-        if self.num_fused:
-            parts.append(
-                f"{self.num_fused} weights are fused (experts), and stay as the host loaded them, "
-                "rounded to their dtype"
-            )
-        return text + "; ".join(parts)
+        trained = "trained weights continue from their exact values, as BF16 and residual"
+        changed = "weights were changed since they were loaded and stay as they are"
+        fused = "are fused (experts), and stay as the host loaded them, rounded to their dtype"
+        parts = {
+            f"{self.num_exact} {trained}": self.num_exact,
+            f"the bytes of {self.num_frozen} frozen weights are known": self.num_frozen,
+            f"{self.num_changed} {changed}": self.num_changed,
+            f"{self.num_fused} weights {fused}": self.num_fused,
+        }
+        return text + "; ".join(part for part, count in parts.items() if count)
 
 
 @dataclass(frozen=True)

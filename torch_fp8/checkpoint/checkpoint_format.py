@@ -74,21 +74,16 @@ class CheckpointFormat:
         return None
 
 
-def read_format(
-    path: str | Path, config: Mapping[str, Any] | None = None
-) -> CheckpointFormat | None:
+def read_format(path: str | Path) -> CheckpointFormat | None:
     """Return the FP8 format of a checkpoint; None: it is not quantized.
 
     Args:
         path: the folder of the checkpoint.
-        config: the contents of its ``config.json``; None: read from there, if there is one.
     Raises:
         ValueError: a quantization that is not read here, named, with the way out; FP8 in a form
             that is not known.
     """
-    if config is None:
-        config = _config(Path(path))
-    quantization = config.get("quantization_config")
+    quantization = _config(Path(path)).get("quantization_config")
     if not quantization:
         return None
     where = f"the checkpoint {str(path)!r}"
@@ -136,6 +131,20 @@ def check_scales(
         scale_key = f"{key}{format.scale_suffix}"
         checked[key] = (scale_key, _checked_block(files, format, key, weight, scale_key))
     return checked
+
+
+def read_scales(
+    files: SafetensorsFiles,
+) -> tuple[dict[str, tuple[str, tuple[int, int]]], set[str]]:
+    """Return what `check_scales` returns of a checkpoint in its format, and the keys of all tensors
+    that only belong to a weight: its scales, and the scales of its input.
+    """
+    format = read_format(files.path)
+    scales = check_scales(files, format)
+    companions = {scale for scale, _ in scales.values()}
+    if format is not None:
+        companions |= {key for key in files if key.endswith(("activation_scale", "input_scale"))}
+    return scales, companions
 
 
 def read_weight(

@@ -19,18 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.checkpoint.adopt_checkpoint import folder_of
 from torch_fp8.checkpoint.export_format import check_format
-from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export, walk
-from torch_fp8.checkpoint.fold_adapters import (
-    ADAPTERS,
-    AdapterFold,
-    adapted_layers,
-    refuse_prompts,
-)
-from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export
+from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_layers, refuse_prompts
 from torch_fp8.checkpoint.plain_dtype import PLAIN
 from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
 from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
 from torch_fp8.config import FP8Config
+from torch_fp8.conversion.selection import first_reasons
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -77,7 +72,8 @@ class ExportReport:
             f"{self.bytes_per_bf16_byte:.4f} bytes for each byte of BF16"
         )
         if self.kept:
-            text += f"; {len(self.kept)} that run in FP8 are written in BF16: {_reasons(self.kept)}"
+            reasons = first_reasons(self.kept, 3)
+            text += f"; {len(self.kept)} that run in FP8 are written in BF16: {reasons}"
         if self.recast:
             text += f"; {len(self.recast)} of them are experts, cast anew in blocks of 128 x 128"
         return text
@@ -227,10 +223,7 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
     if adapters != "apart":
         refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
-    smooth = None if adapted else SmoothFold(root)
-    modules = fold.walk if adapted else walk
-    plan = plan_export(root, format, modules, adapted=fold if adapted else None, smooth=smooth)
-    return PreparedExport(root, plan)
+    return PreparedExport(root, plan_export(root, format, fold))
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -273,7 +266,7 @@ def warn_kept(report: ExportReport) -> None:
     if report.kept:
         warnings.warn(
             f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "
-            f"{_reasons(report.kept)}",
+            f"{first_reasons(report.kept, 3)}",
             stacklevel=3,
         )
     if report.recast:
@@ -283,11 +276,6 @@ def warn_kept(report: ExportReport) -> None:
             "recipe='rowwise' with format='compressed-tensors' writes the values of training",
             stacklevel=3,
         )
-
-
-def _reasons(kept: tuple[tuple[str, str], ...]) -> str:
-    reasons = "; ".join(f"'{name}': {reason}" for name, reason in kept[:3])
-    return reasons + (f"; and {len(kept) - 3} more" if len(kept) > 3 else "")
 
 
 def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.checkpoint_format import read_scales, read_weight
 from torch_fp8.checkpoint.export import (
     ExportReport,
     PreparedExport,
@@ -118,12 +118,7 @@ class _Tensors(ModelTensors):
     def __init__(self, files: SafetensorsFiles, config: FP8Config, device: torch.device) -> None:
         self._files, self._device = files, device
         self._bits = config.large_residual_bits
-        format = read_format(files.path)
-        self._scales = check_scales(files, format)
-        self._companions = {scale for scale, _ in self._scales.values()}
-        if format is not None:
-            suffixes = ("activation_scale", "input_scale")
-            self._companions |= {key for key in files if key.endswith(suffixes)}
+        self._scales, self._companions = read_scales(files)
         self._places: dict[str, list[str]] = {}
 
     def connect(self, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 BLOCKS = "block_128x128"
@@ -108,11 +108,11 @@ class ExpertExport:
     @torch.no_grad()
     def _tensors(self, part: StoredPart, weight: Tensor) -> Sequence[Tensor]:
         if not self.is_fp8:
-            plain = part.of(_plain(weight)).to(PLAIN)
+            plain = part.of(dequantized(weight)).to(PLAIN)
             check_finite(part.name, plain)
             return (plain,)
         if self.recast:
-            values = part.of(_plain(weight))
+            values = part.of(dequantized(weight))
             payload = quantize(values, make_recipe("blockwise").weight)
         else:
             payload = self.rows(part, weight)
@@ -128,10 +128,6 @@ class ExpertExport:
             return fused._replace(qdata=part.of(fused.qdata), scale=part.of(fused.scale))
         assert isinstance(self._module, Float8Experts)
         return quantize(part.of(weight), self._module.fp8.recipe.weight)
-
-
-def _plain(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
 
 
 def with_routers(

@@ -6,7 +6,7 @@ from torch import nn
 
 from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.plain_dtype import is_left_by_quantizers
-from torch_fp8.nn.layer_filter import is_linear
+from torch_fp8.nn.layer_filter import is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer
 
 FUSED = (
@@ -33,7 +33,7 @@ def held_layers(
         format: in which they are written.
     """
     linears = {name for name, module in places if is_linear(module)}
-    heads = {id(_output_layer(module)) for _, module in places} - {id(None)}
+    heads = {id(output_layer(module)) for _, module in places} - {id(None)}
     held = {}
     for name, layer in layers.items():
         reason = format.refusal(layer.out_features, layer.in_features) or ""
@@ -58,14 +58,6 @@ def held_layers(
             if high:
                 held[name] = f"engines multiply it together with '{high[0]}', which is not in FP8"
     return held
-
-
-def _output_layer(module: nn.Module) -> nn.Module | None:
-    ask = getattr(module, "get_output_embeddings", None)
-    try:
-        return ask() if callable(ask) else None
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:

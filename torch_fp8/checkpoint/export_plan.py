@@ -7,7 +7,7 @@ are powers of two, and refused by its name if not. So what is served has the val
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,13 +23,14 @@ from torch_fp8.checkpoint.export_refusals import (
     refuse_sharded,
     refuse_tied,
 )
-from torch_fp8.checkpoint.export_values import Adapted, as_it_is, folded, in_bf16, in_fp8
+from torch_fp8.checkpoint.export_values import as_it_is, folded, in_bf16, in_fp8
+from torch_fp8.checkpoint.fold_adapters import AdapterFold, adapted_layers
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import plain_dtype
 from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
-from torch_fp8.checkpoint.stored_names import StoredPart, stored_parts
-from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors, stored_parts
+from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
@@ -93,9 +94,6 @@ class ExportPlan:
     num_fp8_bytes: int = 0
     smooth: SmoothFold | None = None
 
-    def _is_folded(self, layer: Float8Layer) -> bool:
-        return self.smooth is not None and layer in self.smooth
-
     def add_layer(
         self, name: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str, key: str
     ) -> None:
@@ -109,8 +107,8 @@ class ExportPlan:
             key: name of the weight in the checkpoint.
         """
         if reason:
-            group = in_bf16(key, layer, get, reason, self._is_folded(layer))
-            self.groups.append(group)
+            is_folded = self.smooth is not None and layer in self.smooth
+            self.groups.append(in_bf16(key, layer, get, reason, is_folded))
             self.kept.append((name, reason))
             return
         rows, cols = layer.out_features, layer.in_features
@@ -135,21 +133,11 @@ class ExportPlan:
         self.num_fp8_bytes += group.num_bytes
 
 
-def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module under the name that it has in a checkpoint, shared ones each time."""
-    yield unwrapped_name(prefix), model
-    for name, child in model._modules.items():
-        if child is not None:
-            yield from walk(child, f"{prefix}.{name}".lstrip("."))
-
-
 def plan_export(
     model: nn.Module,
     name: str,
-    modules: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]] = walk,
+    fold: AdapterFold | None = None,
     source: ModelTensors | None = None,
-    adapted: Adapted | None = None,
-    smooth: SmoothFold | None = None,
     paused: bool = False,
 ) -> ExportPlan:
     """Decide what is written of each tensor of a converted model; nothing is computed yet.
@@ -157,16 +145,16 @@ def plan_export(
     Args:
         model: converted; its tensors may be on the meta device if `source` has their values.
         name: the name of the format.
-        modules: yields the modules under their names in the checkpoint.
+        fold: adapters that are folded into weights, or left out; None: there are none.
         source: gives the values of the tensors; None: the model.
-        adapted: adds to a weight in float32 what is folded into it; None: nothing is.
-        smooth: the factors of Smooth-SwiGLU that are folded into weights; None: none are.
         paused: whether layers that are paused count as FP8, as they do for an engine that runs on.
     Raises:
         ValueError: a layer or a recipe that the format cannot hold, with its name and a way out.
     """
     source = ModelTensors() if source is None else source
-    places = list(modules(model))
+    fold = AdapterFold(model, merge=False) if fold is None else fold
+    smooth = None if adapted_layers(model) else SmoothFold(model)
+    places = list(fold.walk(model))
     layers = {n: m for n, m in places if isinstance(m, Float8Layer)}
     if not paused:
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
@@ -192,10 +180,10 @@ def plan_export(
             layer = layers.get(name) if is_weight else None
             get = partial(source.values, key, tensor, layer)
             if layer is not None:
-                get = partial(folded, layer, get, adapted, smooth)
+                get = partial(folded, layer, get, fold, smooth)
                 plan.add_layer(name, layer, get, reason, parts[key][0].name)
             elif experts is not None and key in own_parts:
-                get = partial(folded, module, get, adapted, None, key.rpartition(".")[2])
+                get = partial(folded, module, get, fold, None, key.rpartition(".")[2])
                 group = experts.group(key, tensor.shape, get)
                 if experts.reason:
                     plan.groups.append(group)
@@ -203,7 +191,7 @@ def plan_export(
                     plan._add_fp8(group, tensor.numel())
             else:
                 if is_weight:
-                    get = partial(folded, module, get, adapted, None)
+                    get = partial(folded, module, get, fold, None)
                 dtype = plain_dtype(model, key, tensor, source.dtype(key, tensor))
                 planned = PlannedTensor(parts[key][0].name, dtype, tuple(tensor.shape))
                 if planned.dtype not in DTYPES.values():
@@ -217,7 +205,7 @@ def plan_export(
     if not plan.fp8:
         raise ValueError(
             f"format {format.name!r} can hold none of the model's FP8 layers: "
-            + "; ".join(f"'{layer}': {why}" for layer, why in plan.kept[:3])
+            + first_reasons(plan.kept, 3)
         )
     refuse_ambiguous(plan.fp8, plan.ignored)
     return plan
@@ -239,10 +227,3 @@ def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
         for key in getattr(module, "_tied_weights_keys", None) or ():
             patterns.append(f"{re.escape(name)}.{key}" if name else key)
     return patterns
-
-
-def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a state dict has of a module itself."""
-    for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and own not in module._non_persistent_buffers_set:
-            yield f"{name}.{own}".lstrip("."), tensor

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.stored_names import StoredPart
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor
 
 _NAN_BITS = 0x7F

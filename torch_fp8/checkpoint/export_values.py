@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.export_refusals import check_finite
+from torch_fp8.checkpoint.fold_adapters import AdapterFold
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import PLAIN
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
@@ -15,11 +16,9 @@ from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.quantization.scaling import delayed_scale, past_amax
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
 from torch_fp8.tensor.scale_source import ScaleSource
-
-Adapted = Callable[[nn.Module, Tensor, str], Tensor]
 
 
 def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False) -> QuantizedTensor:
@@ -63,10 +62,7 @@ def as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
     """Return a tensor as it is, in its planned dtype."""
 
     def make() -> tuple[Tensor]:
-        value = get()
-        if isinstance(value, QuantizableTensor):  # of a paused layer
-            value = value.dequantize()
-        value = value.to(planned.dtype)
+        value = dequantized(get()).to(planned.dtype)  # FP8 if it is a paused layer's
         check_finite(planned.name, value)
         return (value,)
 
@@ -120,14 +116,12 @@ def in_fp8(
 def folded(
     layer: Any,
     get: Callable[[], Tensor],
-    adapted: Adapted | None,
+    fold: AdapterFold,
     smooth: SmoothFold | None,
     parameter: str = "weight",
 ) -> Tensor:
     """Return a weight with what is folded into it: adapters, factors of Smooth-SwiGLU."""
-    weight = get()
-    if adapted is not None:
-        weight = adapted(layer, weight, parameter)
+    weight = fold(layer, get(), parameter)
     return weight if smooth is None else smooth.weight(layer, weight)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 
 ADAPTERS = ("merge", "apart")
 """What can become of adapters: they are folded into the weights, or left out."""
@@ -153,8 +153,7 @@ class AdapterFold:
         if not active:
             return weight
         name, module = self._owners[id(layer), parameter]
-        plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
-        folded = plain.detach().float()
+        folded = dequantized(weight).detach().float()
         for adapter in active:
             delta = module.get_delta_weight(adapter)
             others = [
@@ -177,12 +176,9 @@ class AdapterFold:
         if owner is None or owner[1].disable_adapters:
             return []
         module = owner[1]
-        return [adapter for adapter in module.active_adapters if _has(module, adapter)]
-
-
-def _has(module: Any, adapter: str) -> bool:
-    """Return whether a layer of PEFT has this adapter, as its own merge asks."""
-    return any(adapter in getattr(module, name) for name in module.adapter_layer_names)
+        # As PEFT's own merge asks.
+        held = [getattr(module, name) for name in module.adapter_layer_names]
+        return [name for name in module.active_adapters if any(name in each for each in held)]
 
 
 def _innermost(wrapper: Any) -> nn.Module:

@@ -16,7 +16,7 @@ from torch_fp8.conversion.smooth_layers import gated_mlps
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.smooth import smooth_factors
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 
 
 class _Factors(NamedTuple):
@@ -56,11 +56,6 @@ class SmoothFold:
         self._factors[up] = _Factors(rows, None)
         self._factors[down] = _Factors(None, inverse, channels)
 
-    @property
-    def num_mlps(self) -> int:
-        """The gated MLPs whose factors are folded."""
-        return sum(factors.columns is not None for factors in self._factors.values())
-
     def __contains__(self, layer: object) -> bool:
         return layer in self._factors
 
@@ -69,8 +64,7 @@ class SmoothFold:
         factors = self._factors.get(layer)
         if factors is None:
             return weight
-        if isinstance(weight, QuantizableTensor):
-            weight = weight.dequantize()
+        weight = dequantized(weight)
         by_row = factors.rows is not None
         values = factors.rows if by_row else factors.columns
         assert values is not None

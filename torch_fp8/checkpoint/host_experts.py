@@ -60,17 +60,12 @@ def take_over_experts(
             scale.requires_grad_(False)  # an optimizer may have it
             codes = weight.detach().reshape(-1, weight.shape[2])
             stored = FP8Weight(codes, scale.detach().float().reshape(-1, scale.shape[2]), block)
-            values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
             if trained and weight.requires_grad:
-                weight.data = values  # an optimizer may have this Parameter
-                bits = config.large_residual_bits if residuals else 0
-                split_parts(weight, stored.parts(), bits or 0)
+                continue_exactly(weight, stored, config, residuals)
                 stock._parameters[key] = weight
                 exact += 1
             else:
-                matrix = values.view(codes.shape)
-                for rows, value in stored.parts():
-                    matrix[rows] = value
+                values = stored.dequantize(torch.bfloat16).view(weight.shape)
                 stock._parameters[key] = nn.Parameter(values, requires_grad=False)
                 anew += 1
         stock.train(module.training)
@@ -82,6 +77,28 @@ def take_over_experts(
     }
     said = "; ".join(f"{count} {what}" for what, count in parts.items() if count)
     return [f"FP8Experts of transformers became experts of the model: {said}"] if said else []
+
+
+def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residuals: bool) -> None:
+    """Make a trained weight BF16 and a residual; an optimizer may have the Parameter.
+
+    Args:
+        weight: Parameter with the codes of `stored`.
+        stored: the exact value.
+        config: the configuration of the model.
+        residuals: whether the bits below BF16 wait for an optimizer.
+    """
+    weight.data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    bits = config.large_residual_bits if residuals else 0
+    split_parts(weight, stored.parts(), bits or 0)
+
+
+def check_positive(name: str, scale: Tensor) -> None:
+    """Raise a ValueError with the name of scales that are not finite or not positive."""
+    if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
+        raise ValueError(
+            f"'{name}' holds a scale that is not finite or not positive: the checkpoint is bad"
+        )
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -107,11 +124,7 @@ def _block_of(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
             f"'{name}{_SCALES}' has shape {grid}, which does not divide {shape} into blocks: the "
             "checkpoint is bad"
         )
-    if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
-        raise ValueError(
-            f"'{name}{_SCALES}' holds a scale that is not finite or not positive: the checkpoint "
-            "is bad"
-        )
+    check_positive(f"{name}{_SCALES}", scale)
     return shape[1] // grid[1], shape[2] // grid[2]
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.host_experts import take_over_experts
+from torch_fp8.checkpoint.host_experts import check_positive, continue_exactly, take_over_experts
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
-from torch_fp8.optim.residual import split_parts
+from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.frozen_payload import freeze_tensor
 from torch_fp8.tensor.frozen_weight import frozen_parameter
@@ -34,11 +34,6 @@ _OWN = (
     *("weight_zero_point", "input_scale", "output_scale"),
     *("quantization_scheme", "quantization_status"),
 )
-_LEFT = {
-    "opt_level='O1'": lambda config: config.opt_level == "O1",
-    "frozen_weights='keep'": lambda config: config.frozen_weights == "keep",
-    "backend='transformer-engine'": lambda config: config.backend == "transformer-engine",
-}
 
 
 @torch.no_grad()
@@ -72,9 +67,9 @@ def take_over_layers(
     layers = [(name, module) for name, module in model.named_modules() if _scale_name(module)]
     if not layers:
         return []
-    for option, given in _LEFT.items():
-        if given(config):
-            return [f"{len(layers)} {_kind(layers[0][1])} stay as they are ({option})"]
+    option = option_that_keeps(config)
+    if option is not None:
+        return [f"{len(layers)} {_kind(layers[0][1])} stay as they are ({option})"]
     weights = [_weight_of(name, layer, scale_of) for name, layer in layers]
     lines = take_over_experts(model, config, trained=trained, residuals=residuals)
     num_layers, kind = len(layers), _kind(layers[0][1])
@@ -83,11 +78,7 @@ def take_over_layers(
         (name, layer), weight = layers.pop(), weights.pop()
         if trained and layer.weight.requires_grad:
             layer._parameters[_scale_name(layer)].requires_grad_(False)  # an optimizer may have it
-            layer.weight.data = torch.empty(
-                weight.shape, dtype=torch.bfloat16, device=weight.qdata.device
-            )
-            bits = config.large_residual_bits if residuals else 0
-            split_parts(layer.weight, weight.parts(), bits or 0)
+            continue_exactly(layer.weight, weight, config, residuals)
             num_trained += 1
         else:
             payload = frozen_payload(weight, spec, f"{name}.weight", torch.bfloat16)
@@ -160,13 +151,12 @@ def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | N
             scale = of_file if torch.equal(of_file.to(held.dtype), held) else scale
     block = _block_of(layer)
     grid = tuple(math.ceil(n / b) for n, b in zip(qdata.shape, block, strict=True))
-    what, shape = f"'{name}.{scale_name}'", tuple(scale.shape)
+    shape = tuple(scale.shape)
     if scale.numel() != math.prod(grid) or (scale.ndim == 2 and shape != grid):
-        raise ValueError(f"{what} has shape {shape}, not {grid}: the checkpoint is bad")
-    if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
         raise ValueError(
-            f"{what} holds a scale that is not finite or not positive: the checkpoint is bad"
+            f"'{name}.{scale_name}' has shape {shape}, not {grid}: the checkpoint is bad"
         )
+    check_positive(f"{name}.{scale_name}", scale)
     return FP8Weight(qdata, scale.reshape(grid), block)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.checkpoint_format import read_scales, read_weight
 from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
+from torch_fp8.checkpoint.stored_names import own_tensors
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
@@ -162,13 +163,9 @@ def _load(
 ) -> nn.Module:
     """Build a model, convert it without data, and fill it from a checkpoint."""
     files = SafetensorsFiles(path)
-    format = read_format(path)
-    scales = check_scales(files, format)
+    scales, companions = read_scales(files)
     model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
     homes = homes_of(model)
-    companions = {scale for scale, _ in scales.values()}
-    if format is not None:
-        companions |= {key for key in files if key.endswith(("activation_scale", "input_scale"))}
     check_keys(model, files, homes, companions)
     if convert is not None:
         convert(model)
@@ -235,13 +232,10 @@ def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     sharing: dict[int, list[tuple[nn.Module, str]]] = {}
     homes = {}
     for prefix, module in model.named_modules():
-        members: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-        for name, tensor in members.items():
-            if tensor is None or name in module._non_persistent_buffers_set:
-                continue
+        for key, tensor in own_tensors(prefix, module):
             owners = sharing.setdefault(id(tensor), [])
-            owners.append((module, name))
-            homes[f"{prefix}.{name}".lstrip(".")] = owners
+            owners.append((module, key.rpartition(".")[2]))
+            homes[key] = owners
     return homes
 
 

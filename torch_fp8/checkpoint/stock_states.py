@@ -5,22 +5,15 @@
 such a file. Where files hold more than one optimizer, or a model, the rest stays as it is.
 """
 
-import contextlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.optim.checkpoint import OPTIONS_KEY
-from torch_fp8.optim.encoded_states import (
-    FORMATS_KEY,
-    STATE_FORMATS,
-    decoded,
-    is_encoded,
-)
+from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS, decoded, is_encoded
 from torch_fp8.quantization.wording import counted
 
 
@@ -47,7 +40,8 @@ def convert_optimizer_file(source: Path, target: Path) -> str:
             f"{str(source)!r} has no moments of 8 bits: it has stock's format, or is no "
             "checkpoint of an optimizer"
         )
-    _save(converted, target)
+    with whole_file(target) as partial:
+        torch.save(converted, partial)
     return f"{target}: {counted(count[0], 'moment')} in float32, {target.stat().st_size:,} bytes"
 
 
@@ -84,15 +78,3 @@ def _check_formats(state_dict: dict[str, Any]) -> None:
             f"its moments have the formats {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}"
         )
-
-
-def _save(value: Any, target: Path) -> None:
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
-        torch.save(value, name)
-        Path(name).chmod(0o644)
-        Path(name).rename(target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)

@@ -7,7 +7,7 @@ numbers that come out tell which rows a stored matrix has.
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,13 @@ class StoredPart(NamedTuple):
     def of(self, fused: Tensor) -> Tensor:
         """Return the values of the part, from the tensor of the model."""
         return fused if self.expert is None else fused[self.expert, self.begin : self.end]
+
+
+def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a state dict has of a module itself."""
+    for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and own not in module._non_persistent_buffers_set:
+            yield f"{name}.{own}".lstrip("."), tensor
 
 
 def stored_parts(

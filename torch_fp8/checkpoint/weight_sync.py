@@ -12,27 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.checkpoint.export import unwrapped
-from torch_fp8.checkpoint.export_plan import (
-    ExportPlan,
-    model_parts,
-    own_tensors,
-    plan_export,
-    walk,
-)
+from torch_fp8.checkpoint.export_plan import ExportPlan, model_parts, plan_export
 from torch_fp8.checkpoint.export_refusals import check_finite
 from torch_fp8.checkpoint.export_values import checked_payload
-from torch_fp8.checkpoint.fold_adapters import (
-    ADAPTERS,
-    AdapterFold,
-    adapted_layers,
-    refuse_prompts,
-)
+from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, refuse_prompts
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import plain_dtype
-from torch_fp8.checkpoint.stored_names import StoredPart
+from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 
 ENGINES = ("bf16", "fp8_per_block", "fine-grained")
 
@@ -67,23 +56,19 @@ def weights_for_engine(
     if adapters not in ADAPTERS:
         raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
     root = unwrapped(model)
-    is_adapted = bool(adapted_layers(root))
     if adapters == "merge":
         refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
-    modules = fold.walk if is_adapted else walk
     if engine == "bf16":
         return _in_bf16(root, fold)
-    for name, module in modules(root):
+    for name, module in fold.walk(root):
         if isinstance(module, Float8Layer) and module.fp8.recipe.name != "blockwise":
             raise ValueError(
                 f"engine={engine!r} multiplies by blocks of 128 x 128, and '{name}' runs recipe "
                 f"{module.fp8.recipe.name!r}; convert the model with recipe='blockwise', or start "
                 "an engine in BF16"
             )
-    smooth = None if is_adapted else SmoothFold(root)
-    adapted = fold if is_adapted else None
-    plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth, paused=True)
+    plan = plan_export(root, "fine-grained", fold, paused=True)
     if engine == "fine-grained":
         return _as_planned(plan)
     for name, reason in plan.kept:
@@ -91,7 +76,7 @@ def weights_for_engine(
             f"'{name}' runs in FP8 and an engine would quantize it in other blocks: {reason}; "
             f"convert the model with {name!r} among skip, and have the engine skip it, too"
         )
-    return _in_values_of_fp8(root, fold, smooth, set(plan.fp8))
+    return _in_values_of_fp8(root, fold, plan.smooth, set(plan.fp8))
 
 
 def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
@@ -147,8 +132,7 @@ def _folded(
 def _plain(
     value: Tensor, dtype: torch.dtype, parts: list[StoredPart]
 ) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, QuantizableTensor):
-        value = value.dequantize()
+    value = dequantized(value)
     for part in parts:
         plain = part.of(value).detach().to(dtype)
         check_finite(part.name, plain)

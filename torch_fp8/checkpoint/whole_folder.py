@@ -94,6 +94,20 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a file beside `path` that takes its place at the end, and is gone after an error."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    partial = Path(name)
+    try:
+        yield partial
+        partial.chmod(0o666 & ~_umask())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
     """Yield a new folder, which is removed afterwards if it is still there.
 

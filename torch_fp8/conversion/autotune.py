@@ -17,26 +17,24 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_benchmark import (
     Card,
-    Kept,
     LayerShape,
     LayerTimes,
     kept_weights,
     layer_times,
 )
 from torch_fp8.distributed.agreement import answer_of_one, can_ask, in_several_ranks
-from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.distributed.tensor_parallel.styles import gathers_features
 from torch_fp8.ops.hardware import card_name, resolve_auto, runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
@@ -141,12 +139,13 @@ def choose_recipe(
     split = all(w.dtype == torch.float32 and not isinstance(w, DTensor) for w in weights)
     kept = kept_weights(config) if split else None
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
-    answer: dict[str, Any] = json.loads(
-        answer_of_one(
-            repr((card_name(device), options, distinct)),
-            lambda: json.dumps(_measured(device, distinct, config.tokens, recipes, kept, default)),
-        )
-    )
+    card = Card.of(device)
+    texts = "a layer of ", repr(default), f", or fewer tokens than {config.tokens}"
+
+    def time(shape: LayerShape) -> LayerTimes:
+        return layer_times(card, shape, config.tokens, recipes, kept)
+
+    answer = agreed_times(device, options, distinct, time, *texts)
     if "failure" in answer:
         return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
@@ -187,10 +186,7 @@ def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str,
     """
     gathered = {
         owner: tuple(param._orig_size)
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in param_groups(module)
-        for param in group.fsdp_params
+        for param in fsdp_params(model)
         for owner in (param._module_info.module, *param._module_info.shared_modules)
         if len(param._orig_size) == 2
     }
@@ -227,35 +223,52 @@ def _why_not_measured(config: FP8Config, names: Sequence[str]) -> str | None:
     return None
 
 
-def _measured(
+def agreed_times(
     device: torch.device,
-    shapes: Sequence[LayerShape],
-    tokens: int,
-    recipes: tuple[Recipe, ...],
-    kept: Kept,
-    default: str,
+    options: tuple[Any, ...],
+    shapes: Sequence[Any],
+    time: Callable[[Any], Any],
+    *texts: str,
 ) -> dict[str, Any]:
-    """Measure; return ``{"times": [LayerTimes of each shape]}`` or ``{"failure": why there are
-    none}``.
+    """Return the times of each shape that one rank has measured; a failure is a warning.
+
+    Args:
+        device: device to time on.
+        options: what the times depend on beside the shapes.
+        shapes: what is timed.
+        time: returns the times of a shape.
+        texts: for the warning, the noun before a shape, what ``auto`` runs without times, and more
+            ways to go on than a recipe's name.
+    Returns:
+        ``{"times": those of each}`` or ``{"failure": why there are none}``.
     """
-    times, failure = [], None
-    for shape in shapes:
-        try:
-            times.append(layer_times(Card.of(device), shape, tokens, recipes, kept))
-        except Exception as error:
-            line = (str(error).strip().splitlines() or [""])[0][:200]
-            failure = f"timing a layer of {shape} failed ({type(error).__name__}: {line})"
-            break
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was measured with is not needed again
-    if failure is None:
-        return {"times": times}
-    warnings.warn(
-        f"FP8Config(recipe='auto') runs {default!r}, unmeasured: {failure}. Name a recipe to have "
-        f"nothing measured, or fewer tokens than {tokens}",
-        stacklevel=2,
+    question = repr((card_name(device), options, shapes))
+    answer: dict[str, Any] = json.loads(
+        answer_of_one(question, lambda: _timed(device, shapes, time, *texts))
     )
-    return {"failure": failure}
+    return answer
+
+
+def _timed(
+    device: torch.device, shapes: Sequence[Any], time: Callable[[Any], Any], *texts: str
+) -> str:
+    times, (noun, runs, way_out) = [], texts
+    try:
+        for shape in shapes:
+            times.append(time(shape))
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        failure = f"timing {noun}{shape} failed ({type(error).__name__}: {line})"
+        warnings.warn(
+            f"FP8Config(recipe='auto') runs {runs}, unmeasured: {failure}. Name a recipe to have "
+            f"nothing measured{way_out}",
+            stacklevel=2,
+        )
+        return json.dumps({"failure": failure})
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was measured with is not needed again
+    return json.dumps({"times": times})
 
 
 def _choice(

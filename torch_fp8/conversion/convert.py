@@ -45,8 +45,12 @@ from torch_fp8.nn.experts import Float8Experts, is_expert_module
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
 from torch_fp8.nn.layer_filter import is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.transformer_engine import NOT_SHARDED, RECIPES, check_transformer_engine
-from torch_fp8.nn.transformer_engine_linear import place_regions
+from torch_fp8.nn.transformer_engine import (
+    NOT_SHARDED,
+    RECIPES,
+    check_transformer_engine,
+    place_regions,
+)
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped

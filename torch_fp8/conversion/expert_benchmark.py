@@ -21,13 +21,10 @@ from torch_fp8.conversion.layer_benchmark import Card, samples, undisturbed
 from torch_fp8.nn.class_swap import stock_class
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.experts_dispatch import ENTRY
-from torch_fp8.nn.layer_filter import expert_weights
+from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 
 EXPERTS = 16
 """The experts of a block that is timed, at most."""
-
-TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-"""Names under which configurations say how many experts compute a token."""
 
 
 class ExpertShape(NamedTuple):
@@ -94,7 +91,7 @@ def expert_shape(module: Any, tokens: int) -> ExpertShape:
     """
     weights = [getattr(module, name) for name in expert_weights("", module)]
     count = int(getattr(module, "num_experts", weights[0].shape[0]))
-    top_k = _top_k(module, count)
+    top_k = experts_per_token(module, getattr(module, "config", None)) or count
     # A token of Llama-4 is computed by all experts. Those of another rank send theirs as well.
     rows = tokens if is_batched(module) else -(-tokens * top_k // count)
     dtype = weights[0].dtype if weights[0].dtype.itemsize == 2 else torch.bfloat16
@@ -103,11 +100,6 @@ def expert_shape(module: Any, tokens: int) -> ExpertShape:
 
 
 _times: dict[Any, ExpertTimes] = {}
-
-
-def forget_times() -> None:
-    """Forget what was timed in this process."""
-    _times.clear()
 
 
 def expert_times(card: Card, module: Any, shape: ExpertShape, config: FP8Config) -> ExpertTimes:
@@ -181,12 +173,3 @@ def _hidden(module: Any) -> int:
     name = next(iter(expert_weights("", module)))
     transposed = is_batched(module) or module.is_transposed
     return int(getattr(module, name).shape[1 if transposed else 2])
-
-
-def _top_k(module: Any, num_experts: int) -> int:
-    """Return how many experts compute a token, as the module or its configuration says."""
-    for owner in (module, getattr(module, "config", None)):
-        for name in TOP_K:
-            if isinstance(getattr(owner, name, None), int):
-                return int(getattr(owner, name))
-    return num_experts

@@ -9,20 +9,21 @@ alone, and no other function multiplies by the factors. Ranks agree as they do o
 (`torch_fp8.conversion.autotune`).
 """
 
-import json
-import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.autotune import NO_EXPERTS, ExpertChoice
-from torch_fp8.conversion.expert_benchmark import ExpertTimes, expert_shape, expert_times
+from torch_fp8.conversion.autotune import NO_EXPERTS, ExpertChoice, agreed_times
+from torch_fp8.conversion.expert_benchmark import (
+    ExpertShape,
+    ExpertTimes,
+    expert_shape,
+    expert_times,
+)
 from torch_fp8.conversion.layer_benchmark import Card
-from torch_fp8.distributed.agreement import answer_of_one, can_ask
-from torch_fp8.ops.hardware import card_name
+from torch_fp8.distributed.agreement import can_ask
 from torch_fp8.ops.scaled_grouped_mm import grouped_natively
 
 LEAST_SPEEDUP = 1.05
@@ -50,12 +51,12 @@ def choose_experts(
     modules = {shapes[name]: module for name, module in measured.items()}
     distinct = sorted(modules, key=repr)
     options = config.tokens, config.wgrad, config.fast_accum
-    answer: dict[str, Any] = json.loads(
-        answer_of_one(
-            repr((card_name(device), options, distinct)),
-            lambda: json.dumps(_measured(device, [modules[s] for s in distinct], config)),
-        )
-    )
+    card, texts = Card.of(device), ("", "experts in FP8", "")
+
+    def time(shape: ExpertShape) -> ExpertTimes:
+        return expert_times(card, modules[shape], shape, config)
+
+    answer = agreed_times(device, options, distinct, time, *texts)
     if "failure" in answer:
         return NO_EXPERTS
     times = {s: ExpertTimes(*t) for s, t in zip(distinct, answer["times"], strict=True)}
@@ -77,24 +78,3 @@ def _adapted(model: nn.Module) -> set[nn.Module]:
         for adapter in model.modules()
         if callable(getattr(adapter, "get_delta_factors", None))
     }
-
-
-def _measured(device: torch.device, modules: list[nn.Module], config: FP8Config) -> dict[str, Any]:
-    """Measure; return ``{"times": [ExpertTimes of each]}`` or ``{"failure": why}``."""
-    times = []
-    for module in modules:
-        shape = expert_shape(module, config.tokens)
-        try:
-            times.append(expert_times(Card.of(device), module, shape, config))
-        except Exception as error:
-            line = (str(error).strip().splitlines() or [""])[0][:200]
-            failure = f"timing {shape} failed ({type(error).__name__}: {line})"
-            warnings.warn(
-                f"FP8Config(recipe='auto') runs experts in FP8, unmeasured: {failure}. Name a "
-                "recipe to have nothing measured",
-                stacklevel=2,
-            )
-            return {"failure": failure}
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was measured with is not needed again
-    return {"times": times}

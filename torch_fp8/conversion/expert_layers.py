@@ -10,7 +10,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, stock_class
-from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts
+from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts, fused_names
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, matches, weight_reason
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
@@ -39,9 +39,11 @@ def expert_reason(
     for pattern in config.skip:
         if any(matches(pattern, full) for full in names):
             return f"skip={pattern!r}"
-    if not (_is_dispatched(module) or is_batched(module)):
+    # transformers' decorator puts its flags into a module.
+    dispatched = experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
+    if not (dispatched or is_batched(module)):
         return UNKNOWN
-    weights: list[Any] = [module._parameters.get(key) for key in _weight_names(module)]
+    weights: list[Any] = [module._parameters.get(key) for key in fused_names(module)]
     if any(weight is None for weight in weights):
         return UNKNOWN
     if config.backend != "torch":
@@ -53,15 +55,6 @@ def expert_reason(
         (reason for reason in reasons if reason is not None),
         _implementation_reason(module) or reason_not_grouped(device, config.emulate),
     )
-
-
-def _weight_names(module: Any) -> tuple[str, str]:
-    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
-
-
-def _is_dispatched(module: nn.Module) -> bool:
-    """Return whether transformers' decorator has put its flags into a module."""
-    return experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
 
 
 def is_batched(module: nn.Module) -> bool:

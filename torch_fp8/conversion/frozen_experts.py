@@ -2,22 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
-from torch_fp8.conversion.frozen_layers import MERGED, NOTHING, FreezeReport
+from torch_fp8.conversion.frozen_layers import MERGED, NOTHING, FreezeReport, thawed_bytes
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight, why_not_gathered
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
-from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 NOT_BY_FSDP = "ranks have other experts, and FSDP2 does not gather them"
 
@@ -47,18 +45,17 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
             reason = "its weight is shared with another module"
         names = tuple(f"{name}.{key}".lstrip(".") for key in experts.fp8_weight_names)
         if reason is not None:
-            left = tuple((full, reason) for full in names)
-            report += FreezeReport((), left, None, 0, 0, 0)
+            report += replace(NOTHING, kept=tuple((full, reason) for full in names))
             continue
-        before = sum(local(w).numel() * _element_size(w) for w in weights)
-        numel = sum(local(w).numel() for w in weights)
+        before, numel = thawed_bytes(*weights), sum(local(w).numel() for w in weights)
         waits = waits or any(isinstance(w, DTensor) for w in weights)
         scales = sum(local(w).shape[:2].numel() * _SCALE for w in weights)
         del weights  # or the Parameters could not be replaced
         experts.freeze_weights(experts.fp8.recipe, experts.fp8.emulate, notice)
         report += FreezeReport(names, (), experts.fp8.recipe, numel, before, numel + scales)
     if waits:
-        connect_fsdp(model, _config_of(model))
+        configs = (m.fp8.config for m in model.modules() if isinstance(m, Float8Experts))
+        connect_fsdp(model, next(configs))
     return report
 
 
@@ -68,23 +65,10 @@ _SCALE = 4
 
 def _sharded(model: nn.Module) -> Callable[[Tensor], str | None]:
     """Return what says why a sharded weight of experts cannot be held in FP8 alone."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = dict.fromkeys(group for module in modules for group in param_groups(module))
     reasons: dict[int, str | None] = {}
-    for param in (param for group in groups for param in group.fsdp_params):
+    for param in fsdp_params(model):
         info = param._module_info
         if is_expert_weight(info.module, info.param_name):
             why = None if can_be_frozen(param) else why_not_gathered(param) or NOT_BY_FSDP
             reasons[id(param.sharded_param)] = why
     return lambda weight: reasons.get(id(weight), NOT_BY_FSDP)
-
-
-def _config_of(model: nn.Module) -> Any:
-    return next(m.fp8.config for m in model.modules() if isinstance(m, Float8Experts))
-
-
-def _element_size(weight: Tensor) -> int:
-    shard = local(weight)
-    if isinstance(shard, Float8FrozenWeight):
-        return shard.payload.thawed_dtype.itemsize
-    return shard.element_size()

@@ -6,11 +6,10 @@ GEMM for them (they are Hopper's alone) there is one scale for a weight.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
@@ -19,7 +18,7 @@ from torch_fp8.conversion.fp8_weight import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
-from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
@@ -27,6 +26,7 @@ from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,9 @@ class FreezeReport:
         )
 
     def __add__(self, other: "FreezeReport") -> "FreezeReport":
-        return FreezeReport(
-            self.frozen + other.frozen,
-            self.kept + other.kept,
-            self.recipe or other.recipe,
-            self.num_params + other.num_params,
-            self.bytes_before + other.bytes_before,
-            self.bytes_after + other.bytes_after,
-            self.num_merge_aware + other.num_merge_aware,
-        )
+        names = [field.name for field in fields(self) if field.name != "recipe"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return FreezeReport(recipe=self.recipe or other.recipe, **sums)
 
 
 MERGED = "an adapter is merged into its weight; unmerge it before the weight is frozen"
@@ -164,17 +158,16 @@ def freeze_layers(
         if held is None:
             reason = MERGED if layer in merged else _why_not(layer, shared, of_fsdp)
         if reason is not None:
-            report += FreezeReport((), ((name, reason),), None, 0, 0, 0)
+            report += replace(NOTHING, kept=((name, reason),))
             continue
-        before = _num_bytes(layer, taken_over)
-        if held is None:
-            waiting = waiting or of_fsdp
-            known = None
-            if not of_fsdp:
-                known = known_payload(layer.weight, recipe.weight, f"{name}.weight")
-            layer.freeze_weights(recipe, emulate, notice, known)
-        elif taken_over:
-            layer.freeze_weights(recipe, emulate, notice, held.payload)
+        before, payload = thawed_bytes(layer.weight), None
+        if taken_over and held is not None:
+            before, payload = held.payload.num_bytes, held.payload
+        elif held is None and not of_fsdp:
+            payload = known_payload(layer.weight, recipe.weight, f"{name}.weight")
+        if taken_over or held is None:
+            layer.freeze_weights(recipe, emulate, notice, payload)
+        waiting = waiting or (of_fsdp and held is None)
         num_params, held = local(layer.weight).numel(), layer.frozen_weight
         after = num_params if held is None else held.payload.num_bytes
         report += FreezeReport((name,), (), recipe, num_params, before, after)
@@ -185,14 +178,13 @@ def freeze_layers(
     return report
 
 
-def _num_bytes(layer: Float8Layer, taken_over: bool) -> int:
-    """Return the bytes of a weight, or of this rank's shard, before it is frozen."""
-    held, weight = layer.frozen_weight, local(layer.weight)
-    if held is None:
-        return weight.numel() * weight.element_size()
-    return (
-        held.payload.num_bytes if taken_over else held.numel() * held.payload.thawed_dtype.itemsize
-    )
+def thawed_bytes(*weights: Tensor) -> int:
+    """Return the bytes of weights, or of this rank's shards of them, where they are not frozen."""
+    shards = [local(weight) for weight in weights]
+    dtypes = [
+        w.payload.thawed_dtype if isinstance(w, Float8FrozenWeight) else w.dtype for w in shards
+    ]
+    return sum(w.numel() * dtype.itemsize for w, dtype in zip(shards, dtypes, strict=True))
 
 
 def thaw_weights(model: nn.Module) -> int:
@@ -217,20 +209,15 @@ def _merged_layers(model: nn.Module) -> set[nn.Module]:
 
 def _sharded_weights(model: nn.Module) -> set[int]:
     """The identities of Parameters that FSDP2 has sharded and gathers as bytes."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = dict.fromkeys(group for module in modules for group in param_groups(module))
-    params = [param for group in groups for param in group.fsdp_params]
-    return {id(param.sharded_param) for param in params if can_be_frozen(param)}
+    return {id(param.sharded_param) for param in fsdp_params(model) if can_be_frozen(param)}
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
     """The identities of Parameters that several modules have, or whose memory others share."""
-    owners: Counter[int] = Counter()
-    places: Counter[int] = Counter()
     every = [p for m in model.modules() for p in m._parameters.values() if p is not None]
-    owners.update(id(p) for p in every)
+    owners = Counter(map(id, every))
     plain = {id(p): p for p in every if type(p) is nn.Parameter}
     memory = {key: p.untyped_storage().data_ptr() for key, p in plain.items() if not p.is_meta}
-    places.update(memory.values())
+    places = Counter(memory.values())
     shared = {key for key, count in owners.items() if count > 1}
     return shared | {key for key, place in memory.items() if place and places[place] > 1}

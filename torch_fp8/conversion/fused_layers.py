@@ -69,7 +69,8 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         if convert_rms_norm(module, name, config, quantizer):
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):
-            if not config.overrides or _cast_alike(_layers_of_mlp(module)):
+            of_mlp = (m for child in module.children() for m in _layers_in(child))
+            if not config.overrides or _cast_alike(of_mlp):
                 if convert_gated_mlp(module, name, config):
                     converted.append(name)
             elif isinstance(module, Float8GatedMLP) or gated_mlp_spec(module) is not None:
@@ -108,11 +109,6 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
         options = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
         recipes.add((replace(recipe, smooth=False), *options))
     return len(recipes) <= 1
-
-
-def _layers_of_mlp(module: nn.Module) -> list[Float8Layer]:
-    """Return the FP8 layers among the children of a module, and in adapters around them."""
-    return [m for child in module.children() for m in _layers_in(child)]
 
 
 def _layers_in(child: nn.Module) -> list[Float8Layer]:

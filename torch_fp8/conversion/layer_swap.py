@@ -8,7 +8,7 @@ from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.nn.linear import Float8Layer, Float8Linear
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 from torch_fp8.quantization.recipe import Recipe
 
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)

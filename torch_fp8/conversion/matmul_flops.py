@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights, features, is_linear
+from torch_fp8.nn.layer_filter import expert_weights, experts_per_token, features, is_linear
 from torch_fp8.nn.linear import Float8Layer
 
 
@@ -63,9 +63,5 @@ def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:
 
 
 def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:
-    for owner in (module, getattr(model, "config", None)):
-        for attribute in ("top_k", "num_experts_per_tok"):
-            active = getattr(owner, attribute, None)
-            if isinstance(active, int):
-                return min(active / parameter.shape[0], 1.0)
-    return 1.0
+    count = parameter.shape[0]
+    return min((experts_per_token(module, getattr(model, "config", None)) or count) / count, 1.0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.int8_momentum import Int8Momentum
+from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -101,20 +103,22 @@ def memory_report(
     counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
     states = _by_category(_optimizers(optimizer), counted)
-    buffers = [] if parameters is not None else list(model.named_buffers())
-    histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
-    scales = [*_frozen_scales(counted), *(s for _, ss in gradients for s in ss)]
-    layers = [] if parameters is not None else _layers(model)
-    caches: list[Any] = [m.fp8.payloads for m in layers]
+    shards = map(local, counted)
+    scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
+    scales += [s for _, ss in gradients for s in ss]
+    caches: list[PayloadCache] = []
     if parameters is None:
-        caches += [cache for m in _experts(model) for cache in m.fp8.caches.values()]
+        buffers = model.named_buffers()
+        scales += [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
+        caches += [m.fp8.payloads for m in _all_of(model, Float8Layer)]
+        caches += [c for m in _all_of(model, Float8Experts) for c in m.fp8.caches.values()]
     return MemoryReport(
-        num_params=sum(local(p).numel() for p in _distinct(counted)),
+        num_params=sum(local(p).numel() for p in {id(p): p for p in counted}.values()),
         weights=_num_bytes(counted),
         gradients=_num_bytes([codes for codes, _ in gradients]),
         moments=_num_bytes(states["moments"]),
         master=_num_bytes(states["master"]),
-        scales=_num_bytes([*states["scales"], *histories, *scales]),
+        scales=_num_bytes([*states["scales"], *scales]),
         caches=_num_bytes([t for cache in caches for t in cache.tensors]),
     )
 
@@ -132,15 +136,14 @@ def expected_memory(
         optimizers: the optimizers that train it.
         converted: whether to count the model and optimizers as they are, or as they were before.
     """
-    owner = _owners(optimizers)
-    total = _NOTHING
+    owner, total = _owners(optimizers), Counter[str]()
     for parameter in model.parameters():
-        total = _sum(total, _expected(parameter, owner.get(parameter), converted=converted))
-    if not converted:
-        return total
-    layers = {m.weight: m for m in _layers(model)}
-    cached = sum(map(_cached, layers.values())) + sum(map(_cached_experts, _experts(model)))
-    return dataclasses.replace(total, caches=total.caches + cached)
+        total.update(_expected(parameter, owner.get(parameter), converted=converted))
+    if converted:
+        layers = {m.weight: m for m in _all_of(model, Float8Layer)}
+        total["caches"] = sum(map(_cached, layers.values()))
+        total["caches"] += sum(map(_cached_experts, _all_of(model, Float8Experts)))
+    return MemoryReport(**{f.name: total[f.name] for f in dataclasses.fields(MemoryReport)})
 
 
 def _cached(layer: Float8Layer) -> int:
@@ -195,56 +198,47 @@ def size_text(num_bytes: int) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-_NOTHING = MemoryReport(0, 0, 0, 0, 0, 0)
-
-
-def _sum(a: MemoryReport, b: MemoryReport) -> MemoryReport:
-    names = ("num_params", *_CATEGORIES)
-    return MemoryReport(**{name: getattr(a, name) + getattr(b, name) for name in names})
-
-
-def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool) -> MemoryReport:
-    """Return the expected bytes of one parameter: as before its optimizer was converted, or as it
-    is.
+def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool) -> dict[str, int]:
+    """Return the expected bytes of one parameter, and its elements, by field of `MemoryReport`: as
+    before its optimizer was converted, or as it is.
     """
     shard = local(parameter)
     if is_lazy(shard):
-        return _NOTHING
+        return {}
     numel = shard.numel()
     size = stored(shard).element_size() if converted else shard.element_size()
     ours = optimizer if isinstance(optimizer, ConvertedOptimizer) else None
     if isinstance(shard, Float8FrozenWeight):
         payload = shard.payload
         if converted:
-            return MemoryReport(numel, numel, 0, 0, 0, payload.scale.nbytes)
+            return {"num_params": numel, "weights": numel, "scales": payload.scale.nbytes}
         size = payload.thawed_dtype.itemsize
+    counts = {"num_params": numel, "weights": numel * size}
     if not parameter.requires_grad:
-        return MemoryReport(numel, numel * size, 0, 0, 0, 0)
+        return counts
     if ours is None or not converted:
         states = _num_states(optimizer) * numel * size
-        return MemoryReport(numel, numel * size, numel * size, states, 0, 0)
+        return counts | {"gradients": numel * size, "moments": states}
     split = isinstance(shard, SplitWeight)
     bits = shard.halves.step_bits if split else ours.residual_bits(parameter)
     master = math.prod(residual_shape(shard.shape, bits)) * (2 if bits > 8 else 1) if bits else 0
     gradients, scales = numel * size, 0
-    groups = _num_scales(shard)
     if ours.has_fp8_gradient(parameter):
-        gradients, scales = numel, groups + 4  # the multiplier, which clipping changes
+        gradients, scales = numel, _num_scales(shard) + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:
         gradients, scales = 0, 0
-    if isinstance(ours, MuonOptimizer) and is_large(parameter):
-        scales += 2 * _num_scales(shard, GROUP)
-        return MemoryReport(numel, numel * size, gradients, numel, master, scales)
-    if not isinstance(ours, Float8Optimizer):
-        states = _num_states(ours) * numel * parameter.element_size()
-        return MemoryReport(numel, numel * size, gradients, states, master, scales)
-    if is_large(parameter):
-        return MemoryReport(numel, numel * size, gradients, 2 * numel, master, scales + 2 * groups)
-    return MemoryReport(numel, numel * size, gradients, 2 * 4 * numel, master, 0)
+    large, moments = is_large(parameter), _num_states(ours) * numel * parameter.element_size()
+    if isinstance(ours, MuonOptimizer) and large:
+        moments, scales = numel, scales + 2 * _num_scales(shard, GROUP)
+    elif isinstance(ours, Float8Optimizer):
+        moments = (2 if large else 2 * 4) * numel
+        scales = scales + 2 * _num_scales(shard) if large else 0
+    parts = {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
+    return counts | parts
 
 
-def _layers(model: nn.Module) -> list[Float8Layer]:
-    return [module for module in model.modules() if isinstance(module, Float8Layer)]
+def _all_of(model: nn.Module, cls: type[nn.Module]) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, cls)]
 
 
 def _num_scales(shard: Tensor, group: int = GROUP_SIZE) -> int:
@@ -310,33 +304,18 @@ def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     return codes, [scale, multiplier]
 
 
-def _distinct(parameters: list[Tensor]) -> list[Tensor]:
-    return list({id(p): p for p in parameters}.values())
-
-
-def _frozen_scales(tensors: list[Tensor]) -> list[Tensor]:
-    shards = (local(tensor) for tensor in tensors)
-    return [s.scale for s in shards if isinstance(s, Float8FrozenWeight)]
-
-
-def _stored(tensors: list[Tensor]) -> list[Tensor]:
-    """Replace weights that are held, or gathered, in FP8 by their bytes, without the scales."""
-    shards = (stored(local(tensor)) for tensor in tensors)
-    return [getattr(s, "qdata", s) if isinstance(s, QuantizableTensor) else s for s in shards]
-
-
 def _num_bytes(tensors: list[Tensor]) -> int:
-    """Count bytes of the distinct storages behind `tensors`; of the local shard for a DTensor."""
+    """Count bytes of the distinct storages behind `tensors`: of the local shard for a DTensor, and
+    without scales for a weight that is held, or gathered, in FP8.
+    """
     seen: dict[int, int] = {}
-    for tensor in _stored(tensors):
-        shard = local(tensor)
+    for tensor in tensors:
+        shard = stored(local(tensor))
+        if isinstance(shard, QuantizableTensor):
+            shard = getattr(shard, "qdata", shard)
         if shard.device.type == "meta":
             seen[id(shard)] = shard.numel() * shard.element_size()
         else:
             storage = shard.untyped_storage()
-            seen[storage.data_ptr() or id(tensor)] = storage.nbytes()
+            seen[storage.data_ptr() or id(shard)] = storage.nbytes()
     return sum(seen.values())
-
-
-def _experts(model: nn.Module) -> list[Float8Experts]:
-    return [module for module in model.modules() if isinstance(module, Float8Experts)]

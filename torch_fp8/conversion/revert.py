@@ -12,7 +12,7 @@ from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts, is_expert_module
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import stop_merge_aware
-from torch_fp8.nn.transformer_engine_linear import place_regions
+from torch_fp8.nn.transformer_engine import place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.grad_hooks import remove_hook
 from torch_fp8.tensor.encoded import plain

@@ -1,6 +1,6 @@
 """Which matrix products of a model can run in FP8, and what keeps the others from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def _products(
         yield Product(name, module, reason)
 
 
-def first_reasons(skipped: list[SkippedModule]) -> str:
-    """Join the names and reasons of the first five, with the number of the others."""
-    reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
-    return reasons + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")
+def first_reasons(skipped: Sequence[tuple[str, str]], most: int = 5) -> str:
+    """Join the names and reasons of the first ones, with the number of the others."""
+    reasons = "; ".join(f"'{name}': {reason}" for name, reason in skipped[:most])
+    return reasons + (f"; and {len(skipped) - most} more" if len(skipped) > most else "")

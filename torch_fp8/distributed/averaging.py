@@ -6,7 +6,7 @@ decode the same bytes. `torch_fp8.distributed.ddp.comm_hook` averages buckets so
 `torch_fp8.distributed.fsdp.replicas` the shards that FSDP2's replicas have.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,8 +19,9 @@ from torch_fp8.ops import messages
 from torch_fp8.ops.alignment import aligned, is_aligned
 from torch_fp8.quantization.formats import GROUP_SIZE
 
-_WIRE_DTYPES = (torch.bfloat16, torch.float32)
-DTYPES = (*_WIRE_DTYPES, torch.float16)
+WIRE_DTYPES = (torch.bfloat16, torch.float32)
+"""The dtypes that 8-bit codes are decoded to."""
+DTYPES = (*WIRE_DTYPES, torch.float16)
 """The dtypes that have an 8-bit form on the wire."""
 
 Stages: TypeAlias = Generator[None, None, None]
@@ -35,6 +36,30 @@ class Run(NamedTuple):
     in_groups: bool
 
 
+def runs_of(pieces: Iterable[tuple[int, int, bool]]) -> list[Run]:
+    """Join pieces of a buffer, (start, numel, whether in groups), to runs.
+
+    A run in groups has a multiple of 32 elements, unless it is followed by a run of another kind or
+    by a piece that would start within a group.
+    """
+    runs: list[Run] = []
+    for start, numel, in_groups in pieces:
+        run = Run(start, start + numel, in_groups)
+        last = runs[-1] if runs else None
+        whole = last is not None and (not in_groups or (last.stop - last.start) % GROUP_SIZE == 0)
+        if last is not None and last.in_groups == in_groups and last.stop == start and whole:
+            runs[-1] = Run(last.start, run.stop, in_groups)
+        else:
+            runs.append(run)
+    return runs
+
+
+def by_form(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Return the runs in groups, and the others."""
+    grouped = [run for run in runs if run.in_groups]
+    return grouped, [run for run in runs if not run.in_groups]
+
+
 def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float) -> Stages:
     """Replace a buffer by `factor` times its sum over the ranks of a process group.
 
@@ -46,11 +71,11 @@ def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float)
         factor: factor of the sum, such as 1 / N.
     """
     ranks = dist.get_world_size(group)
-    groups, plain = ([run for run in runs if run.in_groups == kind] for kind in (True, False))
-    values, others = _joined(buffer, groups, GROUP_SIZE), _joined(buffer, plain, 1)
+    groups, plain = by_form(runs)
+    values, others = joined(buffer, groups, GROUP_SIZE), joined(buffer, plain, 1)
     sizes = values.numel(), others.numel()
     layout = messages.split_layout(*sizes, ranks)
-    values = values if values.dtype in _WIRE_DTYPES else values.float()
+    values = values if values.dtype in WIRE_DTYPES else values.float()
     sent = messages.pack_flat(values, others, layout, ranks)
     del values, others
     received = torch.empty_like(sent)
@@ -63,35 +88,44 @@ def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float)
     yield
 
     work.wait()
-    values = _target(buffer, groups, sizes[0], _WIRE_DTYPES)
-    others = _target(buffer, plain, sizes[1], DTYPES)
-    messages.unpack_flat(received, layout, values, others)
-    for kind, source, multiple in ((groups, values, GROUP_SIZE), (plain, others, 1)):
-        position = 0
-        for run in kind:
-            size, target = run.stop - run.start, buffer[run.start : run.stop]
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source[position : position + size])
-            position += -(-size // multiple) * multiple
+    values = target_of(buffer, groups, sizes[0], WIRE_DTYPES)
+    others = target_of(buffer, plain, sizes[1], DTYPES)
+    messages.unpack_flat(received, layout, values[0], others[0])
+    copy_back(buffer, groups, *values, GROUP_SIZE)
+    copy_back(buffer, plain, *others, 1)
 
 
-def _joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
-    """Join runs of a buffer to one flat, aligned tensor; each of several is zero-padded to a
+def joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
+    """Join runs of a buffer (..., E) to one aligned tensor; each of several is zero-padded to a
     `multiple` of elements.
     """
-    pieces = [buffer[run.start : run.stop] for run in runs]
+    pieces = [buffer[..., run.start : run.stop] for run in runs]
     if len(pieces) == 1:
         return aligned(pieces[0])
-    padded = [F.pad(piece, (0, -piece.numel() % multiple)) for piece in pieces]
-    return torch.cat(padded) if padded else buffer.new_empty(0)
+    padded = [F.pad(piece, (0, -piece.shape[-1] % multiple)) for piece in pieces]
+    return torch.cat(padded, -1) if padded else buffer[..., :0]
 
 
-def _target(buffer: Tensor, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """Return where runs are decoded: an aligned one alone in its own place, others in memory for
-    all.
+def target_of(
+    buffer: Tensor, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]
+) -> tuple[Tensor, bool]:
+    """Return where runs are decoded, and whether that is their place: an aligned one alone, without
+    padding, is decoded in its place, others in memory for all.
     """
     if len(runs) == 1 and buffer.dtype in dtypes:
         place = buffer[runs[0].start : runs[0].stop]
-        if is_aligned(place):
-            return place
-    return buffer.new_empty(numel, dtype=buffer.dtype if buffer.dtype in dtypes else torch.float32)
+        if is_aligned(place) and place.numel() == numel:
+            return place, True
+    dtype = buffer.dtype if buffer.dtype in dtypes else torch.float32
+    return buffer.new_empty(numel, dtype=dtype), False
+
+
+def copy_back(
+    buffer: Tensor, runs: list[Run], source: Tensor, is_in_place: bool, multiple: int
+) -> None:
+    """Copy decoded runs, each padded to a `multiple` of elements, to their places."""
+    position = 0
+    for run in () if is_in_place else runs:
+        size = run.stop - run.start
+        buffer[run.start : run.stop] = source[position : position + size]
+        position += -(-size // multiple) * multiple

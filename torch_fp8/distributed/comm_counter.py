@@ -24,7 +24,7 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -169,14 +169,8 @@ class CommunicationCount:
         with self._lock:
             old = self._rows.get(key)
             if old is not None:
-                row = CommunicationRow(
-                    row.kind,
-                    row.dtype,
-                    row.ranks,
-                    old.calls + row.calls,
-                    old.payload_bytes + row.payload_bytes,
-                    old.bytes_sent + row.bytes_sent,
-                )
+                counts = ("calls", "payload_bytes", "bytes_sent")
+                row = replace(row, **{n: getattr(old, n) + getattr(row, n) for n in counts})
             self._rows[key] = row
 
     def __str__(self) -> str:
@@ -236,7 +230,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(t, _TRACED) for t in types):
             return func(*args, **(kwargs or {}))  # nothing moves, as DTensor asks for shapes
-        if any(_has_own_dispatch(t) for t in types):
+        if any(getattr(t, "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH for t in types):
             # A DTensor turns its operators into collectives, which come here again.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -300,10 +294,6 @@ def _group_of(given: Mapping[str, Any]) -> Any:
     if isinstance(group, str):
         return torch._C._distributed_c10d._resolve_process_group(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def _has_own_dispatch(kind: type) -> bool:
-    return getattr(kind, "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH
 
 
 def _tensors(buffer: Any) -> Iterator[Tensor]:

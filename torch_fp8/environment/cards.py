@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from torch_fp8.environment.result import INFO, OK, Result, last_line, one_line
-from torch_fp8.ops.scaled_mm import reason_not_native
+from torch_fp8.ops.hardware import reason_not_native
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import RECIPES
 

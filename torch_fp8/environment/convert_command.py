@@ -1,7 +1,6 @@
 """The sub-command ``torch-fp8 convert-optimizer``."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,12 @@ def add_parser(commands: Any) -> None:
     )
     converted.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file")
     converted.add_argument("path", type=Path, metavar="OUTPUT", help="a file that does not exist")
-    converted.set_defaults(run=run)
+    converted.set_defaults(run=run, mistakes=(ValueError,), failures=(RuntimeError,))
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
     from torch_fp8.checkpoint.stock_states import convert_optimizer_file
 
-    try:
-        print(convert_optimizer_file(options.checkpoint, options.path))
-    except BrokenPipeError:
-        raise  # the command line's own
-    except ValueError as error:
-        print(f"torch-fp8 convert-optimizer: {error}", file=sys.stderr)
-        return 2
-    except (OSError, RuntimeError) as error:
-        print(f"torch-fp8 convert-optimizer: {error}", file=sys.stderr)
-        return 1
+    print(convert_optimizer_file(options.checkpoint, options.path))
     return 0

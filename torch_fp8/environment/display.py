@@ -3,10 +3,8 @@
 import datetime
 import importlib
 import json
-import os
 import shutil
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,18 +65,8 @@ def plain_text(results: Sequence[Result], width: int = 100) -> str:
         for line in lines:
             head = f"  {line.name:<{name_width}} {_MARKS[line.status]:<8}"
             body = " ".join(filter(None, [line.detail, _seconds(line)]))
-            parts.append(
-                textwrap.fill(
-                    body,
-                    max(width, 72),
-                    initial_indent=head,
-                    subsequent_indent=" " * 8,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                ).rstrip()
-                or head.rstrip()
-            )
-            parts.append("\n")
+            filled = _filled(body, max(width, 72), head, " " * 8)
+            parts.append(f"{filled.rstrip() or head.rstrip()}\n")
         parts.append("\n")
     return "".join([*parts, summary(results), "\n"])
 
@@ -96,20 +84,14 @@ def brief_text(results: Sequence[Result], width: int = 80) -> str:
             "; ".join(f"{', '.join(of)}: {detail}".rstrip(": ") for detail, of in names.items())
         ]
         texts += [f"FAILED {x.name}: {x.detail}" for x in lines if x.status == FAILED]
-        parts += [_indented(text, width) for text in filter(None, texts)]
+        parts += [_filled(text, width) for text in filter(None, texts)]
     more = "torch-fp8 env --all: every line; --self-test: does it work?"
-    return "\n".join([*parts, _indented(f"{summary(results)}. {more}", width).strip(), ""])
+    return "\n".join([*parts, _filled(f"{summary(results)}. {more}", width).strip(), ""])
 
 
-def _indented(text: str, width: int) -> str:
-    return textwrap.fill(
-        text,
-        width,
-        initial_indent="  ",
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _filled(text: str, width: int, first: str = "  ", indent: str = "  ") -> str:
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent, **options)
 
 
 def summary(results: Iterable[Result]) -> str:
@@ -147,21 +129,6 @@ def report_text(results: Sequence[Result], command: str) -> str:
             rule = "-" * 80
             parts.append(f"\n{rule}\n{result.section}: {result.name}\n{rule}\n{result.log}\n")
     return "".join(parts)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: it is first written beside it under another name."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 class Progress:

@@ -33,7 +33,8 @@ def check_exchange() -> str:
     """Run both processes and return the SQNR of the average."""
     if not dist.is_available():
         raise NotRun("this torch was built without torch.distributed")
-    backend = backend_at_hand()
+    has_cards = dist.is_nccl_available() and torch.cuda.device_count() >= RANKS
+    backend = "nccl" if has_cards else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         module = [sys.executable, "-m", "torch_fp8.environment.exchange"]
         processes = [
@@ -55,11 +56,6 @@ def check_exchange() -> str:
         if process.returncode != 0:
             raise RuntimeError(errors.strip() or f"a rank ended with {process.returncode}")
     return f"{printed[0][0].strip().splitlines()[-1]}, {RANKS} processes over {backend}"
-
-
-def backend_at_hand() -> str:
-    """Return NCCL if there is a card for each process, else gloo on the CPU."""
-    return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= RANKS else "gloo"
 
 
 def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,9 @@ def add_parser(commands: Any) -> None:
     )
     exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
     exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE")
-    exported.set_defaults(run=run)
+    failures = (ImportError, RuntimeError)
+    mistakes = (ValueError, TypeError)
+    exported.set_defaults(run=run, mistakes=mistakes, failures=failures, is_whole=True)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,28 +40,12 @@ def run(options: argparse.Namespace) -> int:
     from torch_fp8.environment.cards import usable_device
     from torch_fp8.environment.host_models import model_class, model_folder
 
-    try:
-        config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
-        if options.recipe is not None:
-            config = dataclasses.replace(config, recipe=options.recipe)
-        checkpoint = model_folder(options.checkpoint) or options.checkpoint
-        report = export_checkpoint(
-            model_class(checkpoint),
-            checkpoint,
-            options.path,
-            options.format,
-            config,
-            device=usable_device(options.device),
-            max_shard_size=options.max_shard_size,
-        )
-    except (ValueError, TypeError) as error:
-        print(f"torch-fp8 export: {error}", file=sys.stderr)
-        return 2
-    except (OSError, ImportError, RuntimeError) as error:
-        print(f"torch-fp8 export: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    print(report)
+    config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
+    if options.recipe is not None:
+        config = dataclasses.replace(config, recipe=options.recipe)
+    checkpoint = model_folder(options.checkpoint) or options.checkpoint
+    written = (checkpoint, options.path, options.format, config)
+    device, most = usable_device(options.device), options.max_shard_size
+    cls = model_class(checkpoint)
+    print(export_checkpoint(cls, *written, device=device, max_shard_size=most))
     return 0

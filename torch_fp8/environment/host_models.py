@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 
+def imported(package: str, why: str) -> Any:
+    """Return an imported package; raise ImportError, with `why` it is needed, without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"{why}: pip install {package} ({error})") from error
+
+
 def model_folder(name: str | Path) -> Path | None:
     """Return the folder of a model: `name` itself, or the hub's cache of it on this machine.
 
@@ -45,12 +53,7 @@ def model_class(checkpoint: Path) -> Any:
         names = json.loads(file.read_text()).get("architectures") or [None]
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError(
-            f"transformers builds the model of a checkpoint; pip install transformers ({error})"
-        ) from error
+    transformers = imported("transformers", "transformers builds the model of a checkpoint")
     cls = getattr(transformers, str(names[0]), None)
     if cls is None:
         raise ValueError(

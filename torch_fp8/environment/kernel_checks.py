@@ -145,7 +145,8 @@ def _compare(
         if result.shape != reference.shape or result.dtype != reference.dtype:
             raise RuntimeError(f"{what}: result {i} has another shape or dtype")
         got, want = result.cpu().float(), reference.float()
-        step = max(_eps(reference.dtype), 2.0**-14)
+        floats = reference.dtype.is_floating_point
+        step = max(torch.finfo(reference.dtype).eps if floats else 0.0, 2.0**-14)
         near = (got - want).abs() <= step * (want.abs() + want.abs().max() * 2.0**-14)
         share = float((got != want).float().mean())
         most = 0.0 if exact else 1.0 if reference.dtype == torch.float32 else NEIGHBOURS
@@ -154,7 +155,3 @@ def _compare(
                 f"{what}: {share:.2%} of result {i} differ from the reference, "
                 f"{int((~near).sum())} by more than a neighbour"
             )
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.environment import display
 from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.cards import cards
@@ -55,7 +56,9 @@ def describe(options: argparse.Namespace) -> int:
         report = None
     elif report is not None:
         command = shlex.join(["torch-fp8", *sys.argv[1:]])
-        display.write_whole(report, display.report_text(results, command))
+        text = display.report_text(results, command)
+        with whole_file(report) as partial:
+            partial.write_text(text, encoding="utf-8", errors="replace")
     _print(results, options, report)
     if interrupted:
         print("interrupted: the rest did not run, and no report was written", file=sys.stderr)

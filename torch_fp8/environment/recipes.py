@@ -20,7 +20,7 @@ from torch_fp8.environment.check import run_parts
 from torch_fp8.environment.result import NotRun
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops import refused_rows
-from torch_fp8.ops.scaled_mm import reason_not_native
+from torch_fp8.ops.hardware import reason_not_native
 from torch_fp8.quantization.formats import E4M3, MIN_CAPABILITY
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, Gemm, make_recipe

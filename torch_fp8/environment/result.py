@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 INFO, OK, FAILED, NOT_RUN = "info", "ok", "failed", "not run"
-STATUSES = (INFO, OK, FAILED, NOT_RUN)
 _MAX_MESSAGE = 300
 
 
@@ -17,7 +16,7 @@ class Result:
     Attributes:
         section: under which it is shown.
         name: the name of the thing.
-        status: one of `STATUSES`.
+        status: `INFO`, `OK`, `FAILED` or `NOT_RUN`.
         detail: one line.
         seconds: the time that it took, in seconds; 0 if it was not measured.
         log: a traceback and what was printed, for the report.

@@ -7,6 +7,7 @@ docs/monitoring.md shows, and a planted fault of each kind crosses one.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from torch_fp8.monitor.series import PREFIX
@@ -128,12 +129,6 @@ class LossSpikes:
     def _is_far(self, loss: float) -> bool:
         if len(self.losses) < self.MINIMUM:
             return False
-        middle = _median(self.losses)
-        spread = 1.4826 * _median([abs(value - middle) for value in self.losses])
+        middle = median(self.losses)
+        spread = 1.4826 * median([abs(value - middle) for value in self.losses])
         return loss > middle + max(self.DEVIATIONS * spread, self.LEAST * abs(middle))
-
-
-def _median(values: Sequence[float] | deque[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         metavar="RUN",
         help="other runs whose losses are drawn, too; the first is what losses are compared with",
     )
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, failures=(ValueError, ImportError))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -52,19 +52,15 @@ def _named(file: Path) -> Path:
 
 
 def _report(options: argparse.Namespace) -> int:
-    try:
-        record, *others = map(read_run, (options.path, *options.beside))
-        name, *names = names_of([_named(run.path.resolve()) for run in (record, *others)])
-        model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
-        folder = options.output or record.path.parent / f"fp8_report{model}"
-        beside = dict(zip(names, others, strict=True))
-        for other, run in beside.items():
-            lost = [] if run.losses else ["The run has no losses, and is not drawn."]
-            record.notes += [f"{other}: {note}" for note in (*run.notes, *lost)]
-        written = write_report(record, folder, beside, name)
-    except (OSError, ValueError, ImportError) as error:
-        print(f"torch-fp8 report: {error}", file=sys.stderr)
-        return 1
+    record, *others = map(read_run, (options.path, *options.beside))
+    name, *names = names_of([_named(run.path.resolve()) for run in (record, *others)])
+    model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
+    folder = options.output or record.path.parent / f"fp8_report{model}"
+    beside = dict(zip(names, others, strict=True))
+    for other, run in beside.items():
+        lost = [] if run.losses else ["The run has no losses, and is not drawn."]
+        record.notes += [f"{other}: {note}" for note in (*run.notes, *lost)]
+    written = write_report(record, folder, beside, name)
     for note in record.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"{written[0]}: {len(record.steps)} measured steps, {len(record.events)} events")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.monitor.statistics import SAMPLE, decibel, half_step
+from torch_fp8.monitor.statistics import SAMPLE, decibel, half_step, one_minus_cosine
 from torch_fp8.ops.moe_route import group_of_rows
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import format_of
@@ -115,10 +115,6 @@ def _worst(
     """
     joined = sums.new_zeros(experts + 1, sums.shape[1]).index_add_(0, group, sums)[:experts]
     nonzero, flushed, beyond, count, signal, power, noise = joined.unbind(1)
-    a, b = signal.sqrt(), power.sqrt()
-    # 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|), without the cancellation near 1.
-    turned = (noise - (a - b).square()) / (2 * a * b).clamp(min=torch.finfo(torch.float32).tiny)
-    turned = torch.where(a == 0, 0.0, torch.where(b == 0, 1.0, turned.clamp(0, 2)))
     return torch.stack(
         [
             x.abs().amax().float(),
@@ -126,6 +122,6 @@ def _worst(
             (flushed / nonzero.clamp(min=1)).amax(),
             (beyond / count.clamp(min=1)).amax(),
             decibel(signal, noise).amin(),
-            turned.amax(),
+            one_minus_cosine(signal.sqrt(), power.sqrt(), noise).amax(),
         ]
     )

@@ -8,6 +8,7 @@ import base64
 import html
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
 
 _WORST, _MOST_EVENTS = 12, 200
+_BAD = {
+    **{"alarm": "alarm", "loss_spike": "loss spike"},
+    **{"fallback": "fallback", "restore": "return to a checkpoint"},
+}
+"""The events that the verdict counts, and their words."""
 _BEST_DECIBEL = E4M3.cast_sqnr_db
 
 
@@ -97,21 +103,10 @@ def _page(
 
 
 def _head(record: RunRecord, name: str) -> str:
-    counts = _counts(record)
-    bad = sum(counts.get(kind, 0) for kind in ("alarm", "loss_spike", "fallback", "restore"))
-    verdict = "No bound was crossed and the loss did not jump."
-    if bad:
-        told = [
-            f"{counts[kind]} {words}{'s' if counts[kind] > 1 else ''}"
-            for kind, words in (
-                ("alarm", "alarm"),
-                ("loss_spike", "loss spike"),
-                ("fallback", "fallback"),
-                ("restore", "return to a checkpoint"),
-            )
-            if counts.get(kind)
-        ]
-        verdict = f"{', '.join(told)}."
+    counts = Counter(str(event["event"]) for event in record.events)
+    pairs = [(counts[kind], words) for kind, words in _BAD.items() if counts[kind]]
+    bad = ", ".join(f"{count} {words}{'s' if count > 1 else ''}" for count, words in pairs)
+    verdict = f"{bad}." if bad else "No bound was crossed and the loss did not jump."
     options = ", ".join(f"{key}={value}" for key, value in record.config.items())
     return (
         f'<header><h1>{html.escape(name)}</h1><p class="options">{html.escape(options)}</p>'
@@ -220,14 +215,6 @@ def _section(title: str, content: str, note: str = "", key: str = "") -> str:
     below = f'<p class="meaning">{note}</p>' if note else ""
     identifier = f' id="{key}"' if key else ""
     return f"<section{identifier}><h2>{html.escape(title)}</h2>{below}{content}</section>"
-
-
-def _counts(record: RunRecord) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for event in record.events:
-        kind = str(event["event"])
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
 
 
 def _out_of_fp8(record: RunRecord) -> list[str]:

@@ -261,9 +261,13 @@ def decibel(signal: Tensor, noise: Tensor) -> Tensor:
 
 def direction_error(exact: Tensor, kept: Tensor) -> Tensor:
     """Return 1 - cos of two tensors: 1 where one of them is zero and the other is not."""
+    return one_minus_cosine(exact.norm(), kept.norm(), (exact - kept).square().sum())
+
+
+def one_minus_cosine(a: Tensor, b: Tensor, noise: Tensor) -> Tensor:
+    """Return 1 - cos from the norms of two vectors and the square of that of their difference."""
     # 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|), without the cancellation near 1.
-    a, b = exact.norm(), kept.norm()
-    apart = (exact - kept).square().sum() - (a - b).square()
+    apart = noise - (a - b).square()
     error = (apart / (2 * a * b).clamp(min=torch.finfo(torch.float32).tiny)).clamp(0, 2)
     return torch.where(a == 0, 0.0, torch.where(b == 0, 1.0, error))
 

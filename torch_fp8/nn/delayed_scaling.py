@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.payload_cache import is_capturing
 from torch_fp8.tensor.scale_source import ScaleSource
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_fp8.autograd.current_pass import in_high_precision
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.ops.moe_route import group_of_rows
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import half
 
@@ -114,7 +114,7 @@ def whole_weights(module: Any) -> Iterator[None]:
         weight, factors = module._parameters.get(name), (module.fp8_factors or {}).get(name, ())
         if weight is None:
             continue
-        value = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
+        value = dequantized(weight)
         casts = torch.is_autocast_enabled(weight.device.type) and not in_high_precision()
         if casts and isinstance(weight, SplitWeight):
             value = half(weight)

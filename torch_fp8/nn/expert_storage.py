@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.ops.moe_rows import transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import CastSpec, Recipe
+from torch_fp8.tensor.payload_cache import PayloadCache
 
 
 def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
@@ -72,9 +72,4 @@ class ExpertsFP8:
     frozen: FrozenState | None = None
     observers: dict[str, Any] | None = None
     tokens: Any = None
-    caches: dict[str, StackedCache] = field(default_factory=dict)
-
-    @property
-    def cached_bytes(self) -> int:
-        """The bytes that are kept of the weights now."""
-        return sum(t.nbytes for cache in self.caches.values() for t in cache.tensors)
+    caches: dict[str, PayloadCache] = field(default_factory=dict)

@@ -36,7 +36,6 @@ from torch_fp8.nn.expert_adapters import (
     whole_weights,
 )
 from torch_fp8.nn.expert_block import expert_block
-from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.expert_gate import gate_form
 from torch_fp8.nn.expert_storage import ExpertsFP8
 from torch_fp8.nn.frozen_storage import FrozenStorage
@@ -51,6 +50,7 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 from torch_fp8.tensor.frozen_payload import FrozenPayload
 from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.payload_cache import PayloadCache
 
 OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate")
 """What `Float8Experts.configure` leaves in a module."""
@@ -62,6 +62,11 @@ def expert_recipe(config: FP8Config) -> Recipe:
     recipe of other layers, because the grouped GEMM takes no other scales.
     """
     return make_recipe("rowwise", wgrad=config.wgrad, fast_accum=config.fast_accum)
+
+
+def fused_names(module: Any) -> tuple[str, str]:
+    """Return the names of the two fused weights of a module of experts."""
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
 
 
 class Float8Experts(FrozenStorage):
@@ -92,7 +97,8 @@ class Float8Experts(FrozenStorage):
             emulate: run its GEMMs through the reference path.
         """
         frozen = self.fp8.frozen if "fp8" in vars(self) else None
-        caches = {key: StackedCache(config.keep_eval_weights) for key in self.fp8_weight_names}
+        keeps = config.keep_eval_weights
+        caches = {key: PayloadCache(keeps_evaluation=keeps) for key in self.fp8_weight_names}
         recipe = expert_recipe(config)
         self.fp8 = ExpertsFP8(name, config, recipe, emulate, frozen, caches=caches)
         self.fp8_gate = gate_form(self)
@@ -104,7 +110,7 @@ class Float8Experts(FrozenStorage):
 
     @property
     def fp8_weight_names(self) -> tuple[str, str]:
-        return "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj", "down_proj"
+        return fused_names(self)
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:

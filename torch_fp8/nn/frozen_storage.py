@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
@@ -237,10 +237,7 @@ class FrozenStorage(RunsFP8):
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
         """Compute y (..., N) in high precision, in the dtype of x (..., K), or of autocast."""
-        weight: Tensor = self.weight
-        if isinstance(weight, QuantizableTensor):
-            weight = weight.dequantize()
-        weight = weight.to(x.dtype)
+        weight: Tensor = dequantized(self.weight).to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, weight.t() if self.fp8.transposed else weight, bias)
 

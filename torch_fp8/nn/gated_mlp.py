@@ -162,7 +162,8 @@ class Float8GatedMLP(RunsFP8):
             spec = down_layer.fp8.spec(INPUT)
             delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
-                wgrad = _wants_wgrad(down_layer)
+                recipe = down_layer.fp8.recipe
+                wgrad = down_layer.weight.requires_grad and recipe.wgrad is not None
                 ahead = (delayed or Quantizer(spec))._replace(columnwise_usage=wgrad)
         return _Options(
             name_of(self),
@@ -319,10 +320,6 @@ def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tu
 
 def _in_fp8(layer: nn.Module) -> bool:
     return isinstance(layer, Float8Linear) and layer.runs_fp8
-
-
-def _wants_wgrad(layer: Float8Linear) -> bool:
-    return layer.weight.requires_grad and layer.fp8.recipe.wgrad is not None
 
 
 def _fit(inputs: Sequence[Tensor]) -> bool:

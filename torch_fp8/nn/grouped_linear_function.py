@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.autograd.function import is_returned, once_differentiable
-from torch_fp8.nn.expert_cache import StackedCache
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.ops.moe_route import Route, spread_rows
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
@@ -25,8 +24,10 @@ from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.frozen_payload import quantize_stacked
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import Quantizer, matrix, output_dtype
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
@@ -50,7 +51,7 @@ class GroupedOptions(NamedTuple):
     transposed: bool
     emulate: bool
     observers: tuple[Any, ...] = ()
-    caches: tuple[StackedCache, ...] = ()
+    caches: tuple[PayloadCache, ...] = ()
     trains: bool = True
 
 
@@ -86,7 +87,7 @@ def weight_operand(
     flip = options.transposed != dgrad
     if not options.caches:
         return cast_weight(weight, options, flip=flip)
-    return options.caches[place].payload(
+    return options.caches[place].stacked(
         weight,
         lambda: cast_weight(weight, options, flip=flip),
         dgrad=dgrad,
@@ -115,12 +116,7 @@ def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
         spec: rowwise cast.
         flip: whether to transpose.
     """
-    values = values.transpose(1, 2) if flip else values
-    row, _, _ = Quantizer(spec)(values, rowwise=True, columnwise=False)
-    assert row is not None
-    return row._replace(
-        qdata=row.qdata.view(values.shape), scale=row.scale.view(*values.shape[:2], 1)
-    )
+    return quantize_stacked(values.transpose(1, 2) if flip else values, spec)
 
 
 class GroupedLinearFunction(torch.autograd.Function):

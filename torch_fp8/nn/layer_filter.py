@@ -25,6 +25,7 @@ ADAPTER = "LoRA adapter"
 """Why an adapter stays in high precision: it is small, and the user's."""
 UNINITIALIZED = "its size is not known yet: run a batch through the model before it is converted"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
+_TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 ROUTER_NAMES = ("router", "gate", "classifier")
 """Names of the modules that choose experts, beside these."""
 
@@ -86,14 +87,19 @@ def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.M
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
             reasons[module] = "output layer (weight tied to an embedding), as lm_head"
-        if callable(ask := getattr(module, "get_output_embeddings", None)):
-            try:
-                head = ask()
-            except (AttributeError, NotImplementedError):  # transformers: the model has no head
-                head = None
-            if isinstance(head, nn.Linear):
-                reasons.setdefault(head, "output layer (get_output_embeddings), as lm_head")
+        head = output_layer(module)
+        if isinstance(head, nn.Linear):
+            reasons.setdefault(head, "output layer (get_output_embeddings), as lm_head")
     return reasons
+
+
+def output_layer(module: nn.Module) -> nn.Module | None:
+    """Return the output layer that a model of transformers names, if it has one."""
+    ask = getattr(module, "get_output_embeddings", None)
+    try:
+        return ask() if callable(ask) else None
+    except (AttributeError, NotImplementedError):  # the model has no head
+        return None
 
 
 def skip_reason(
@@ -136,6 +142,12 @@ def expert_weights(name: str, module: nn.Module) -> Iterator[str]:
             continue
         if min(parameter.shape[1:]) >= GEMM_ALIGNMENT:
             yield f"{name}.{parameter_name}" if name else parameter_name
+
+
+def experts_per_token(*owners: Any) -> int | None:
+    """Return how many experts compute a token, as the first of `owners` says that says it."""
+    named = (getattr(owner, name, None) for owner in owners for name in _TOP_K)
+    return next((count for count in named if isinstance(count, int)), None)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

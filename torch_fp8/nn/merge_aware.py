@@ -29,10 +29,10 @@ from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.nn.layer_fp8 import check
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
-from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.payload_cache import is_capturing
+from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, output_dtype, quantize_input
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -107,8 +107,7 @@ class MergeAware(nn.Module):
         with torch.autocast(weight.device.type, enabled=False):
             delta = self.get_delta_weight(adapter).float()
             # A copy that was pickled has its values in BF16, which holds them exactly.
-            plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
-            folded = (plain.float() + delta).to(torch.bfloat16)
+            folded = (dequantized(weight).float() + delta).to(torch.bfloat16)
         return WeightQuantizer(base.fp8.quantizer(base, WEIGHT)).for_fprop(folded)
 
     def _evaluation_weight(self, adapter: str, a: Tensor, b: Tensor) -> QuantizedTensor:

@@ -53,7 +53,7 @@ def rollout(
         for layer in layers:
             layer.fp8.end_scope(keep_graphs)
         for cache, _ in experts:
-            cache.end_scope()
+            cache.end_scope(keep_graphs)
         for layer in trained:
             layer.train()
 
@@ -69,7 +69,8 @@ def _expert_caches(model: nn.Module) -> list[tuple[Any, Tensor]]:
         for module in model.modules()
         if isinstance(module, Float8Experts) and module.fp8.config.eval_fp8 and module.runs_fp8
         for name, cache in module.fp8.caches.items()
-        if not cache.in_scope
+        if cache.keeps_evaluation
+        and not cache.in_scope
         and (weight := module._parameters.get(name)) is not None
         and not isinstance(weight, DTensor)  # gathered later
     ]

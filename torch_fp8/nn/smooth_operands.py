@@ -19,7 +19,7 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
-from torch_fp8.tensor.base import QuantizableTensor, input_stand_ins
+from torch_fp8.tensor.base import QuantizableTensor, dequantized, input_stand_ins
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import InputPayloads, Quantizer, Quantizers, matrix
 from torch_fp8.tensor.split_weight import stored
@@ -93,9 +93,7 @@ def _smooth_weight(
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return the payload of ``w / s``, and the scale of the weight as it is where it is known."""
     quantizer, scale, amax = quantizers.weight.quantizer, None, None
-    whole = stored(weight)
-    if isinstance(weight, QuantizableTensor):  # gathered in FP8, or stored so
-        whole = weight.dequantize()
+    whole = dequantized(stored(weight))  # FP8 if gathered, or stored so
     rows = whole.t() if quantizers.weight.transposed else whole
     rows = rows.detach()
     if quantizer.spec.granularity == "tensorwise":

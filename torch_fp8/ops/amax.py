@@ -15,11 +15,7 @@ def _amax_fake(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-def _amax_cuda(x: Tensor) -> Tensor:
-    return tensor_amax(x)
-
-
-@operator(_amax_fake, cuda=_amax_cuda)
+@operator(_amax_fake, cuda=tensor_amax)
 def amax(x: Tensor) -> Tensor:
     """Return max |x| as a () float32 tensor; see `tensor_amax`."""
     return tensor_amax(x)

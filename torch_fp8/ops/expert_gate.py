@@ -10,8 +10,6 @@ cast. References on the CPU and kernels on CUDA differ by the last bits of exp a
 Legend: R rows of all experts, E experts, I expert width.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,12 +26,6 @@ _BEYOND, _CUT = 1.25, 1.125
 values within, which E4M3 may have rounded up by a sixteenth.
 """
 ROWS = CastOptions(E4M3.dtype, "rowwise", True, rowwise=True, columnwise=False)
-
-
-def _kernels() -> Any:
-    from torch_fp8.kernels import expert_gate  # Triton is imported where it is used
-
-    return expert_gate
 
 
 def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
@@ -113,7 +105,7 @@ def _quantize_fake(
     return (*_row_fake(h, half.shape[1]), *save_input(half, save), *save_input(half, save))
 
 
-@operator(_quantize_fake, _kernels, results=6)
+@operator(_quantize_fake, results=6)
 def expert_gate_quantize(
     h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm, save: bool
 ) -> tuple[Tensor | None, ...]:
@@ -170,7 +162,7 @@ def _backward_fake(
     return *_row_fake(grad, cols), *_row_fake(grad, 2 * cols), dscore
 
 
-@operator(_backward_fake, _kernels, results=5)
+@operator(_backward_fake, results=5)
 def expert_gate_backward(
     grad: Tensor,
     score: Tensor,

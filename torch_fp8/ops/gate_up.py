@@ -11,8 +11,6 @@ two gradients, side by side, put through ``torch_fp8::quantize_2d``.
 Legend: R rows (tokens), C columns of gate and of up; `inputs` of all of them: see `BackwardInputs`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -30,18 +28,12 @@ def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (first, second) if gate_first else (second, first)
 
 
-def _kernels() -> Any:
-    from torch_fp8.kernels import gate_up
-
-    return gate_up
-
-
 def _backward_fake(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     rows, cols = inputs.grad.shape
     return inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
 
 
-@operator(_backward_fake, _kernels)
+@operator(_backward_fake)
 def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """Compute both results of `swiglu_backward` in one matrix, (R, 2 C) of `inputs.out_dtype`.
 
@@ -56,7 +48,7 @@ def _amax_fake(inputs: BackwardInputs) -> Tensor:
     return inputs.grad.new_empty((), dtype=torch.float32)
 
 
-@operator(_amax_fake, _kernels)
+@operator(_amax_fake)
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """Compute the amax, () float32, of what `gate_up_backward` returns, without writing it."""
     return tensor_amax(gate_up_backward.reference(inputs, True))
@@ -66,7 +58,7 @@ def _quantize_fake(inputs: BackwardInputs, gate_first: bool, options: CastOption
     return cast_result_fake(_backward_fake(inputs, gate_first), options)
 
 
-@operator(_quantize_fake, _kernels)
+@operator(_quantize_fake)
 def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
 ) -> Layouts:

@@ -53,7 +53,7 @@ def _check(
     def reason(recipe: str) -> str | None:
         if device is None:
             return _unsupported(recipe, capability, card)
-        return _unsupported_recipe(recipe, device)
+        return reason_not_native(device, recipe)
 
     if reason(recipe_name) is not None:
         runs = [recipe for recipe in RECIPES if reason(recipe) is None]
@@ -65,7 +65,7 @@ def _check(
 
 def runs_natively(device: torch.device, recipe_name: str) -> bool:
     """Return whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
-    return device.type == "cuda" and _unsupported_recipe(recipe_name, device) is None
+    return device.type == "cuda" and reason_not_native(device, recipe_name) is None
 
 
 def resolve_auto(device: torch.device) -> str:
@@ -94,7 +94,7 @@ def card_name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
 
 
-def _unsupported_recipe(name: str, device: torch.device) -> str | None:
+def reason_not_native(device: torch.device, name: str) -> str | None:
     """Return why `device` cannot run the GEMMs of the recipe, or None."""
     capability = torch.cuda.get_device_capability(device)
     reason = _unsupported(name, capability, card_name(device))
@@ -120,3 +120,8 @@ def _granularities(name: str) -> tuple[Granularity, ...]:
 
 def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -7,8 +7,6 @@ the same bits. Bytes read and written for an element of a row: `gather_payload` 
 Legend: T tokens, k experts of a token, R rows of all experts, E experts, K columns.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,12 +16,6 @@ from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.scaling import scale_from_amax
-
-
-def _kernels() -> Any:
-    from torch_fp8.kernels import moe_rows  # Triton is imported where it is used
-
-    return moe_rows
 
 
 def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
@@ -61,7 +53,7 @@ def _gather_fake(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor, T
     return qdata.new_empty((rows, qdata.shape[1])), scale.new_empty((rows, 1))
 
 
-@operator(_gather_fake, _kernels)
+@operator(_gather_fake)
 def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """The operator ``torch_fp8::gather_payload``; see `gather_rows`.
 
@@ -84,7 +76,7 @@ def _transpose_fake(
     return qdata.new_empty((cols, rows)), scale.new_empty((offs.shape[0], cols))
 
 
-@operator(_transpose_fake, _kernels)
+@operator(_transpose_fake)
 def transpose_payload(
     qdata: Tensor, scale: Tensor, offs: Tensor, token: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -115,7 +107,7 @@ def _combine_fake(rows: Tensor, row: Tensor) -> Tensor:
     return rows.new_empty((row.shape[0], rows.shape[1]))
 
 
-@operator(_combine_fake, _kernels)
+@operator(_combine_fake)
 def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
     """The operator ``torch_fp8::combine_rows``: add up the rows of each token.
 

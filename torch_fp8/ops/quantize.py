@@ -18,7 +18,6 @@ With delayed scaling the scale is given, and the cast raises the amax of its inp
 that add up rows are in `torch_fp8.ops.quantize_dbias`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -183,18 +182,11 @@ def _quantize_blocks(
     return qdata.contiguous(), scale
 
 
-@functools.cache
-def _kernels() -> Any:
-    from torch_fp8.kernels import quantize  # Triton is imported where it is used
-
-    return quantize
-
-
 def _quantize_2d_fake(x: Tensor, options: CastOptions) -> Layouts:
     return options.new_layouts(x)
 
 
-@operator(_quantize_2d_fake, _kernels)
+@operator(_quantize_2d_fake)
 def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
     """Cast x and its transpose.
 

@@ -12,6 +12,7 @@ needs to see the call, and it goes straight to the implementation.
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import NoneType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
@@ -51,7 +52,6 @@ class _Parameter(NamedTuple):
 
 def operator(
     fake: Callable[..., Any],
-    kernels: Callable[[], Any] | None = None,
     *,
     results: int | None = None,
     cuda: Callable[..., Any] | None = None,
@@ -64,21 +64,21 @@ def operator(
 
     Args:
         fake: takes the same arguments and returns empty tensors of the results' shapes.
-        kernels: returns the module whose function of the operator's name launches its kernels; it
-            is asked only where they run, for Triton is imported there.
-        results: how many tensors come back, where the annotation does not tell.
-        cuda: instead of the function of `kernels`.
+        results: number of tensors that come back, where the annotation does not tell.
+        cuda: launches the kernels. None: the function of the same name in the module of
+            `torch_fp8.kernels` that is called as the reference's module. It is imported only where
+            kernels run, because it imports Triton.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
         name = reference.__name__
+        kernels = reference.__module__.replace(".ops.", ".kernels.")
         on_cpu: Callable[..., Any] = reference
 
         def launch(*args: Any) -> Any:
             if emulates_casts(_first(args).device):
                 return on_cpu(*args)
-            assert kernels is not None
-            return getattr(kernels(), name)(*args)
+            return getattr(_module(kernels), name)(*args)
 
         parameters, schema = _schema(reference, results)
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, cuda or launch, fake))
@@ -88,6 +88,11 @@ def operator(
         return cast("Operator[P, R]", call)
 
     return define_operator
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    return import_module(name)
 
 
 def define(

@@ -16,8 +16,6 @@ another order do. Nothing here is differentiable: the modules that use it wire t
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,17 +31,11 @@ from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _kernels() -> Any:
-    from torch_fp8.kernels import rms_norm
-
-    return rms_norm
-
-
 def _norm_fake(norm: NormWithRstd) -> Tensor:
     return norm.x.new_empty(norm.x.shape, dtype=norm.out_dtype)
 
 
-@operator(_norm_fake, _kernels)
+@operator(_norm_fake)
 def rms_norm(norm: NormWithRstd) -> Tensor:
     """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted."""
     x, weight, rstd, offset, out_dtype = norm
@@ -59,7 +51,7 @@ def _statistics_fake(
     return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
 
 
-@operator(_statistics_fake, _kernels)
+@operator(_statistics_fake)
 def rms_norm_statistics(
     inputs: NormInputs, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -83,7 +75,7 @@ def _quantize_fake(norm: NormWithRstd, options: CastOptions) -> Layouts:
     return cast_result_fake(norm.x, options)
 
 
-@operator(_quantize_fake, _kernels)
+@operator(_quantize_fake)
 def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
 
@@ -104,7 +96,7 @@ def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Te
     return (*cast_result_fake(inputs.x, options, finds_amax=True), rstd, *saved)
 
 
-@operator(_once_fake, _kernels, results=7)
+@operator(_once_fake, results=7)
 def rms_norm_quantize_once(
     inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
@@ -138,7 +130,7 @@ def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=inputs.dx_dtype), x.new_empty(cols, dtype=torch.float32)
 
 
-@operator(_backward_fake, _kernels)
+@operator(_backward_fake)
 def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dx = rstd * (g w' - xhat * mean(g w' xhat))``, ``dw = sum over rows of g xhat``.
 

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torch_fp8.ops import refused_rows
 from torch_fp8.ops.gemm_operand import aligned_operand, operand, with_columns
-from torch_fp8.ops.hardware import _cuda_version, _unsupported_recipe
+from torch_fp8.ops.hardware import _cuda_version
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.registry import define, is_watched
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
@@ -169,11 +169,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     A gradient that ends in a no-op ``.to`` reads zero in a graph compiled by torch 2.11.
     """
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
-    """Return why a CUDA device does not run the recipe on FP8 tensor cores; None if it does."""
-    return _unsupported_recipe(recipe_name, device)
 
 
 def _scaled_mm_cpu(

@@ -13,8 +13,6 @@ the root (benchmarks/results/smooth_factors.csv).
 Legend: R rows (tokens), C columns (channels).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,17 +27,11 @@ RANGE = 32
 _BIAS, _MANTISSA = 127, 23
 
 
-def _kernels() -> Any:
-    from torch_fp8.kernels import smooth
-
-    return smooth
-
-
 def _column_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], dtype=torch.float32)
 
 
-@operator(_column_fake, _kernels)
+@operator(_column_fake)
 def column_amax(x: Tensor) -> Tensor:
     """Compute the largest magnitude of each column, (C,) float32, NaN if any of it is.
 
@@ -55,7 +47,7 @@ def _save_fake(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...
     return (*save_input(gate, save), *save_input(up, save), _column_fake(gate))
 
 
-@operator(_save_fake, _kernels, results=5)
+@operator(_save_fake, results=5)
 def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
     """Save gate and up as `torch_fp8.ops.swiglu.swiglu_save`, with the amax of each column.
 
@@ -74,7 +66,7 @@ def _factors_fake(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(amax), torch.empty_like(amax), amax.new_empty(())
 
 
-@operator(_factors_fake, _kernels)
+@operator(_factors_fake)
 def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``s = 2^-floor(floor(log2 amax) / 2)``, its reciprocal, and ``max(amax s)``.
 
@@ -102,7 +94,7 @@ def _quantize_fake(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Te
     return cast_result_fake(x, options)
 
 
-@operator(_quantize_fake, _kernels, results=4)
+@operator(_quantize_fake, results=4)
 def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
     """Cast ``x * factors``, in float32, to FP8, in one read (rowwise: unfused).
 

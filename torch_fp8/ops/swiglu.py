@@ -14,8 +14,6 @@ library and a card, so that now and then an h is the neighbouring BF16, and rare
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,17 +23,11 @@ from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _kernels() -> Any:
-    from torch_fp8.kernels import swiglu
-
-    return swiglu
-
-
 def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@operator(_swiglu_fake, _kernels)
+@operator(_swiglu_fake)
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     """Compute ``silu(gate) * up``, times `smooth`: (R, C) of gate's dtype, rounded once.
 
@@ -55,7 +47,7 @@ def _save_fake(
     return (*save_input(gate, save), *save_input(up, save), amax)
 
 
-@operator(_save_fake, _kernels)
+@operator(_save_fake)
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
@@ -79,7 +71,7 @@ def _quantize_fake(
     return (*results, *save_input(gate, save), *save_input(up, save))
 
 
-@operator(_quantize_fake, _kernels, results=8)
+@operator(_quantize_fake, results=8)
 def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:

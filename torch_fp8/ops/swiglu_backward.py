@@ -6,8 +6,6 @@ Legend: R rows (tokens), C columns (features); `inputs` of all of them: see `Bac
 Results are contiguous.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,18 +15,12 @@ from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _kernels() -> Any:
-    from torch_fp8.kernels import swiglu_backward
-
-    return swiglu_backward
-
-
 def _backward_fake(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     dgate, dup = (inputs.grad.new_empty(inputs.grad.shape, dtype=inputs.out_dtype) for _ in "12")
     return dgate, dup
 
 
-@operator(_backward_fake, _kernels)
+@operator(_backward_fake)
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
 
@@ -50,7 +42,7 @@ def _amax_fake(inputs: BackwardInputs) -> Tensor:
     return inputs.grad.new_empty(2, dtype=torch.float32)
 
 
-@operator(_amax_fake, _kernels)
+@operator(_amax_fake)
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     """Compute the amaxes, (2,) float32, of what `swiglu_backward` returns, without writing it."""
     return torch.stack([tensor_amax(d) for d in swiglu_backward.reference(inputs)])
@@ -63,7 +55,7 @@ def _quantize_fake(
     return tuple(t for cast in casts for t in cast_result_fake(inputs.grad, cast))
 
 
-@operator(_quantize_fake, _kernels, results=8)
+@operator(_quantize_fake, results=8)
 def swiglu_backward_quantize(
     inputs: BackwardInputs,
     options: CastOptions,

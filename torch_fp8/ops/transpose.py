@@ -4,9 +4,6 @@ dgrad takes a weight's bytes in the other layout. Where a scale belongs to as ma
 they are the very bytes that fprop takes.
 """
 
-import functools
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,18 +11,11 @@ from torch import Tensor
 from torch_fp8.ops.registry import operator
 
 
-@functools.cache
-def _kernels() -> Any:
-    from torch_fp8.kernels import transpose  # Triton is imported where it is used
-
-    return transpose
-
-
 def _empty(qdata: Tensor, columns: int) -> Tensor:
     return qdata.new_empty((qdata.shape[1], columns))
 
 
-@operator(_empty, _kernels)
+@operator(_empty)
 def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
     """The operator ``torch_fp8::transposed_bytes``: qdata^T with zeros behind it.
 

@@ -4,6 +4,7 @@ user's.
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -71,6 +72,13 @@ class ConvertedOptimizer(Optimizer):
         """
         parameters = ((g, p) for g in self.param_groups for p in g["params"])
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
+
+    def loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        """Run a closure, once and before anything else; return what it returns."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def step_of(self, parameter: Tensor) -> int:
         """Return how often a parameter was stepped, which keys the rounding, too."""

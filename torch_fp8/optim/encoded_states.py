@@ -12,7 +12,7 @@ Moments of parameters that are sharded along columns are float32 in any checkpoi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,17 +28,13 @@ FORMATS_KEY = "moment_formats"
 STATE_FORMATS = {name: format.name for name, format in MOMENT_FORMATS.items()}
 
 
-def _codes_shape(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(shape)
-
-
 def _scale_shape(shape: torch.Size) -> tuple[int, ...]:
     rows, cols = matrix_shape(shape)
     leading = shape[:-1] if rows == math.prod(shape[:-1]) else shape[:1]
     return (*leading, num_groups(cols))
 
 
-_PARTS = {"codes": _codes_shape, "scale": _scale_shape}
+_PARTS: dict[str, Callable[[torch.Size], tuple[int, ...]]] = {"codes": tuple, "scale": _scale_shape}
 """The parts of a moment, with the function of their shape for a parameter's."""
 
 
@@ -87,7 +83,7 @@ def decoded(entry: Mapping[str, Any], names: Any = MOMENT_FORMATS) -> dict[str, 
         shard = local(codes)
         rows, cols = matrix_shape(shard.shape)
         stored = BlockScaled(shard.reshape(rows, cols), local(scale).reshape(rows, -1))
-        value = Float8Moment(stored, MOMENT_FORMATS[name], shard.shape).dequantize()
+        value = Float8Moment(stored, shard.shape, MOMENT_FORMATS[name]).dequantize()
         plain[name] = with_data(codes, value, tuple(codes.shape))
     return plain
 

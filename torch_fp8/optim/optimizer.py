@@ -77,10 +77,7 @@ class Float8Optimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.loss_of(closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
         self.step_parameters(self.indexed_parameters())

@@ -47,17 +47,15 @@ class SplitOptimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step as the user's optimizer does; a closure runs once, before that."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.loss_of(closure)
         self.fp8_hooks_restored += attach_hooks(self)
         # torch.distributed.checkpoint steps with a rate of 0 to see which states there are.
         self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
         stepped = self._step_apart()
         step, result = unhooked(self._fp8_base.step), None
         parameters = [p for _, _, p in self.indexed_parameters() if p not in stepped]
-        buckets = _buckets(parameters) if _is_torchs(step) else [set(parameters)]
+        torchs = str(step.__module__).startswith("torch.optim.")
+        buckets = _buckets(parameters) if torchs else [set(parameters)]
         for bucket in buckets:
             with lent(self, self._lending(self.fp8_steps), bucket):
                 result = step(self, **options)
@@ -123,10 +121,6 @@ def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
         if isinstance(value, Tensor) and (value in held or _address(value) in places):
             return "it refers to its weights outside of its parameter groups"
     return None
-
-
-def _is_torchs(step: Any) -> bool:
-    return str(step.__module__).startswith("torch.optim.")
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[set[Tensor]]:

@@ -1,6 +1,7 @@
 """The sub-command ``torch-fp8 plan``."""
 
 import argparse
+import inspect
 import json
 import sys
 from typing import Any
@@ -8,13 +9,8 @@ from typing import Any
 from torch_fp8.environment import display
 from torch_fp8.planner.cards import CARDS
 from torch_fp8.planner.layouts import FAMILIES, PRESETS
-from torch_fp8.planner.setup import LEVELS, METHODS, ROLES
+from torch_fp8.planner.setup import LEVELS, METHODS, ROLES, make_setup
 from torch_fp8.quantization.recipe import RECIPES
-
-_OPTIONS = (
-    *("card", "memory", "sequence", "micro_batch", "accumulate", "data", "fsdp", "tensor"),
-    *("pipeline", "recipe", "save_attention", "checkpointing", "method", "rank"),
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -60,27 +56,19 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--plot", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run)
+    mistakes = (ValueError, TypeError, ImportError, OSError)
+    parser.set_defaults(run=run, mistakes=mistakes, is_whole=True)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    try:
-        if options.plot is not None:
-            raise ValueError(
-                "--plot drew FP8-LM's Figure 1 and is gone; `python -m "
-                "benchmarks.evidence.largest_model` of the project's repository draws it, and "
-                "--largest finds the largest preset"
-            )
-        return _largest(options) if options.largest else _plan(options)
-    except BrokenPipeError:
-        raise  # the command line's own
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"torch-fp8 plan: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+    if options.plot is not None:
+        raise ValueError(
+            "--plot drew FP8-LM's Figure 1 and is gone; `python -m "
+            "benchmarks.evidence.largest_model` of the project's repository draws it, and "
+            "--largest finds the largest preset"
+        )
+    return _largest(options) if options.largest else _plan(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -133,7 +121,8 @@ def _largest(options: argparse.Namespace) -> int:
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    arguments = {name: getattr(options, name) for name in _OPTIONS}
+    names = inspect.signature(make_setup).parameters.keys() - {"model", "gpus", "roles"}
+    arguments = {name: getattr(options, name) for name in names}
     if options.method == "rlhf":
         arguments["roles"] = tuple(options.roles)
     return arguments

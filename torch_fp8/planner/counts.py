@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.comm_counter import CommunicationCount
-from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.planner.experts import GroupedInBF16
 from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
 from torch_fp8.planner.layouts import blocks_of, period
@@ -166,8 +165,8 @@ def _standing(model: nn.Module) -> MemoryTracker:
 
 def _gathered(model: nn.Module) -> Callable[[], list[Tensor]]:
     """Return what lists the tensors that FSDP2 gathers into, and frees by resizing them."""
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in param_groups(m)]
-    return lambda: [t for g in groups for p in g.fsdp_params for t in p.all_gather_outputs]
+    params = fsdp_params(model)
+    return lambda: [tensor for param in params for tensor in param.all_gather_outputs]
 
 
 class _Watch:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights
+from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.planner.cards import SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS
 from torch_fp8.planner.setup import Setup
 
@@ -28,7 +28,6 @@ LEAST_SPEEDUP = 1.05
 SKIP = "*.experts"
 """The pattern of `FP8Config.skip` that leaves experts in BF16."""
 _CAST, _GATHER, _TRANSPOSE, _BF16_GATHER, _TURN = 3.0, 2.0, 3.0, 4.0, 2.0
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 class GroupedInBF16(TorchFunctionMode):
@@ -77,7 +76,7 @@ def expert_weights_of(model: nn.Module, config: Any) -> tuple[ExpertWeight, ...]
         config: configuration of transformers, which says how many experts compute a token.
     """
     text = config.get_text_config()
-    top_k = next((getattr(text, n) for n in _TOP_K if isinstance(getattr(text, n, None), int)), 0)
+    top_k = experts_per_token(text)
     weights = []
     for module in model.modules():
         for position, name in enumerate(expert_weights("", module)):

@@ -10,7 +10,6 @@ scripts that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B
 import contextlib
 import copy
 import difflib
-import importlib
 import io
 import json
 from pathlib import Path
@@ -19,73 +18,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.environment.host_models import model_folder
+from torch_fp8.environment.host_models import imported, model_folder
 
-_LLAMA_3 = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-_QWEN_3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-_GPT = {
-    "model_type": "gpt_neox",
-    "vocab_size": 50304,
-    "max_position_embeddings": 2048,
-    "use_parallel_residual": False,
-    "tie_word_embeddings": True,
-}
+
+def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:
+    """Return what the configurations of a family have in common."""
+    return {"model_type": kind, "vocab_size": vocab_size, **more}
 
 
 def _sizes(
     base: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, **more: Any
 ) -> dict[str, Any]:
     """Return a configuration with these sizes."""
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-    }
-    return base | sizes | more
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden}
+    return base | sizes | {"intermediate_size": inner, "num_attention_heads": heads, **more}
 
 
-_QWEN_3_MOE = {
-    **_QWEN_3,
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
-_GPT_OSS = {
-    "model_type": "gpt_oss",
-    "vocab_size": 201088,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_experts_per_tok": 4,
-    "tie_word_embeddings": False,
-}
-_MIXTRAL = {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
+_UNTIED = {"tie_word_embeddings": False}
+_HEADS = {"num_key_value_heads": 8, "head_dim": 128, **_UNTIED}
+_LLAMA_3 = _family("llama", 128256, max_position_embeddings=131072, rms_norm_eps=1e-5, **_HEADS)
+_QWEN_3 = _family("qwen3", 151936, max_position_embeddings=40960, **_HEADS)
+_GPT = _family(
+    "gpt_neox", 50304, max_position_embeddings=2048, use_parallel_residual=False,
+    tie_word_embeddings=True,
+)  # fmt: skip
+_QWEN_3_MOE = _QWEN_3 | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
+_QWEN_3_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_GPT_OSS = _family("gpt_oss", 201088, num_experts_per_tok=4, **{**_HEADS, "head_dim": 64})
+_MIXTRAL = _family(
+    "mixtral", 32000, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+    max_position_embeddings=32768, **_UNTIED,
+)  # fmt: skip
 _DENSE: dict[str, dict[str, Any]] = {
     "gpt-7b": _sizes(_GPT, 32, 4096, 16384, 32),
     "gpt-13b": _sizes(_GPT, 40, 5120, 20480, 40),
@@ -142,7 +105,7 @@ def read_config(model: Any) -> Any:
 def gpt_config(layers: int) -> Any:
     """Return the configuration of a GPT of n layers, n heads and 128 n features."""
     sizes = _sizes(_GPT, layers, 128 * layers, 512 * layers, layers)
-    return _transformers().AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    return _transformers().AutoConfig.for_model(**sizes)
 
 
 def family_of(model: Any) -> tuple[str, ...]:
@@ -259,8 +222,7 @@ def _from_name(model: Any) -> Any:
     preset = PRESETS.get(str(model).lower())
     transformers = _transformers()
     if preset is not None:
-        sizes = dict(preset)
-        return transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+        return transformers.AutoConfig.for_model(**preset)
     path = model_folder(model) or Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -288,10 +250,7 @@ def _from_name(model: Any) -> Any:
 
 
 def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ImportError("models are built by transformers: pip install transformers") from error
+    return imported("transformers", "models are built by transformers")
 
 
 def _text(config: Any) -> Any:

@@ -1,7 +1,6 @@
 """The models of a run, made on the meta device and given to this package's own conversion."""
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.freeze import freeze
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.environment.host_models import imported
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8.planner.layouts import blocks_of, build, num_layers, split_for_tensor_parallel
 from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
@@ -134,10 +134,7 @@ def only_stage(model: Any, stage: str) -> Iterator[None]:
 
 
 def _adapted(model: nn.Module, rank: int) -> nn.Module:
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        raise ImportError("LoRA's adapters are made by peft: pip install peft") from error
+    peft = imported("peft", "LoRA's adapters are made by peft")
     config = peft.LoraConfig(r=rank, target_modules="all-linear")
     adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     return adapted

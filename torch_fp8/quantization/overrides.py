@@ -36,7 +36,8 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
             if options is None:
                 continue
             if not isinstance(options, Mapping):
-                hint = f"; did you mean {{'recipe': {options!r}}}?" if _is_name(options) else ""
+                is_name = isinstance(options, str) and options.isidentifier()
+                hint = f"; did you mean {{'recipe': {options!r}}}?" if is_name else ""
                 raise TypeError(f"{where} must map options to values, got {options!r}{hint}")
             unknown = [name for name in options if name not in names]
             if unknown:
@@ -120,7 +121,3 @@ def _can_override(config: Any, options: Mapping[str, Any]) -> bool:
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value.isidentifier()

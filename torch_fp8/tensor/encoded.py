@@ -103,6 +103,9 @@ class Encoded(_Readable):
         same = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
         (torch.no_grad()(self.take) if same else self.become)(value)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)
+
 
 class EncodedView(_Readable):
     """A view of an `Encoded` tensor.
@@ -176,8 +179,7 @@ class EncodedView(_Readable):
         return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = self.dequantize().clone()
-        return result
+        return self.dequantize().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().clone().__reduce_ex__(protocol)

@@ -144,8 +144,7 @@ class Float8Grad(Encoded):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Grad":
         parts = GradientParts(*(part.clone() for part in self.parts()))
-        memo[id(self)] = result = Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())
-        return result
+        return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Float8Grad, (self.parts(), self.shape, self.dtype, self.rounding)

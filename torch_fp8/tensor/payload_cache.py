@@ -1,4 +1,4 @@
-"""`PayloadCache`: the FP8 payload of one layer's weight, or its scale, for as long as it is valid.
+"""`PayloadCache`: the FP8 payload of one weight, or its scale, for as long as it is valid.
 
 A weight is cast in every forward and once more, transposed, in every backward. Two kinds of weights
 can spare that, because what is kept of them cannot be stale:
@@ -8,13 +8,12 @@ can spare that, because what is kept of them cannot be stale:
 * Within `torch_fp8.rollout(model)`, and so within ``generate`` of transformers, nobody writes to a
   weight. Any Parameter that a layer has when the scope begins is valid until the scope ends.
 
-Nothing is kept of other weights: BF16 Parameters, those of level O1 or ``split_weights=False``
-outside of such a scope, and those that FSDP2 gathers, which bring a payload of their own. Any code
-may write to a plain Parameter's memory, and nobody could tell.
+Nothing is kept of other weights outside of such a scope (any code may write to a plain Parameter's
+memory unseen), nor of those that FSDP2 gathers, which bring a payload of their own.
 
 Between steps of the optimizer the scale is kept, or with ``FP8Config(cache_weights=True)`` the
-payload, with ``"both"`` its transpose too. Bytes read and written to quantize a weight in two
-halves, for each element, with a scale per tensor:
+payload, with ``"both"`` its transpose too. Bytes read and written to quantize an element of a
+weight in two halves, with a scale per tensor:
 
 | kept | at the step | per micro-batch |
 |---|---|---|
@@ -25,17 +24,19 @@ halves, for each element, with a scale per tensor:
 
 The step writes payloads whose scales belong to the tensor or to 128 x 128 elements, and it has the
 weight in registers then (see `torch_fp8.kernels.weight_cast`). Such scales are powers of two where
-payloads are kept, tensorwise ones too: from one step to the next they hardly ever change. Others,
-and weights of odd sizes, are cast after the step: 2 bytes more.
+payloads are kept: from one step to the next they hardly ever change. Others, and weights of odd
+sizes, are cast after the step: 2 bytes more.
 
-In evaluation the payload of the first forward serves the next ones, one byte per parameter, so that
-generation casts a weight once and not for each token. Training does not pay for it: it goes with
-``module.train()`` and with the next forward that takes gradients. ``keep_eval_weights=False`` keeps
-nothing in evaluation.
+In evaluation the payload of the first forward serves the next ones, one byte per parameter, unless
+``keep_eval_weights=False``. It goes with ``module.train()`` and with the next forward that takes
+gradients.
 
-A CUDA graph reads in each replay what it read when it was captured. Outside of a scope it therefore
-casts the weight itself. Within one it reads the payload, whose memory then stays: the next scope
-begins with casting the weight into it.
+A CUDA graph reads in each replay what it read when it was captured. Outside of a scope it casts the
+weight itself. Within one it reads the payload, whose memory then stays: the next scope begins with
+casting the weight into it.
+
+A fused expert weight keeps forward's payload between steps, with ``"both"`` that of backward as
+well, which has other scales (`PayloadCache.stacked`); in a CUDA graph it keeps nothing.
 
 What is kept is made outside of ``torch.inference_mode()`` also within it, for training goes on with
 it.
@@ -48,6 +49,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions, WeightPayload
+from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
@@ -56,7 +58,7 @@ from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class PayloadCache:
-    """What is kept of one layer's weight. Copies and pickles start empty.
+    """What is kept of one weight. Copies and pickles start empty.
 
     Args:
         transposed: whether the weight is stored as (K, N) where its layer multiplies by (N, K).
@@ -112,11 +114,7 @@ class PayloadCache:
         self.scope, self._scoped_weight = next(VERSIONS), weight
 
     def end_scope(self, keep_graphs: bool) -> None:
-        """End it.
-
-        Args:
-            keep_graphs: whether CUDA graphs that were captured within will be replayed.
-        """
+        """End it; `keep_graphs` says whether CUDA graphs captured within will be replayed."""
         self.forget_evaluation()
         self.scope = self._scoped_weight = None
         if not keep_graphs:
@@ -134,39 +132,60 @@ class PayloadCache:
         return self.scope if weight is self._scoped_weight else None
 
     def training_row(self, weight: SplitWeight, spec: CastSpec) -> QuantizedTensor:
-        """The weight (N, K), quantized along K, as kept between steps, or cast now.
-
-        Args:
-            weight: (N, K), or (K, N) if `transposed`.
-            spec: format and granularity of the cast.
-        """
+        """The weight (N, K), quantized along K, as kept between steps, or cast now by `spec`."""
         version = self.version_of(weight)
         if version != self._version:
             self.forget()
         row = _layout(self._row, self._col, self.transposed)
         if row is not None:
             return row
-        if not (self.between_steps or self._scale is None):
-            return self._for_forward(*self._cast(weight, spec, False))
-        with torch.inference_mode(False), torch.no_grad():
-            layouts = self._cast(weight, spec, self.between_steps)
-        self._keep(version, *layouts)
-        return self._for_forward(*layouts)
+        if self.between_steps or self._scale is None:
+            with torch.inference_mode(False), torch.no_grad():
+                layouts = self._cast(weight, spec, self.between_steps)
+            self._keep(version, *layouts)
+        else:
+            layouts = self._cast(weight, spec, False)
+        row = _layout(*layouts, self.transposed)
+        assert row is not None
+        return row
 
     def col(self, weight: SplitWeight) -> QuantizedTensor | None:
-        """The transposed weight, (K, N), as kept or from the payload; None: it has to be cast.
-
-        See `torch_fp8.ops.quantize.transposed`.
-        """
+        """The transposed weight, (K, N), as kept or from the payload; None: it has to be cast."""
         if self._version is None or self.version_of(weight) != self._version:
             return None
         return _layout(self._row, self._col, not self.transposed)
 
+    def stacked(
+        self, weight: Tensor, cast: Callable[[], QuantizedTensor], *, dgrad: bool, trains: bool
+    ) -> QuantizedTensor:
+        """Return the payload of an expert weight (E, R, C): as kept, or cast now.
+
+        Args:
+            weight: weight as it is stored.
+            cast: makes the payload.
+            dgrad: whether backward asks, and not forward.
+            trains: whether the forward belongs to training.
+        """
+        version = self.version_of(weight)
+        if version is None or is_capturing(weight.device):
+            return cast()
+        if not (trains or self.between_steps):
+            return self.evaluation_row(version, cast, weight.device)
+        if version != self._version or not self.between_steps:
+            self.forget()  # before a new payload takes memory
+        payload = self._col if dgrad else self._row
+        if payload is not None:
+            return payload
+        if self.between_steps != "both" and (dgrad or not self.between_steps):
+            return cast()
+        with torch.inference_mode(False), torch.no_grad():
+            payload = cast()
+        self._row, self._col = (self._row, payload) if dgrad else (payload, self._col)
+        self._version = version
+        return payload
+
     def evaluation_row(
-        self,
-        version: Any,
-        cast: Callable[[], QuantizedTensor],
-        device: torch.device,
+        self, version: Any, cast: Callable[[], QuantizedTensor], device: torch.device
     ) -> QuantizedTensor:
         """The payload for a forward without gradients: that of the last one, or cast now.
 
@@ -210,13 +229,6 @@ class PayloadCache:
         old.qdata.copy_(payload.qdata)
         old.scale.copy_(payload.scale)
         return old
-
-    def _for_forward(
-        self, row: QuantizedTensor | None, col: QuantizedTensor | None
-    ) -> QuantizedTensor:
-        layout = _layout(row, col, self.transposed)
-        assert layout is not None
-        return layout
 
     def _cast(
         self, weight: Tensor, spec: CastSpec, keep: bool | str | None
@@ -314,11 +326,6 @@ class PayloadCache:
 def keeps_scale(spec: CastSpec) -> bool:
     """Whether the scale alone is worth keeping: it would take a read of its own."""
     return spec.granularity == "tensorwise" and not spec.delayed
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _layout(

@@ -62,11 +62,7 @@ class WideGrad(Encoded):
         return WideGrad(inner["high"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = result = self.dequantize()
-        return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dequantize().__reduce_ex__(protocol)
+        return self.dequantize()
 
     def __repr__(self, **options: Any) -> str:
         return repr(self.dequantize())

@@ -209,15 +209,17 @@ OTHERS = {
 
 @pytest.mark.parametrize(("config", "named"), OTHERS.values(), ids=OTHERS)
 def test_another_quantization_is_named_with_the_way_out(tmp_path, config, named):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(ValueError, match=named) as error:
-        read_format(tmp_path, {"quantization_config": config})
+        read_format(tmp_path)
     assert "from_pretrained" in str(error.value)
     assert str(tmp_path) in str(error.value)
 
 
 def test_a_checkpoint_that_is_not_quantized_has_no_format(tmp_path):
     assert read_format(tmp_path) is None
-    assert read_format(tmp_path, {"quantization_config": None}) is None
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": None}))
+    assert read_format(tmp_path) is None
 
 
 def _cut(file):

@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.moe_experts import CONFIG, LAYOUTS, E, H, K, batch, experts, run
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.conversion import expert_choice, layer_benchmark
+from torch_fp8.conversion import autotune, expert_benchmark, expert_choice, layer_benchmark
 from torch_fp8.conversion.convert import conversion_report
-from torch_fp8.conversion.expert_benchmark import EXPERTS, expert_shape, forget_times
+from torch_fp8.conversion.expert_benchmark import EXPERTS, expert_shape
 from torch_fp8.nn.experts import Float8Experts, is_expert_module
 
 AUTO = FP8Config(tokens=64)
@@ -37,14 +37,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     def install(plain, fp8):
-        forget_times()
+        expert_benchmark._times.clear()
         clock = Clock(plain, fp8)
         monkeypatch.setattr(layer_benchmark, "seconds", clock)
         monkeypatch.setattr(expert_choice, "grouped_natively", lambda device: True)
         return clock
 
     yield install
-    forget_times()
+    expert_benchmark._times.clear()
 
 
 class Model(nn.Module):
@@ -200,7 +200,7 @@ def test_ranks_take_the_answer_of_one(clock, monkeypatch):
         questions.append(question)
         return json.dumps({"times": [[1.0, 1.0]]})
 
-    monkeypatch.setattr(expert_choice, "answer_of_one", answer_of_one)
+    monkeypatch.setattr(autotune, "answer_of_one", answer_of_one)
     assert convert_to_float8(Model(), AUTO).experts == ()
     assert convert_to_float8(Model(), AUTO).experts == ()
     assert len(set(questions)) == 1

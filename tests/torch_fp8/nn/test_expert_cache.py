@@ -178,17 +178,17 @@ def test_copies_files_moves_and_frozen_weights_keep_nothing():
     module, _ = _trained("plain", cache_weights="both")
     _forward(module).float().sum().backward()
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert not twin.fp8.cached_bytes
+        assert not memory_report(twin).caches
         assert all(cache.between_steps is None for cache in twin.fp8.caches.values())
-    assert module.fp8.cached_bytes
+    assert memory_report(module).caches
     module.to("cpu")
-    assert not module.fp8.cached_bytes
+    assert not memory_report(module).caches
     frozen = _experts("plain").requires_grad_(False)
     convert_to_float8(frozen, FP8Config(recipe="rowwise"))
     freeze(frozen)
     with torch.no_grad():
         _forward(frozen)
-    assert not frozen.fp8.cached_bytes
+    assert not memory_report(frozen).caches
 
 
 @pytest.mark.long

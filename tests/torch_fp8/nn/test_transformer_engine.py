@@ -22,7 +22,7 @@ from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import Float8ColwiseParallel
 from torch_fp8.nn import transformer_engine
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_weight import SplitWeight
 

@@ -8,8 +8,7 @@ from torch import nn
 
 import torch_fp8
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn.transformer_engine import check_transformer_engine
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine import TransformerEngineLinear, check_transformer_engine
 from torch_fp8.quantization.metrics import sqnr_db
 
 pytestmark = pytest.mark.gpu

@@ -22,40 +22,29 @@ hook. Ranks that have joined (uneven inputs) send zeros, and the average counts 
 with torch's own hooks.
 """
 
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fp8.distributed.averaging import DTYPES, Run, Stages, average_runs
+from torch_fp8.distributed.averaging import DTYPES, Stages, average_runs, runs_of
 from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
-from torch_fp8.quantization.formats import GROUP_SIZE
 
 Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 
-def runs_of(buffer: Tensor, gradients: list[Tensor]) -> list[Run]:
-    """Split the gradients of a bucket, views of its buffer, into runs that travel in the same form.
-
-    A run in groups has a multiple of 32 elements, unless it is followed by a run of another kind or
-    by a gradient that would start within a group.
+def pieces_of(buffer: Tensor, gradients: list[Tensor]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the place of each gradient of a bucket, a view of its buffer, and whether it travels in
+    groups.
     """
-    runs: list[Run] = []
     for gradient in gradients:
-        start = gradient.storage_offset() - buffer.storage_offset()
         in_groups = gradient.ndim >= 2 and gradient.numel() >= MIN_NUMEL
-        run = Run(start, start + gradient.numel(), in_groups)
-        last = runs[-1] if runs else None
-        whole = last is not None and (not in_groups or (last.stop - last.start) % GROUP_SIZE == 0)
-        if last is not None and last.in_groups == in_groups and last.stop == start and whole:
-            runs[-1] = Run(last.start, run.stop, in_groups)
-        else:
-            runs.append(run)
-    return runs
+        yield gradient.storage_offset() - buffer.storage_offset(), gradient.numel(), in_groups
 
 
 class QuantizedAllReduce:
@@ -121,7 +110,7 @@ class QuantizedAllReduce:
 
     def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
         """Average a bucket in 8 bits."""
-        runs = runs_of(buffer, bucket.gradients())
+        runs = runs_of(pieces_of(buffer, bucket.gradients()))
         yield from average_runs(buffer, runs, self.group, 1 / self.world_size)
         future.set_result(buffer)
 
@@ -135,13 +124,9 @@ class QuantizedAllReduce:
 
     def __reduce__(self) -> Any:
         # The state goes with DDP's own process group, which a copy gets anew.
-        return _nothing, ()
+        return type(None), ()
 
 
 def average_bucket(state: QuantizedAllReduce, bucket: dist.GradBucket) -> Future:
     """Run as ``ddp.register_comm_hook(QuantizedAllReduce(group), average_bucket)``."""
     return state.average(bucket)
-
-
-def _nothing() -> None:
-    return None

@@ -230,7 +230,7 @@ class Float8GradReducer:
 
     def __reduce__(self) -> Any:
         # A copy of a DDP module has its own gradients, and process groups are not to be copied.
-        return _nothing, ()
+        return type(None), ()
 
 
 class ForwardHook:
@@ -299,10 +299,6 @@ def _buckets(order: list[Tensor], numel: int) -> list[list[Tensor]]:
 
 def _trained(parameters: list[Tensor]) -> set[Tensor]:
     return {parameter for parameter in parameters if parameter.requires_grad}
-
-
-def _nothing() -> None:
-    return None
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

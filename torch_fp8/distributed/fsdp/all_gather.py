@@ -181,7 +181,7 @@ class WeightGather:
         """Return what this rank sends: (rows, K) uint8, padded, and the scales where they go
         along.
         """
-        if not (self.announced or self._made_for_this_gather or (_in_backward() and self._ready)):
+        if not (self.announced or self._made_for_this_gather or (in_backward() and self._ready)):
             make_scales(self.siblings)
             for sibling in self.siblings:
                 sibling._made_for_this_gather = True
@@ -320,5 +320,6 @@ def make_askable(tensor: Tensor, gather: WeightGather) -> None:
     tensor.fsdp_post_all_gather = fsdp_post_all_gather
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Return whether autograd runs a backward on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from torch_fp8.config import FP8Config
 from torch_fp8.distributed.config_check import check_same_config, check_same_parts
-from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_scales
+from torch_fp8.distributed.fsdp.all_gather import WeightGather, in_backward, make_scales
 from torch_fp8.distributed.fsdp.expert_gather import (
     ExpertGather,
     is_expert_weight,
@@ -35,7 +35,7 @@ from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
 from torch_fp8.distributed.fsdp.grad_structure import in_groups
 from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter
 from torch_fp8.distributed.fsdp.replicas import connect_replicas, disconnect_replicas
-from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
 from torch_fp8.distributed.links import Exchanges, choose_exchanges
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
@@ -101,8 +101,8 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     """
     refuse_sharding(config)
     _disconnect(model)
-    every_group = dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m))
-    num_frozen = connect_frozen(list(every_group))
+    every_group = fsdp_groups(model)
+    num_frozen = connect_frozen(every_group)
     if config.communication == "off":
         choose_exchanges(model, config, {}, torch.device("cpu"))
         return FSDPReport(skipped=(("model", "communication='off'"),), num_frozen=num_frozen)
@@ -112,14 +112,9 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
         check_same_config(config, process_group)
     exchanges = _chosen(model, config, every_group)
     skipped: list[tuple[str, str]] = []
-    gathers: dict[Any, list[WeightGather]] = {}
+    gathers = {group: _gathers_of(group, names, skipped, exchanges) for group in every_group}
     for module in _sharded_modules(model):
-        for group in param_groups(module):
-            if group not in gathers:
-                gathers[group] = _gathers_of(group, names, skipped, exchanges)
-    for module in _sharded_modules(model):
-        groups = dict.fromkeys(g for inner in _sharded_modules(module) for g in param_groups(inner))
-        own = [gather for group in groups for gather in gathers[group]]
+        own = [gather for group in fsdp_groups(module) for gather in gathers[group]]
         if own:
             ScalePrefetch(module, own)
     every = [gather for of_group in gathers.values() for gather in of_group]
@@ -180,7 +175,7 @@ class ScalePrefetch:
     # Marked as FSDP's own hooks: torch.compile skips a marked hook, and stops at one that marks.
     @torch.compiler.disable
     def before(self, module: nn.Module, args: Any) -> None:
-        if all(gather.announced for gather in self.gathers) or _in_backward():
+        if all(gather.announced for gather in self.gathers) or in_backward():
             return
         for gather in self.gathers:
             if gather.wanted != gather.attached:
@@ -203,7 +198,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
     by name.
     """
     parts: dict[Any, dict[str, str]] = {}
-    for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
+    for group in fsdp_groups(model):
         if not hasattr(group.mesh_info, "shard_process_group"):
             continue
         process_groups = [group.mesh_info.shard_process_group]
@@ -235,13 +230,9 @@ def _gathers_of(
         info = param._module_info
         owners = [info.module, *info.shared_modules]
         are_experts = is_expert_weight(info.module, info.param_name)
-        if are_experts and is_frozen(param):
+        of_layer = _is_weight(param) and any(isinstance(owner, Float8Layer) for owner in owners)
+        if not (are_experts or of_layer) or is_frozen(param):
             continue
-        if not are_experts:
-            if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
-                continue
-            if is_frozen(param):
-                continue
         reason = _why_not_sharded(group, param)
         if reason is None:
             reason = why_not_gathered(param) if are_experts else _why_not_gathered(param, owners)
@@ -316,11 +307,7 @@ def _disconnect(model: nn.Module) -> None:
         for hook in hooks:
             if isinstance(hook, ScalePrefetch):
                 hook.remove()
-        for group in param_groups(module):
-            disconnect_replicas(group)
-            if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
-                group._reduce_scatter_comm = DefaultReduceScatter()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    for group in fsdp_groups(model):
+        disconnect_replicas(group)
+        if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
+            group._reduce_scatter_comm = DefaultReduceScatter()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import is_traced
-from torch_fp8.distributed.fsdp.all_gather import WeightGather
+from torch_fp8.distributed.fsdp.all_gather import WeightGather, in_backward
 from torch_fp8.distributed.fsdp.unsharded_weight import Payload, UnshardedFloat8Weight
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.experts import Float8Experts
@@ -101,7 +101,7 @@ class ExpertGather(WeightGather):
 
         As many scales as the longer of the two layouts has, so that both gathers fill one memory.
         """
-        turns = torch._C._current_graph_task_id() != -1 and self._was_read
+        turns = in_backward() and self._was_read
         flip = self.module.is_transposed != turns
         payload = self._payload(shard, flip)
         experts, rows, cols = payload.qdata.shape

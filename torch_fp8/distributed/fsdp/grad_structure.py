@@ -5,61 +5,32 @@ behind the other. Gradients of FP8 weights travel as codes in groups of 32, whic
 every parameter, all others as BF16.
 """
 
+import itertools
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from torch_fp8.distributed.averaging import Run
+from torch_fp8.distributed.averaging import Run, by_form, runs_of
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.messages import Layout
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 
-@dataclass(frozen=True)
-class Structure:
-    """The elements of a rank's part that travel in groups, and those that travel as BF16.
-
-    Attributes:
-        grouped: (start, stop) of runs of FP8 weights' gradients; but for the last, or where one
-            parameter's shard is no multiple of 32, runs of several parameters are one.
-        plain: (start, stop) of all others.
-    """
-
-    grouped: tuple[tuple[int, int], ...]
-    plain: tuple[tuple[int, int], ...]
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of a message."""
-        groups = sum(-(-(stop - start) // GROUP_SIZE) for start, stop in self.grouped)
-        return Layout(groups, sum(stop - start for start, stop in self.plain))
-
-    @property
-    def runs(self) -> list[Run]:
-        """The same runs for `torch_fp8.distributed.averaging.average_runs`, in order."""
-        forms = ((self.grouped, True), (self.plain, False))
-        return sorted(Run(*run, in_groups) for runs, in_groups in forms for run in runs)
+def layout_of(runs: Sequence[Run]) -> Layout:
+    """Return the layout of a message that holds these runs."""
+    grouped, plain = by_form(runs)
+    groups = sum(-(-(run.stop - run.start) // GROUP_SIZE) for run in grouped)
+    return Layout(groups, sum(run.stop - run.start for run in plain))
 
 
-def structure_of(sizes: list[tuple[int, bool]]) -> Structure:
-    """Build the structure of a part that holds shards of these (numel, whether in groups), in
-    order.
-    """
-    grouped: list[tuple[int, int]] = []
-    plain: list[tuple[int, int]] = []
-    start = 0
-    for numel, in_groups in sizes:
-        runs = grouped if in_groups else plain
-        whole = not in_groups or not runs or (runs[-1][1] - runs[-1][0]) % GROUP_SIZE == 0
-        if runs and runs[-1][1] == start and whole:
-            runs[-1] = (runs[-1][0], start + numel)
-        else:
-            runs.append((start, start + numel))
-        start += numel
-    return Structure(tuple(grouped), tuple(plain))
+def structure_of(sizes: Sequence[tuple[int, bool]]) -> list[Run]:
+    """Return the runs of a part that holds shards of these (numel, whether in groups), in order."""
+    stops = itertools.accumulate(numel for numel, _ in sizes)
+    pieces = zip(stops, sizes, strict=True)
+    return runs_of((stop - numel, numel, in_groups) for stop, (numel, in_groups) in pieces)
 
 
 class GroupStructures:
@@ -71,9 +42,9 @@ class GroupStructures:
 
     def __init__(self, param_group: Any) -> None:
         self._param_group = param_group
-        self._plain: dict[int, Structure] = {}
+        self._plain: dict[int, list[Run]] = {}
 
-    def of(self, numel: int) -> Structure:
+    def of(self, numel: int) -> list[Run]:
         """Return the structure of one rank's part, with `numel` elements."""
         sizes = [
             (param.padded_sharded_param_size.numel(), in_groups(param))

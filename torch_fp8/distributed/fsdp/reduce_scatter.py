@@ -21,8 +21,16 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from torch_fp8.distributed.averaging import (
+    WIRE_DTYPES,
+    Run,
+    by_form,
+    copy_back,
+    joined,
+    target_of,
+)
 from torch_fp8.distributed.collectives import all_to_all
-from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, Structure, factor_of
+from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, factor_of, layout_of
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.ops.messages import pack, unpack_sum
 from torch_fp8.quantization.formats import GROUP_SIZE
@@ -63,11 +71,11 @@ class Float8ReduceScatter(ReduceScatter):
         if not self._exchanges["scatter"]:
             return self._stock(output_tensor, input_tensor, group, op, async_op)
         factor = factor_of(op, dist.get_world_size(group))
-        structure = self.structures.of(output_tensor.numel())
-        messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), structure)
+        runs = self.structures.of(output_tensor.numel())
+        messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), runs)
         received = torch.empty_like(messages)
         work = all_to_all(received, messages, group, async_op)
-        pending = _Pending(work, received, structure, output_tensor, factor)
+        pending = _Pending(work, received, runs, output_tensor, factor)
         if async_op:
             return pending
         pending.finish()
@@ -78,9 +86,9 @@ class _Pending:
     """A work handle: messages on their way, and where their sum belongs."""
 
     def __init__(
-        self, work: Any, messages: Tensor, structure: Structure, output: Tensor, factor: float
+        self, work: Any, messages: Tensor, runs: list[Run], output: Tensor, factor: float
     ) -> None:
-        self._work, self._messages, self._structure = work, messages, structure
+        self._work, self._messages, self._runs = work, messages, runs
         self._output, self._factor = output, factor
 
     def wait(self, *args: Any) -> bool:
@@ -90,54 +98,25 @@ class _Pending:
         return True
 
     def finish(self) -> None:
-        unpack_parts(self._messages, self._structure, self._output, self._factor)
+        unpack_parts(self._messages, self._runs, self._output, self._factor)
 
 
-def pack_parts(parts: Tensor, structure: Structure) -> Tensor:
+def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:
     """Encode each of (N, E) parts as a message: (N, B) uint8."""
     if parts.dtype == torch.float16:
         parts = parts.float()
-    runs = [parts[:, start:stop] for start, stop in structure.grouped]
-    runs = [F.pad(run, (0, -run.shape[1] % GROUP_SIZE)) for run in runs]
-    plain = [parts[:, start:stop] for start, stop in structure.plain]
-    return pack(_joined(runs, parts), _joined(plain, parts) if plain else None)
+    grouped, plain = by_form(runs)
+    values = joined(parts, grouped, GROUP_SIZE)
+    if missing := -values.shape[1] % GROUP_SIZE:
+        values = F.pad(values, (0, missing))
+    return pack(values, joined(parts, plain, 1) if plain else None)
 
 
-def unpack_parts(messages: Tensor, structure: Structure, output: Tensor, factor: float) -> None:
+def unpack_parts(messages: Tensor, runs: list[Run], output: Tensor, factor: float) -> None:
     """Write `factor` times the sum of the messages (N, B) into `output` (E,)."""
-    layout = structure.layout
-    dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
-    groups = _target(output, structure.grouped, layout.num_values, dtype)
-    plain = _target(output, structure.plain, layout.num_plain, dtype)
-    unpack_sum(messages, layout, groups, plain if layout.num_plain else None, factor)
-    _distribute(groups, output, structure.grouped, GROUP_SIZE)
-    _distribute(plain, output, structure.plain, 1)
-
-
-def _distribute(
-    source: Tensor, output: Tensor, runs: tuple[tuple[int, int], ...], multiple: int
-) -> None:
-    """Copy runs, each padded to a multiple of elements, to their places if they are not there
-    yet.
-    """
-    if source._is_view():  # a view of the output
-        return
-    offset = 0
-    for start, stop in runs:
-        output[start:stop] = source[offset : offset + stop - start]
-        offset += -(-(stop - start) // multiple) * multiple
-
-
-def _joined(runs: list[Tensor], parts: Tensor) -> Tensor:
-    if len(runs) == 1:
-        return runs[0]
-    return torch.cat(runs, dim=1) if runs else parts[:, :0]
-
-
-def _target(
-    output: Tensor, runs: tuple[tuple[int, int], ...], numel: int, dtype: torch.dtype
-) -> Tensor:
-    """Return where a sum can be written: in place, if it is one run without padding."""
-    if len(runs) == 1 and runs[0][1] - runs[0][0] == numel and output.dtype == dtype:
-        return output[runs[0][0] : runs[0][1]]
-    return torch.empty(numel, dtype=dtype, device=output.device)
+    layout, (grouped, plain) = layout_of(runs), by_form(runs)
+    values = target_of(output, grouped, layout.num_values, WIRE_DTYPES)
+    others = target_of(output, plain, layout.num_plain, WIRE_DTYPES)
+    unpack_sum(messages, layout, values[0], others[0] if layout.num_plain else None, factor)
+    copy_back(output, grouped, *values, GROUP_SIZE)
+    copy_back(output, plain, *others, 1)

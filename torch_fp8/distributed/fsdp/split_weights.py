@@ -61,7 +61,7 @@ def split_sharded(
     ]
     if not whole:
         return reports
-    gathered = {param.sharded_param: param for param in _fsdp_params(model)}
+    gathered = {param.sharded_param: param for param in fsdp_params(model)}
     for parameter in whole:
         _split(parameter, gathered.get(parameter), bits)
     return [convert_optimizer(o, config, model=model) for o in optimizers]
@@ -99,7 +99,7 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
         The number of shards.
     """
     reshard(model)
-    gathered = {param.sharded_param: param for param in _fsdp_params(model)}
+    gathered = {param.sharded_param: param for param in fsdp_params(model)}
     split = [p for p in model.parameters() if isinstance(local(p), SplitShard)]
     for parameter in split:
         assert isinstance(parameter, DTensor)
@@ -144,8 +144,12 @@ def param_groups(module: FSDPModule) -> list:
     return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g]
 
 
-def _fsdp_params(model: nn.Module) -> list[Any]:
-    """Return FSDP2's record of each parameter that it has sharded."""
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Return the parameter groups of all of FSDP's modules, each once."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = dict.fromkeys(group for module in modules for group in param_groups(module))
-    return [param for group in groups for param in group.fsdp_params]
+    return list(dict.fromkeys(group for module in modules for group in param_groups(module)))
+
+
+def fsdp_params(model: nn.Module) -> list[Any]:
+    """Return FSDP2's record of each parameter that it has sharded."""
+    return [param for group in fsdp_groups(model) for param in group.fsdp_params]

@@ -18,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_fp8.distributed.collectives import all_gather
-from torch_fp8.distributed.fsdp.unsharded_weight import transposed_or_recast
+from torch_fp8.distributed.fsdp.unsharded_weight import (
+    exponent_bytes,
+    powers_of_two,
+    transposed_or_recast,
+)
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.recipe import CastSpec
@@ -67,7 +71,7 @@ def pack_shard(
     payload = quantized.qdata.view(torch.uint8).view(shape)
     parts = [_padded(payload, shards)]
     if spec.granularity != "tensorwise":
-        exponents = (quantized.scale.view(torch.int32) >> 23).to(torch.uint8)
+        exponents = exponent_bytes(quantized.scale)
         per_row = _scales_per_row(spec, shape[-1])
         parts.append(_padded(exponents.reshape(*shape[:-1], per_row), shards))
     return parts[0].view(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
@@ -111,8 +115,7 @@ class Gather:
         scale = self.scale
         if scale is None:
             exponents = self._joined(self._output[:, size:], _scales_per_row(self.spec, cols))
-            bits = exponents.to(torch.int32) << 23
-            scale = bits.view(torch.float32).flatten(0, -2)
+            scale = powers_of_two(exponents).flatten(0, -2)
         return QuantizedTensor(qdata.flatten(0, -2), scale, self.spec.granularity)
 
     def _joined(self, parts: Tensor, last: int) -> Tensor:

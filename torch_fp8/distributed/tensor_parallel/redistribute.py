@@ -18,6 +18,7 @@ from torch_fp8.distributed.tensor_parallel.all_gather import (
 )
 from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import waited
 from torch_fp8.tensor.quantizer import output_dtype
@@ -131,7 +132,7 @@ class _Gather(torch.autograd.Function):
         if grad is None:
             return None, None, None
         grad = grad.redistribute(placements=ctx.placements, async_op=True)
-        return _to(grad, ctx.dtype), None, None
+        return cast(grad, ctx.dtype), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -163,7 +164,7 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> Any:
         grad = grad.redistribute(placements=[Replicate()], async_op=True)
-        return _to(grad, ctx.dtype), None
+        return cast(grad, ctx.dtype), None
 
 
 def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
@@ -181,7 +182,3 @@ def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
             f"group, {tuple(x.shape)} here, in plain tensors, which cannot say what belongs where; "
             "pass DTensors (use_local_output=False in the style that makes them), or pad the tokens"
         )
-
-
-def _to(x: DTensor, dtype: torch.dtype) -> DTensor:
-    return x if x.dtype == dtype else x.to(dtype)

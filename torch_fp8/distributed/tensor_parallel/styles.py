@@ -33,8 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_fp8.distributed.tensor_parallel.redistribute import reduce, refuse_gather, replicate
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.transformer_engine import NOT_SHARDED
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine import NOT_SHARDED, TransformerEngineLinear
 
 
 class Float8ColwiseParallel(ColwiseParallel):

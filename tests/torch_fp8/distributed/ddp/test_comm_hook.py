@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torch_fp8.distributed.averaging import Run, _joined, _target
-from torch_fp8.distributed.ddp.comm_hook import runs_of
+from torch_fp8.distributed.averaging import Run, joined, runs_of, target_of
+from torch_fp8.distributed.ddp.comm_hook import pieces_of
 
 pytestmark = pytest.mark.long
 
@@ -47,12 +47,12 @@ def test_what_travels_behind_an_odd_bias_is_aligned(start):
     """Of a bucket, the run that is packed, and the one that is decoded."""
     buffer = torch.randn(start + 4096).bfloat16()
     runs = [Run(start, start + 4096, True)]
-    packed = _joined(buffer, runs, 32)
+    packed = joined(buffer, runs, 32)
     assert torch.equal(packed, buffer[start:])
-    decoded = _target(buffer, runs, 4096, (torch.bfloat16,))
+    decoded, stays = target_of(buffer, runs, 4096, (torch.bfloat16,))
     assert packed.data_ptr() % 16 == decoded.data_ptr() % 16 == 0
     in_place = decoded.data_ptr() == buffer[start:].data_ptr()
-    assert in_place == (start == 0), "in its own place where that is aligned"
+    assert in_place == stays == (start == 0), "in its own place where that is aligned"
 
 
 @RANKS
@@ -243,7 +243,7 @@ def test_neighbours_of_a_kind_travel_as_one_run():
         numel = torch.Size(shape).numel()
         gradients.append(buffer[start : start + numel].view(shape))
         start += numel
-    assert runs_of(buffer, gradients) == [
+    assert runs_of(pieces_of(buffer, gradients)) == [
         Run(0, 9216, True),
         Run(9216, 13317, False),
         Run(13317, 18322, True),

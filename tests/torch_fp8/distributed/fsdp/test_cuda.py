@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.grad_structure import structure_of
+from torch_fp8.distributed.fsdp.grad_structure import layout_of, structure_of
 from torch_fp8.distributed.fsdp.reduce_scatter import pack_parts, unpack_parts
 from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 from torch_fp8.ops.quantize import quantize
@@ -77,7 +77,7 @@ def test_messages_are_those_of_the_cpu():
     parts = torch.randn(4, 33 * 96 + 100 + 64 * 96, dtype=torch.bfloat16)
     messages = pack_parts(parts, structure)
     on_card = pack_parts(parts.to(CUDA), structure)
-    layout = structure.layout
+    layout = layout_of(structure)
     for part in (layout.codes, layout.scales, layout.plain):
         assert torch.equal(part(messages), part(on_card.cpu()))
     outputs = [torch.empty(parts.shape[1], dtype=torch.bfloat16, device=d) for d in ("cpu", CUDA)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fp8.distributed.fsdp.grad_structure import factor_of, structure_of
+from torch_fp8.distributed.fsdp.grad_structure import factor_of, layout_of, structure_of
 from torch_fp8.distributed.fsdp.reduce_scatter import pack_parts, unpack_parts
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 
@@ -12,10 +12,9 @@ from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 def test_groups_begin_anew_with_each_parameter():
     sizes = [(64, True), (96, True), (40, True), (32, True), (7, False), (5, False), (64, True)]
     structure = structure_of(sizes)
-    assert structure.grouped == ((0, 200), (200, 232), (244, 308))
-    assert structure.plain == ((232, 244),)
-    assert structure.layout.num_groups == 7 + 1 + 2
-    assert structure.layout.num_plain == 12
+    assert structure == [(0, 200, True), (200, 232, True), (232, 244, False), (244, 308, True)]
+    assert layout_of(structure).num_groups == 7 + 1 + 2
+    assert layout_of(structure).num_plain == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -36,7 +35,7 @@ def test_sums_come_back_to_their_places(sizes, dtype):
     parts = torch.randint(-8, 9, (3, numel), generator=torch.Generator().manual_seed(0))
     structure = structure_of(sizes)
     messages = pack_parts(parts.to(dtype), structure)
-    assert messages.shape == (3, structure.layout.num_bytes)
+    assert messages.shape == (3, layout_of(structure).num_bytes)
     output = torch.full((numel,), torch.nan, dtype=dtype)
     unpack_parts(messages, structure, output, 0.5)
     assert torch.equal(output, (parts.sum(0) * 0.5).to(dtype))

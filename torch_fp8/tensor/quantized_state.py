@@ -1,0 +1,116 @@
+"""`QuantizedState`: an optimizer's state in 8 bits that reads, and takes writes, as float32.
+
+Code which reads, resets, scales or prunes a stock optimizer's state works on it; the optimizer's
+step takes the codes. Copies by operators (``clone``, ``to`` another dtype) are plain float32
+tensors, and so is a pickle.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.quantization.block_scaled import row_parts
+from torch_fp8.tensor.encoded import Encoded, plain
+
+
+class QuantizedState(Encoded):
+    """A state of codes and scales, which its aliases share and which are written in place.
+
+    Attributes:
+        codes: named tuple of the codes ``qdata`` (R, K) and a ``scale`` (R, G) for each of G groups
+            along a row; (R, K) is `matrix_shape` of the shape.
+        format: format of the codes, if there are several.
+    """
+
+    codes: Any
+    format: Any
+
+    @staticmethod
+    def __new__(cls: Any, codes: Any, shape: torch.Size, format: Any = None) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.float32, device=codes.qdata.device
+        )
+        self.codes, self.format = codes, format
+        return self
+
+    def encode_rows(self, rows: Tensor) -> Any:
+        """Return the codes of some rows (r, K) float32, rounded to nearest."""
+        raise NotImplementedError
+
+    def decode_rows(self, codes: Any) -> Tensor:
+        """Return the values (r, K) float32 of some rows' codes."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def dequantize(self, device: torch.device | None = None) -> Tensor:
+        """Return a plain float32 tensor, on `device` if one is given; rows are decoded in parts."""
+        rows, cols = self.codes.qdata.shape
+        device = device or self.device
+        value = torch.empty((rows, cols), dtype=torch.float32, device=device)
+        for part in row_parts(rows, cols) if device.type != "meta" else ():
+            value[part] = self.decode_rows(type(self.codes)(*(x[part] for x in self.codes)))
+        return value.view(self.shape)
+
+    def store(self, x: Tensor) -> None:
+        self.write(x, lambda rows, first_row: self.encode_rows(rows))
+
+    @torch.no_grad()
+    def write(self, x: Tensor, encode: Callable[[Tensor, int], Any]) -> None:
+        """Store a tensor in parts.
+
+        Args:
+            x: tensor that broadcasts to this shape.
+            encode: codes of rows (r, K) float32 and the number of the first of them.
+        """
+        rows, cols = self.codes.qdata.shape
+        matrix = plain(x).detach().expand(self.shape).reshape(rows, cols)
+        for part in row_parts(rows, cols) if self.device.type != "meta" else ():
+            encoded = encode(matrix[part].to(self.device, torch.float32), part.start)
+            for target, value in zip(self.codes, encoded, strict=True):
+                target[part] = value
+
+    def alias(self) -> Any:
+        return self.like(self.codes)
+
+    def like(self, codes: Any) -> Any:
+        """Return a state of this format and shape with other codes."""
+        return type(self)(codes, self.shape, self.format)
+
+    def map_codes(self, function: Any) -> Any:
+        """Return a state whose codes and scales are those of this one after `function`."""
+        return self.like(type(self.codes)(*map(function, self.codes)))
+
+    @property
+    def qdata(self) -> Tensor:
+        return self.codes.qdata
+
+    @property
+    def scale(self) -> Tensor:
+        return self.codes.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["qdata", "scale"], (type(self.codes), self.shape, self.format)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Any:
+        codes, *form = context
+        return cls(codes(**inner), *form)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.map_codes(torch.clone)
+
+    def __repr__(self, **options: Any) -> str:
+        return f"{self.dequantize()!r} in 8 bits"
+
+
+def _to_copy(state: QuantizedState, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+    if dtype not in (None, torch.float32) or device is None:
+        return NotImplemented
+    return state.map_codes(lambda x: x.to(device))
+
+
+QuantizedState.handlers = {torch.ops.aten._to_copy.default: _to_copy}
