@@ -47,14 +47,27 @@ def model_class(checkpoint: Path) -> Any:
         raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
     try:
         transformers = importlib.import_module("transformers")
+        cls = getattr(transformers, str(names[0]), None)  # its module is imported now
     except ImportError as error:
-        raise ImportError(
-            f"transformers builds the model of a checkpoint; pip install transformers ({error})"
+        raise missing_transformers(
+            "transformers builds the model of a checkpoint", error
         ) from error
-    cls = getattr(transformers, str(names[0]), None)
     if cls is None:
         raise ValueError(
             f"{str(file)!r} names the architecture {names[0]!r}, which transformers "
             f"{transformers.__version__} has not; load the model and call torch_fp8.export"
         )
     return cls
+
+
+def missing_transformers(purpose: str, error: BaseException) -> ImportError:
+    """Return an error that says what to install.
+
+    Args:
+        purpose: what transformers is needed for.
+        error: why it cannot be imported: it is missing, or a package that it needs.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    cause = str(error).partition("\n")[0].strip()
+    return ImportError(f"{purpose}: pip install transformers ({cause})")

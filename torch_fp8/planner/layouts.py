@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.environment.host_models import model_folder
+from torch_fp8.environment.host_models import missing_transformers, model_folder
 
 _LLAMA_3 = {
     "model_type": "llama",
@@ -283,6 +283,8 @@ def _from_name(model: Any) -> Any:
         raise ValueError(f"{file} has no hidden_size: the model's sizes are not known")
     try:
         return transformers.AutoConfig.for_model(kind, **fields)
+    except ImportError as error:
+        raise missing_transformers("transformers builds models", error) from error
     except Exception as error:
         raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
 
@@ -291,7 +293,7 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ImportError("models are built by transformers: pip install transformers") from error
+        raise missing_transformers("transformers builds models", error) from error
 
 
 def _text(config: Any) -> Any:
