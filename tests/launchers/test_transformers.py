@@ -50,3 +50,9 @@ def test_the_trainer_trains_shards_of_fsdp2_and_refuses_tensor_parallelism(outpu
     text = run(outputs, tmp_path, "tp", "trainer")
     said = r"refused: ValueError: mixed_precision='fp8' .* does not run with tensor parallelism"
     assert len(re.findall(said, text)) == 2, text
+
+
+def test_the_trainer_trains_experts_that_are_divided_among_ranks(outputs, tmp_path):
+    text = run(outputs, tmp_path, "ep", "trainer")
+    assert len(re.findall(r"rank \d trained: \[\d", text)) == 2, text
+    assert "12 of 13 linear layers" in text  # 8 of attention, and 4 fused weights
