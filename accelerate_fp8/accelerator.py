@@ -77,6 +77,8 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         return
     refuse_old_hosts()
     refuse_unsupported(bound.arguments)
+    # Before Accelerate, whose error on a CPU names neither FP8 nor tensor parallelism.
+    refuse_tensor_parallel(bound.arguments.get("parallelism_config"))
     config, notes = resolve_config(explicit.config if explicit is not None else None)
     config, lines = recipe_of_rollouts(config)
     for line in lines:

@@ -43,12 +43,16 @@ def test_accelerate_refuses_a_model_that_comes_sharded_before_training(outputs, 
 
 
 def test_the_trainer_trains_shards_of_fsdp2_and_refuses_tensor_parallelism(outputs, tmp_path):
-    """On the CPU Accelerate refuses the Trainer's tensor parallelism itself, before our turn."""
     text = run(outputs, tmp_path, "fsdp", "trainer")
     assert len(re.findall(r"rank \d trained: \[\d", text)) == 2, text
     assert "14 of 15 linear layers" in text
     assert "16 weights stay float32: they were sharded before" in text
     text = run(outputs, tmp_path, "tp", "trainer")
-    assert (
-        len(re.findall("refused: ValueError: .*(ParallelismConfig|tensor parallelism)", text)) == 2
-    )
+    said = r"refused: ValueError: mixed_precision='fp8' .* does not run with tensor parallelism"
+    assert len(re.findall(said, text)) == 2, text
+
+
+def test_the_trainer_trains_experts_that_are_divided_among_ranks(outputs, tmp_path):
+    text = run(outputs, tmp_path, "ep", "trainer")
+    assert len(re.findall(r"rank \d trained: \[\d", text)) == 2, text
+    assert "12 of 13 linear layers" in text  # 8 of attention, and 4 fused weights

@@ -12,7 +12,21 @@ def imported(package: str, why: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(f"{why}: pip install {package} ({error})") from error
+        raise missing(package, why, error) from error
+
+
+def missing(package: str, why: str, error: BaseException) -> ImportError:
+    """Return an error that says what to install.
+
+    Args:
+        package: what cannot be imported.
+        why: what it is needed for.
+        error: why it cannot be: it is missing, or a package that it needs.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    cause = str(error).partition("\n")[0].strip()
+    return ImportError(f"{why}: pip install {package} ({cause})")
 
 
 def model_folder(name: str | Path) -> Path | None:
@@ -53,8 +67,12 @@ def model_class(checkpoint: Path) -> Any:
         names = json.loads(file.read_text()).get("architectures") or [None]
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{str(file)!r} cannot be read: {error}") from error
-    transformers = imported("transformers", "transformers builds the model of a checkpoint")
-    cls = getattr(transformers, str(names[0]), None)
+    why = "transformers builds the model of a checkpoint"
+    transformers = imported("transformers", why)
+    try:
+        cls = getattr(transformers, str(names[0]), None)  # its module is imported now
+    except ImportError as error:
+        raise missing("transformers", why, error) from error
     if cls is None:
         raise ValueError(
             f"{str(file)!r} names the architecture {names[0]!r}, which transformers "

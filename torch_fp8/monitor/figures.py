@@ -121,7 +121,7 @@ def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _dress(axes: Any) -> None:
-    ticker = importlib.import_module("matplotlib.ticker")
+    ticker = _imported("matplotlib.ticker")
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
@@ -143,7 +143,7 @@ def draw_map(heat: HeatMap) -> bytes:
     height, left = tall + 0.75, 0.02 + 0.0058 * max(map(len, labels))
     bottom = 0.5 / height
     figure, axes = _figure(11, height, left, bottom, 0.9 - left, tall / height)
-    colors = importlib.import_module("matplotlib.colors")
+    colors = _imported("matplotlib.colors")
     topic = heat.topic
     places = _places(heat)
     norm = colors.FuncNorm(places, topic.lowest, topic.highest)
@@ -185,7 +185,7 @@ def draw_map(heat: HeatMap) -> bytes:
 
 def _places(heat: HeatMap) -> tuple[Any, Any]:
     """Return where a value lies among the colours, and back: red begins at the strictest bound."""
-    numpy = importlib.import_module("numpy")
+    numpy = _imported("numpy")
     topic = heat.topic
     values = [topic.lowest, topic.highest]
     places = [0.0, 1.0]
@@ -230,15 +230,20 @@ def _cut(name: str) -> str:
     return name if len(name) <= _MOST_LETTERS else "\u2026" + name[1 - _MOST_LETTERS :]
 
 
+def _imported(name: str) -> Any:
+    """Import matplotlib, or numpy, which it brings."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"torch-fp8 report draws with matplotlib: pip install matplotlib ({error})"
+        ) from error
+
+
 def _figure(
     width: float, height: float, left: float, bottom: float, wide: float, tall: float
 ) -> tuple[Any, Any]:
-    try:
-        module = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ImportError(
-            "torch-fp8 report draws with matplotlib: pip install matplotlib"
-        ) from error
+    module = _imported("matplotlib.figure")
     figure = module.Figure(figsize=(width, height), facecolor="white")
     axes = figure.add_axes((left, bottom, wide, tall))
     axes.tick_params(colors=INK, labelsize=8.5)
@@ -247,7 +252,7 @@ def _figure(
 
 
 def _finished(figure: Any) -> bytes:
-    image = importlib.import_module("PIL.Image")  # which matplotlib writes PNGs with
+    image = _imported("PIL.Image")  # which matplotlib writes PNGs with
     file, drawn = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
     with image.open(drawn) as whole:  # a palette takes fewer bytes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.environment.host_models import imported, model_folder
+from torch_fp8.environment.host_models import imported, missing, model_folder
 
 
 def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:
@@ -245,12 +245,14 @@ def _from_name(model: Any) -> Any:
         raise ValueError(f"{file} has no hidden_size: the model's sizes are not known")
     try:
         return transformers.AutoConfig.for_model(kind, **fields)
+    except ImportError as error:
+        raise missing("transformers", "transformers builds models", error) from error
     except Exception as error:
         raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
 
 
 def _transformers() -> Any:
-    return imported("transformers", "models are built by transformers")
+    return imported("transformers", "transformers builds models")
 
 
 def _text(config: Any) -> Any:

@@ -1,5 +1,5 @@
-"""``distributed_config.py {tp,fsdp} FOLDER [accelerate|trainer]``: transformers shards a model as
-it loads it.
+"""``distributed_config.py {tp,fsdp,ep} FOLDER [accelerate|trainer]``: transformers shards a model
+as it loads it, with ``ep`` a mixture of experts.
 
 A loop of one's own trains it, or a host; prints the losses, or why FP8 is refused.
 """
@@ -9,7 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 import torch_fp8
@@ -22,13 +22,18 @@ rank = dist.get_rank()
 if rank == 0:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, num_hidden_layers=2, num_key_value_heads=4, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes |= {"vocab_size": 256, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**sizes, **experts) if kind == "ep" else LlamaConfig(**sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 dist.barrier()
-how = (
-    DistributedConfig(tp_size=2, tp_plan="auto") if kind == "tp" else DistributedConfig(fsdp_size=2)
-)
-model = LlamaForCausalLM.from_pretrained(folder, distributed_config=how)
+options = {
+    "tp": {"tp_size": 2, "tp_plan": "auto"},
+    "fsdp": {"fsdp_size": 2},
+    "ep": {"fsdp_size": 2, "ep_size": 2},
+}
+how = DistributedConfig(**options[kind])
+model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=how)
 ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(rank))
 losses = []
 

@@ -20,9 +20,26 @@ def test_experts_under_ddp_have_8_bit_gradients(cases):
 @pytest.mark.parametrize("case", ["fsdp2", "expert_parallel"])
 def test_sharded_experts_train_as_in_one_process(cases, case):
     """Expert parallelism weights rows behind the second GEMM, not before its cast."""
-    for want, losses, agreement in cases[case]:
+    for want, losses, agreement, _ in cases[case]:
         assert losses == pytest.approx(want, rel=0.005)
         assert agreement > 20
+
+
+def test_ranks_that_share_a_batch_sum_the_outputs_of_their_experts(cases):
+    """Expert parallelism by an all-reduce, of a model of which no FP8 layer is cut."""
+    for want, losses, agreement, summary in cases["all_reduce"]:
+        assert losses == pytest.approx(want, rel=0.005)
+        assert agreement > 20
+        assert "6 of 7 linear layers" in summary
+        assert "tp_plan" not in summary
+
+
+def test_layers_that_transformers_cuts_stay_in_bf16_beside_experts_in_fp8(cases):
+    for want, losses, agreement, summary in cases["all_reduce_beside_cut_layers"]:
+        assert losses == pytest.approx(want, rel=0.005)
+        assert agreement > 20
+        assert "2 fused weights in FP8" in summary
+        assert "and 1 more: its forward was replaced on the instance, for tensor" in summary
 
 
 @pytest.mark.parametrize("case", ["gathered_plain", "gathered_transposed"])

@@ -1,5 +1,6 @@
 """Cases of fused experts on two ranks: DDP, FSDP2, and transformers' expert parallelism."""
 
+import dataclasses
 import tempfile
 from unittest import mock
 
@@ -28,13 +29,13 @@ from torch_fp8.nn.expert_storage import transposed_stacked
 STEPS = 2
 
 
-def _saved():
+def _saved(name="Qwen3Moe"):
     """Return the folder of a model that every rank loads."""
     folder = [tempfile.mkdtemp()] if RANK == 0 else [None]
     dist.broadcast_object_list(folder)
     if RANK == 0:
         torch.manual_seed(0)
-        model = moe_model("Qwen3Moe", num_hidden_layers=1)
+        model = moe_model(name, num_hidden_layers=1, layer_types=["full_attention"])
         for parameter in model.parameters():
             if parameter.ndim == 3:
                 torch.nn.init.normal_(parameter, std=0.05)
@@ -44,9 +45,9 @@ def _saved():
 
 
 def _loaded(folder, **options):
-    from transformers import Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return Qwen3MoeForCausalLM.from_pretrained(folder, **options)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
 def _batch():
@@ -79,13 +80,14 @@ def _one_process(folder, config):
     return _train(model, optimizer, _batch().chunk(RANKS))
 
 
-def _compared(folder, config, parallel):
-    """Return the losses of both, and the least agreement of the experts' gradients in dB."""
+def _compared(folder, config, parallel, part="experts"):
+    """Return the losses of both, and the least agreement of gradients in dB, of names with
+    `part`."""
     want, want_grads = _one_process(folder, config)
     losses, grads = parallel
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
-    names = [name for name in want_grads if "experts" in name]
+    names = [name for name in want_grads if part in name]
     ours = {name.removeprefix("module."): grad for name, grad in grads.items()}
     return want, (mean / RANKS).tolist(), min(db(want_grads[n], ours[n]) for n in names)
 
@@ -102,26 +104,55 @@ def case_ddp():
     return *_compared(folder, config, parallel), report.num_fp8_gradients
 
 
-def _sharded(**options):
+def _sharded(batches, name="Qwen3Moe", skipped=(), part="experts", **options):
+    """Train a model that transformers shards; return what `_compared` does, and its report.
+
+    Args:
+        batches: those of this rank in each step.
+        name: a model of `tests.moe_models`.
+        skipped: layers that run in BF16 in one process.
+        part: part of the names of the gradients that are compared.
+        options: those of transformers' DistributedConfig.
+    """
     from transformers.distributed import DistributedConfig
 
-    folder, config = _saved(), FP8Config(recipe="rowwise")
+    folder, config = _saved(name), FP8Config(recipe="rowwise")
     model = _loaded(folder, distributed_config=DistributedConfig(**options))
     report = convert_to_float8(model, config)
     assert len(report.experts) == 2
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     split_sharded(model, [optimizer], config)
     connect_fsdp(model, config)
-    parallel = _train(model, optimizer, [_batch().chunk(RANKS)[RANK]])
-    return _compared(folder, config, parallel)
+    parallel = _train(model, optimizer, batches)
+    whole = dataclasses.replace(config, skip=(*config.skip, *skipped))
+    return *_compared(folder, whole, parallel, part), report.summary()
 
 
 def case_fsdp2():
-    return _sharded(fsdp_size=RANKS)
+    return _sharded([_batch().chunk(RANKS)[RANK]], fsdp_size=RANKS)
 
 
 def case_expert_parallel():
-    return _sharded(fsdp_size=RANKS, ep_size=RANKS)
+    return _sharded([_batch().chunk(RANKS)[RANK]], fsdp_size=RANKS, ep_size=RANKS)
+
+
+def _sharing_a_batch(**options):
+    """Expert parallelism of ranks that compute the same tokens.
+
+    In one micro-batch: transformers sums gradients of norms between ranks in each, those of earlier
+    micro-batches once more.
+    """
+    sizes = {"tp_size": RANKS, "ep_size": RANKS, "ep_implementation": "all_reduce"}
+    return _sharded([_batch()], part="", **sizes, **options)
+
+
+def case_all_reduce():
+    """The tensor-parallel plan of GPT-OSS cuts ``lm_head`` alone."""
+    return _sharing_a_batch(name="GptOss")
+
+
+def case_all_reduce_beside_cut_layers():
+    return _sharing_a_batch(skipped=("self_attn",))
 
 
 class _Block(nn.Module):

@@ -1,0 +1,81 @@
+"""Commands of torch-fp8 without a package: they work, or say in a line what to install."""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.monitor.run_log import RunLog
+
+pytestmark = pytest.mark.long
+SCRIPT = Path(__file__).with_name("missing_packages.py")
+MODEL = ("plan", "plan lora", "check", "export")
+"""Commands for which transformers builds a model."""
+UNUSED = "accelerate,lightning,pytorch_lightning,lightning_fabric,trl,triton,datasets,torchao"
+CASES = {
+    UNUSED: {"plan lora": "peft"},  # which needs accelerate
+    "peft,matplotlib": {"plan lora": "peft", "report": "matplotlib"},
+    "transformers": dict.fromkeys(MODEL, "transformers"),
+    "safetensors": dict.fromkeys(MODEL, "transformers"),
+    "numpy": {**dict.fromkeys(MODEL, "transformers"), "report": "matplotlib"},
+    f"transformers,peft,matplotlib,numpy,safetensors,huggingface_hub,{UNUSED}": {
+        **dict.fromkeys(MODEL, "transformers"),
+        "report": "matplotlib",
+    },
+}
+"""Packages that are missing -> command -> the package that it names."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("inputs")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(folder / "model")
+    config = FP8Config(checkpoint_states="fp8")
+    layer = torch.nn.Linear(64, 64)
+    convert_to_float8(layer, config)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    convert_optimizer(optimizer, config, model=layer)
+    layer(torch.ones(16, 64)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    names = [f"fp8/layers.{i}/input/sqnr" for i in range(2)]
+    log = RunLog(folder / "run", names, {"monitor": 10})
+    for step in range(10, 50, 10):
+        losses = [[s, 5 * math.exp(-s / 60)] for s in range(step - 9, step + 1)]
+        log.write(step, values=[31.0, 30.0], losses=losses)
+    return folder
+
+
+@pytest.mark.parametrize("hidden", CASES, ids=lambda hidden: hidden.replace(UNUSED, "others"))
+def test_a_command_works_or_names_a_package(hidden, inputs, forked_python, tmp_path):
+    for path in inputs.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    done = subprocess.run(
+        [forked_python, SCRIPT, tmp_path, hidden],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    wanted = CASES[hidden]
+    for command, (status, errors) in results.items():
+        lines = [x for x in errors.splitlines() if x.strip() and "Loading weights" not in x]
+        if command not in wanted:
+            assert (status, lines) == (0, []), command
+            continue
+        assert status in (1, 2), command
+        (line,) = lines
+        assert line.startswith(f"torch-fp8 {command.split()[0]}: ")
+        assert f"pip install {wanted[command]}" in line
+        assert "fault of torch-fp8" not in line
