@@ -338,5 +338,8 @@ def test_attention_in_fp8_saves_less():
         "recipe": "tensorwise",
         "save_attention": "qkv",
     }
+    shared = make_setup(config, **SMALL, save_attention="qkvo")
+    with_output = counts.step_bytes(shared, "policy", "O1").saved
+    assert saved[1] - with_output == tokens * 4 * 16 * 2  # once in FP8, and not in BF16, too
     with pytest.raises(ValueError, match="save_attention='kv' is unknown"):
         make_setup(config, **SMALL, save_attention="kv")
