@@ -136,7 +136,7 @@ class SavedOperands:
         Args:
             result: what attention returns.
         """
-        for saved in self._results if isinstance(result, Tensor) else ():
+        for saved in self._results:
             saved.follow(result)
         self.tensors, self._results = (), []
         self._known.clear()

@@ -36,12 +36,20 @@ class SavedOutput:
         self._version, self._outer = tensor._version, outer
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
         self._payload: tuple[Any, Any, Any] | None = None
+        self._other: Any = None
 
-    def follow(self, result: Tensor) -> None:
-        """Lie with what attention returns, if that is the tensor that was saved."""
+    def follow(self, result: Any) -> None:
+        """Lie with what attention returns, if that is the tensor; else it goes to the outer hooks.
+
+        Args:
+            result: attention's, the same for all that it has saved.
+        """
         saved = self._tensor
-        if saved is not None and result.untyped_storage()._cdata == saved.untyped_storage()._cdata:
+        assert saved is not None
+        if isinstance(result, Tensor) and _storage(result) == _storage(saved):
             vars(_root(result))[_ATTRIBUTE] = self
+        else:
+            self._other, self._tensor = self._outer[0](saved), None
 
     def take(self, x: Tensor, payload: QuantizedTensor) -> None:
         """Hold the payload instead of the tensor, if it was cast from this tensor.
@@ -74,8 +82,10 @@ class SavedOutput:
             features = decoded.t()[: self._tokens]  # (K, M padded) -> (M, K)
             rows = features.new_empty(features.shape, dtype=self._dtype).copy_(features)
             return rows.as_strided(self._size, self._stride)
+        if self._tensor is None:
+            other: Tensor = self._outer[1](self._other)
+            return other
         tensor = self._tensor
-        assert tensor is not None
         if tensor._version != self._version:
             raise RuntimeError(
                 "a tensor that attention needs for its gradient has been modified by an in-place "
@@ -100,6 +110,10 @@ def _root(x: Tensor) -> Tensor:
     """Return the tensor of which x is a view, or x: attributes of that are found from all views."""
     base: Tensor | None = x._base
     return x if base is None else base
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _is_dense(x: Tensor) -> bool:
