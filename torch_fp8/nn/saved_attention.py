@@ -90,6 +90,7 @@ class SavedOperands:
 
     Attributes:
         tensors: rounded q, k and v, in the dtype in which attention computes, until `close`.
+        queries_by_token: whether rounded q lies as (B, S, H, D) in memory.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class SavedOperands:
         # A result of attention that its own node holds would hold that node, but for its values.
         self._outer = hooks or (Tensor.detach, lambda tensor: tensor)
         self._waits = output and not is_of_checkpoint(hooks)
+        # Kernels lay their output as q lies: so it is what the next layer reads, and no copy is.
+        self.queries_by_token = output and not contiguous
         self._results: list[SavedOutput] = []
         if centred:
             key = key - key.detach().mean(-2, keepdim=True)
@@ -180,8 +183,9 @@ class _Round(torch.autograd.Function):
         *tensors, operands = arguments
         saved: list[Tensor] = []
         rounded = []
-        for tensor in tensors:
-            payload, form = _encoded(tensor)
+        for place, tensor in enumerate(tensors):
+            by_token = place == 0 and operands.queries_by_token
+            payload, form = _encoded(tensor, (0, 2, 1, 3) if by_token else None)
             saved += payload.qdata, payload.scale
             operands.forms.append(form)
             rounded.append(_decoded(payload, form))
@@ -197,10 +201,16 @@ class _Round(torch.autograd.Function):
         return (*grads, None)
 
 
-def _encoded(x: Tensor) -> tuple[QuantizedTensor, _Form]:
-    """Quantize x (..., D) by rows of D elements, in the order in which they lie in memory."""
-    outer = sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
-    order = (*outer, x.ndim - 1)
+def _encoded(x: Tensor, order: tuple[int, ...] | None) -> tuple[QuantizedTensor, _Form]:
+    """Quantize x (..., D) by rows of D elements.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        order: dimensions of the result, the outermost in memory first; None: as x lies.
+    """
+    if order is None:
+        outer = sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
+        order = (*outer, x.ndim - 1)
     lying = x.permute(order)
     strides = [0] * x.ndim
     for place, dim in enumerate(order):

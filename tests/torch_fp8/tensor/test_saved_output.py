@@ -98,6 +98,18 @@ def test_the_output_is_not_there_twice(case, monkeypatch):
     assert live["qkv"] - live["qkvo"] == 2 * NUMEL
 
 
+def test_queries_of_any_layout_share_the_output():
+    """Models that normalize q have it by head, and kernels lay their output as q lies."""
+    live = {}
+    for config in (QKV, QKVO):
+        q, k, v = operands(torch.bfloat16)
+        with _Block(config) as block, LiveBytes() as mode:
+            y = block(q.contiguous(), k, v)  # (B, H, S, D) in memory
+            live[config.save_attention] = mode.total
+            del y
+    assert live["qkv"] - live["qkvo"] == 2 * NUMEL
+
+
 def test_hooks_around_see_one_byte_an_element():
     tensors = operands(torch.bfloat16)
     with _Block() as block, count_saved([*tensors, block.attention.module.o_proj.weight]) as saved:
