@@ -15,11 +15,11 @@ Formats: ``int8``, what a converted Muon stores; ``int8 gathered``, where ranks 
 is to be orthogonalized, too, as under FSDP2; ``int8 random``, with random thresholds; ``e4m3``,
 what Adam's first moment is stored in.
 
-The others were tried for the cells where ``int8`` stays below 0.985, and none of them reaches it in
-all: ``/32, byte scale`` has 32 elements a scale of one byte, at the same bytes; ``/16`` has 9 % more
-bytes; ``columns`` groups along the rows of the other dimension; ``row x column`` has the smaller of
-both maxima as scale; ``mu-law`` has codes that are finer near zero; ``subtracted`` takes thresholds
-off again when it decodes; ``nearest`` has none.
+The others were tried for the cells where ``int8`` stays below 0.985, and none of them reaches it
+in all: ``/32, byte scale`` has 32 elements a scale of one byte, at the same bytes; ``/16`` has 9 %
+more bytes; ``columns`` groups along the other dimension; ``row x column`` has the smaller of both
+maxima as scale; ``mu-law`` has codes that are finer near zero; ``subtracted`` takes thresholds off
+again when it decodes; ``nearest`` has none.
 """
 
 import argparse

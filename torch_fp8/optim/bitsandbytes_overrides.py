@@ -7,6 +7,7 @@ asks 32-bit states would get 8-bit ones.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 @contextlib.contextmanager
 def placed_overrides(optimizer: Optimizer) -> Iterator[None]:
     """Let bitsandbytes find by their places what it has for weights; nothing for any other."""
-    manager = getattr(optimizer, "mng", None)
+    manager: Any = getattr(optimizer, "mng", None)
     if not hasattr(manager, "pid2config") or not hasattr(optimizer, "check_overrides"):
         yield
         return
