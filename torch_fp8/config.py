@@ -26,7 +26,6 @@ _GONE = {
     "is gone; take 'fp8', which is more exact at the same bytes, or register a communication hook "
     "of your own on DDP"
 }
-_NOT_BUILT = {"qkvo": "is not built: attention's output is saved as it is; take 'qkv'"}
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,10 @@ class FP8Config:
         save_activations (str): ``fp8`` or ``bf16``: what norms and gated MLPs keep for backward,
             E4M3 with a scale for each 128 elements or their inputs as they are. Linear layers keep
             the FP8 payload that their GEMM takes, except for ``wgrad="bf16"``. Default: ``"fp8"``.
-        save_attention (str): ``bf16`` or ``qkv``: what attention of transformers' models keeps of
-            q, k and v for backward, their own dtype or E4M3 with a scale for each token and head.
-            Forward multiplies the same rounded values. Default: ``"bf16"``.
+        save_attention (str): ``bf16``, ``qkv`` or ``qkvo``: what attention of transformers' models
+            keeps of q, k and v for backward, their own dtype or E4M3 with a scale for each token
+            and head. Forward multiplies the same rounded values. With ``qkvo`` attention keeps its
+            output as the FP8 payload that the layer behind it keeps anyway. Default: ``"bf16"``.
         eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8 too.
             Default: ``True``.
         skip (tuple[str, ...]): patterns on the qualified name of modules that stay in high
@@ -197,7 +197,7 @@ class FP8Config:
     agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")
     save_activations: str = option("fp8", choices=("fp8", "bf16"))
-    save_attention: str = option("bf16", choices=("bf16", "qkv"), gone=_NOT_BUILT)
+    save_attention: str = option("bf16", choices=("bf16", "qkv", "qkvo"))
     eval_fp8: bool = option(True, of="layer")
     skip: tuple[str, ...] = option(("lm_head",))
     overrides: dict[str, Any] = field(default_factory=Overrides)

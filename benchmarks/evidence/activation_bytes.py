@@ -52,6 +52,7 @@ VARIANTS = {
     "wgrad bf16": {"wgrad": "bf16"},
     "save_activations bf16": {"save_activations": "bf16"},
     "save_attention qkv": {"save_attention": "qkv"},
+    "save_attention qkvo": {"save_attention": "qkvo"},
 }
 CHECKPOINTED = "checkpointed"
 COLUMNS = (

@@ -172,6 +172,7 @@ def _kept_by_stock(layout):
         ({"wgrad": "bf16"}, 0.56),
         ({"save_activations": "bf16"}, 0.64),
         ({"save_attention": "qkv"}, 0.42),
+        ({"save_attention": "qkvo"}, 0.38),
     ],
     ids=str,
 )

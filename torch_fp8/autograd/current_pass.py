@@ -151,6 +151,11 @@ def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
     return None if top is None else top(False)
 
 
+def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
+    """Return whether saved-tensor hooks are those of a checkpoint, in either of its passes."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == _FIRST_PASS[0]
+
+
 def _enclosed(function: Any, name: str) -> Any:
     """A variable that a function has from where it was defined, or None."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())

@@ -13,7 +13,9 @@ from torch_fp8.nn.attention_dispatch import (
     eager_function,
     is_marked,
     mark,
+    output_projection,
     registry,
+    shares_output,
     unmark,
 )
 from torch_fp8.nn.class_swap import stock_class
@@ -28,16 +30,19 @@ class SavedAttention(NamedTuple):
 
     Attributes:
         saved: qualified names of those that save q, k and v in FP8.
+        shared: those of them whose output a layer keeps in FP8.
         left: the others, with the reason; empty where nobody asks for FP8.
     """
 
     saved: tuple[str, ...]
+    shared: tuple[str, ...]
     left: tuple[SkippedModule, ...]
 
 
 def save_attention(model: nn.Module, config: FP8Config) -> SavedAttention:
     """Have the attention modules of `model` save what `config` says."""
     saved: list[str] = []
+    shared: list[str] = []
     left: list[SkippedModule] = []
     for name, module in model.named_modules():
         reason = _reason(name, module, config)
@@ -46,13 +51,16 @@ def save_attention(model: nn.Module, config: FP8Config) -> SavedAttention:
         if config.save_attention == "bf16" or not _is_attention(module):
             continue
         if reason is None:
-            mark(module)
+            projection = output_projection(module) if config.save_attention == "qkvo" else None
+            mark(module, projection)
             saved.append(name)
+            if shares_output(module, projection):
+                shared.append(name)
         elif not any(_holds(other.name, name) for other in left):
             left.append(SkippedModule(name, reason))
     # A module around attention that is known, or within it, is not named.
     left = [s for s in left if not any(_holds(s.name, n) or _holds(n, s.name) for n in saved)]
-    return SavedAttention(tuple(saved), tuple(left))
+    return SavedAttention(tuple(saved), tuple(shared), tuple(left))
 
 
 def leave_attention(model: nn.Module) -> None:

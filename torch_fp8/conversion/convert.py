@@ -124,6 +124,7 @@ def convert_to_float8(
         experts=tuple(layers.experts),
         were_eager=were_eager(model.modules()),
         attention=attention.saved,
+        shared_outputs=attention.shared,
         other_attention=attention.left,
     )
 

@@ -65,6 +65,7 @@ class ConversionReport:
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a loop in Python before.
         attention: qualified names of the attention modules that save q, k and v in FP8.
+        shared_outputs: those of them whose output a layer keeps in FP8 for both.
         other_attention: attention that saves them as they are, though the configuration asks for
             FP8, with the reason.
     """
@@ -88,6 +89,7 @@ class ConversionReport:
     experts: tuple[str, ...] = ()
     were_eager: bool = False
     attention: tuple[str, ...] = ()
+    shared_outputs: tuple[str, ...] = ()
     other_attention: tuple[SkippedModule, ...] = ()
 
     @property
@@ -242,11 +244,28 @@ class ConversionReport:
                 f"  attention {counted(len(self.attention), 'module')} with q, k and v saved in "
                 "FP8, but within torch.compile"
             )
-            return [first, *lines]
+            return [first, *self._output_lines(), *lines]
         if not lines:
             lines.append(
                 f"  warning   save_attention={self.config.save_attention!r} changes nothing: no "
                 "attention was found"
+            )
+        return lines
+
+    def _output_lines(self) -> list[str]:
+        if self.config.save_attention != "qkvo":
+            return []
+        lines = []
+        if self.shared_outputs:
+            lines.append(
+                f"  attention {counted(len(self.shared_outputs), 'module')} with the output saved "
+                "once in FP8, with the layer behind; as it is within activation checkpoints"
+            )
+        alone = len(self.attention) - len(self.shared_outputs)
+        if alone:
+            lines.append(
+                f"  attention {counted(alone, 'module')} with the output saved as it is: no layer "
+                "of the module keeps it in FP8 for a weight's gradient"
             )
         return lines
 

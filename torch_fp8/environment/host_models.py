@@ -12,10 +12,10 @@ def imported(package: str, why: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise missing(package, why, error) from error
+        raise missing_package(package, why, error) from error
 
 
-def missing(package: str, why: str, error: BaseException) -> ImportError:
+def missing_package(package: str, why: str, error: BaseException) -> ImportError:
     """Return an error that says what to install.
 
     Args:
@@ -72,7 +72,7 @@ def model_class(checkpoint: Path) -> Any:
     try:
         cls = getattr(transformers, str(names[0]), None)  # its module is imported now
     except ImportError as error:
-        raise missing("transformers", why, error) from error
+        raise missing_package("transformers", why, error) from error
     if cls is None:
         raise ValueError(
             f"{str(file)!r} names the architecture {names[0]!r}, which transformers "

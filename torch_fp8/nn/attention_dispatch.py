@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torch_fp8.autograd.current_pass import in_high_precision
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
 from torch_fp8.nn.saved_attention import SavedOperands, can_round
 from torch_fp8.tensor.quantizer import output_dtype
@@ -60,6 +61,28 @@ def eager_function(module: nn.Module) -> Any:
     return None
 
 
+def output_projection(module: nn.Module) -> str | None:
+    """Return the name of the layer of a module to which its forward gives attention's output."""
+    forward = attention_forward(module)
+    names = () if forward is None else forward.__code__.co_names
+    behind = names[names.index(_REGISTRY) + 1 :] if _REGISTRY in names else ()
+    layers = [name for name in behind if isinstance(module._modules.get(name), Float8Layer)]
+    return layers[-1] if layers else None
+
+
+def shares_output(module: nn.Module, projection: str | None) -> bool:
+    """Return whether a layer keeps attention's output in FP8, for its own weight's gradient.
+
+    Args:
+        module: an attention module.
+        projection: name of its layer; None: nothing is to be shared.
+    """
+    layer = None if projection is None else module._modules.get(projection)
+    if not isinstance(layer, Float8Layer) or not layer.weight.requires_grad:
+        return False
+    return layer.fp8.recipe.wgrad is not None
+
+
 def is_marked(module: Any) -> bool:
     """Return whether a module saves q, k and v in FP8."""
     return _MARK in module.__dict__
@@ -87,7 +110,7 @@ class _Dispatch:
         if function is None:
             raise RuntimeError(
                 f"{type(module).__name__} computes attention by a function of its own that is not "
-                "known, while save_attention='qkv' is on for another model of this process; take "
+                "known, while save_attention is on for another model of this process; take "
                 "save_attention='bf16', or another attn_implementation"
             )
         mask = args[0] if args else kwargs.get("attention_mask")
@@ -99,6 +122,7 @@ class _Dispatch:
             value,
             centred=_is_shift_invariant(module, function, kwargs),
             contiguous=self.name == EAGER,
+            output=shares_output(module, module.__dict__[_MARK]),
         )
         query, key, value = operands.tensors
         groups = getattr(module, "num_key_value_groups", 1)
@@ -107,7 +131,9 @@ class _Dispatch:
             if groups > 1 and (self.name == EAGER or (self.name == "sdpa" and mask is not None)):
                 key, value = operands.repeated(1, groups), operands.repeated(2, groups)
                 module = _Ungrouped(module)
-            return function(module, query, key, value, *args, **kwargs)
+            results = function(module, query, key, value, *args, **kwargs)
+        operands.close(results[0] if isinstance(results, tuple) else results)
+        return results
 
     def _takes(self, query: Any, mask: Any) -> bool:
         """Return whether the function saves the tensors that it is given.
@@ -152,9 +178,14 @@ def _is_shift_invariant(module: Any, function: Any, kwargs: dict[str, Any]) -> b
     return not _NO_SHIFT.intersection(code.co_names)
 
 
-def mark(module: nn.Module) -> None:
-    """Have a module save q, k and v in FP8 from now on."""
-    vars(module)[_MARK] = "qkv"
+def mark(module: nn.Module, projection: str | None = None) -> None:
+    """Have a module save q, k and v in FP8 from now on.
+
+    Args:
+        module: an attention module.
+        projection: name of its layer with which it shares the output; None: the output stays.
+    """
+    vars(module)[_MARK] = projection
     _marked.add(module)
     functions, config = registry(), getattr(module, "config", None)
     is_eager = getattr(config, "_attn_implementation", None) == EAGER

@@ -16,6 +16,8 @@ The mean of k over the tokens changes no softmax: it is subtracted before k is r
 nothing but a softmax over these products follows. Gradients of k add up to zero over the tokens,
 so that the mean takes none.
 
+The output, which attention saves too, waits for the layer that casts it (`SavedOutput`).
+
 Legend: B batch, H heads, S tokens, D head dimension.
 """
 
@@ -25,11 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import PLAIN, top_saved_tensor_hooks
+from torch_fp8.autograd.current_pass import PLAIN, is_of_checkpoint, top_saved_tensor_hooks
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import output_dtype
+from torch_fp8.tensor.saved_output import SavedOutput
 
 SPEC = CastSpec(E4M3, "rowwise", power_of_two=True)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,13 +85,23 @@ class SavedOperands:
         value: (B, G, S', E).
         centred: whether the mean of `key` over the tokens changes nothing.
         contiguous: whether the kernel reads contiguous tensors only.
+        output: whether a layer that follows keeps the output in FP8; not within a checkpoint, whose
+            hooks count what is saved.
 
     Attributes:
-        tensors: rounded q, k and v, in the dtype in which attention computes.
+        tensors: rounded q, k and v, in the dtype in which attention computes, until `close`.
+        queries_by_token: whether rounded q lies as (B, S, H, D) in memory.
     """
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, centred: bool, contiguous: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        centred: bool,
+        contiguous: bool,
+        output: bool = False,
     ) -> None:
         self.node: Any = None
         self.forms: list[_Form] = []
@@ -96,13 +109,18 @@ class SavedOperands:
         # The address of a storage, which lives as long as the call, and the version of its values.
         self._known: dict[int, tuple[int, int, int]] = {}
         hooks = top_saved_tensor_hooks()
-        self._outer = hooks or (lambda tensor: tensor, lambda tensor: tensor)
+        # A result of attention that its own node holds would hold that node, but for its values.
+        self._outer = hooks or (Tensor.detach, lambda tensor: tensor)
+        self._waits = output and not is_of_checkpoint(hooks)
+        # Kernels lay their output as q lies: so it is what the next layer reads, and no copy is.
+        self.queries_by_token = output and not contiguous
+        self._results: list[SavedOutput] = []
         if centred:
             key = key - key.detach().mean(-2, keepdim=True)
         if contiguous:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         rounded: tuple[Tensor, ...] = _Round.apply(query, key, value, self)
-        self.tensors = rounded
+        self.tensors: tuple[Tensor, ...] = rounded
         for place, tensor in enumerate(rounded):
             self._know(tensor, place, 1)
 
@@ -115,6 +133,17 @@ class SavedOperands:
         self._know(repeated, place, groups)
         return repeated
 
+    def close(self, result: Any) -> None:
+        """Let go of all but the payloads, and let the layer that casts `result` keep it for both.
+
+        Args:
+            result: what attention returns.
+        """
+        for saved in self._results:
+            saved.follow(result)
+        self.tensors, self._results = (), []
+        self._known.clear()
+
     def _know(self, tensor: Tensor, place: int, groups: int) -> None:
         key = tensor.untyped_storage()._cdata
         self._known[key] = place, groups, tensor._version
@@ -123,12 +152,17 @@ class SavedOperands:
         """Return the view of a rounded tensor; of others, what the hooks around make of it."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is None or known[2] != tensor._version:
-            return self._outer[0](tensor)
+            if not self._waits:
+                return self._outer[0](tensor)
+            self._results.append(SavedOutput(tensor.detach(), self._outer))
+            return self._results[-1]
         place, groups, _ = known
         return _View(place, groups, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor that was packed."""
+        if isinstance(packed, SavedOutput):
+            return packed.unpack()
         if not isinstance(packed, _View):
             tensor: Tensor = self._outer[1](packed)
             return tensor
@@ -149,8 +183,9 @@ class _Round(torch.autograd.Function):
         *tensors, operands = arguments
         saved: list[Tensor] = []
         rounded = []
-        for tensor in tensors:
-            payload, form = _encoded(tensor)
+        for place, tensor in enumerate(tensors):
+            by_token = place == 0 and operands.queries_by_token
+            payload, form = _encoded(tensor, (0, 2, 1, 3) if by_token else None)
             saved += payload.qdata, payload.scale
             operands.forms.append(form)
             rounded.append(_decoded(payload, form))
@@ -166,10 +201,16 @@ class _Round(torch.autograd.Function):
         return (*grads, None)
 
 
-def _encoded(x: Tensor) -> tuple[QuantizedTensor, _Form]:
-    """Quantize x (..., D) by rows of D elements, in the order in which they lie in memory."""
-    outer = sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
-    order = (*outer, x.ndim - 1)
+def _encoded(x: Tensor, order: tuple[int, ...] | None) -> tuple[QuantizedTensor, _Form]:
+    """Quantize x (..., D) by rows of D elements.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        order: dimensions of the result, the outermost in memory first; None: as x lies.
+    """
+    if order is None:
+        outer = sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
+        order = (*outer, x.ndim - 1)
     lying = x.permute(order)
     strides = [0] * x.ndim
     for place, dim in enumerate(order):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.optim.bitsandbytes_overrides import placed_overrides
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
 from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
@@ -56,9 +57,10 @@ class SplitOptimizer(ConvertedOptimizer):
         parameters = [p for _, _, p in self.indexed_parameters() if p not in stepped]
         torchs = str(step.__module__).startswith("torch.optim.")
         buckets = _buckets(parameters) if torchs else [set(parameters)]
-        for bucket in buckets:
-            with lent(self, self._lending(self.fp8_steps), bucket):
-                result = step(self, **options)
+        with placed_overrides(self):
+            for bucket in buckets:
+                with lent(self, self._lending(self.fp8_steps), bucket):
+                    result = step(self, **options)
         return result if closure is None else loss
 
     def _step_apart(self) -> set[Tensor]:

@@ -41,8 +41,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
     parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
     parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto")
-    parser.add_argument("--save-attention", choices=("bf16", "qkv"), default="bf16",
-                        help="what attention saves of q, k and v (default: bf16)")  # fmt: skip
+    parser.add_argument("--save-attention", choices=("bf16", "qkv", "qkvo"), default="bf16",
+                        help="what attention saves in FP8 (default: bf16, nothing)")  # fmt: skip
     parser.add_argument("--checkpointing", action="store_true",
                         help="compute layers again in backward")  # fmt: skip
     parser.add_argument("--method", choices=METHODS, default="full")

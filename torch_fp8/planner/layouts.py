@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.environment.host_models import imported, missing, model_folder
+from torch_fp8.environment.host_models import imported, missing_package, model_folder
 
 
 def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _from_name(model: Any) -> Any:
     try:
         return transformers.AutoConfig.for_model(kind, **fields)
     except ImportError as error:
-        raise missing("transformers", "transformers builds models", error) from error
+        raise missing_package("transformers", "transformers builds models", error) from error
     except Exception as error:
         raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
 

@@ -132,7 +132,8 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
               what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
             * ``recipe``: recipe of FP8. Default: ``auto``, which is measured on a card: tensorwise
               on paper.
-            * ``save_attention``: what attention saves at the FP8 levels, ``bf16`` or ``qkv``.
+            * ``save_attention``: what attention saves at the FP8 levels, ``bf16``, ``qkv`` or
+              ``qkvo``.
               Default: ``"bf16"``.
             * ``checkpointing``: whether layers are computed again in backward. Default: False.
             * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;

@@ -46,7 +46,7 @@ class Setup:
         roles: the models that exist; of ``rlhf``.
         rank: the rank of LoRA's adapters.
         skip: patterns of modules that stay in BF16 beside those of the default.
-        save_attention: what attention saves of q, k and v at the FP8 levels.
+        save_attention: what attention saves in FP8 at the FP8 levels.
     """
 
     config: Any

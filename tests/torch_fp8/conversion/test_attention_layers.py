@@ -169,8 +169,3 @@ def test_attention_rests_while_its_layers_are_paused():
             pause(layer)
     assert torch.allclose(model(tokens).logits, want, atol=1e-6)
     revert(model)
-
-
-def test_the_output_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"save_attention='qkvo', is not built: .*take 'qkv'"):
-        FP8Config(save_attention="qkvo")

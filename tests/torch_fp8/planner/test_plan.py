@@ -338,5 +338,10 @@ def test_attention_in_fp8_saves_less():
         "recipe": "tensorwise",
         "save_attention": "qkv",
     }
+    longer = {**SMALL, "sequence": 64}  # whose peak stands where all layers have run
+    setups = [make_setup(config, **longer, save_attention=save) for save in ("qkv", "qkvo")]
+    alone, shared = (counts.step_bytes(setup, "policy", "O1") for setup in setups)
+    in_bf16 = config.num_hidden_layers * 64 * 4 * 16 * 2  # the output, beside o_proj's payload
+    assert alone.saved - shared.saved == alone.forward - shared.forward == in_bf16
     with pytest.raises(ValueError, match="save_attention='kv' is unknown"):
         make_setup(config, **SMALL, save_attention="kv")

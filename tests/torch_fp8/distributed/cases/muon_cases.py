@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.batched_muon import SingleDeviceMuon
+from tests.moe_experts import batch, experts
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
 from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.distributed.ddp.wrap import connect_ddp
@@ -118,13 +120,44 @@ def case_muon_ddp():
     return losses, alone, torch.equal(*others)
 
 
+def case_muon_experts():
+    """Whole experts lie on a rank each; a third-party Muon steps them there, as on one rank."""
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        module = experts()
+        convert_to_float8(module, CONFIG)
+        if sharded:
+            fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+        optimizer = SingleDeviceMuon(module.parameters(), lr=0.02)
+        if sharded:
+            split_sharded(module, [optimizer], CONFIG)
+            connect_fsdp(module, CONFIG)
+        else:
+            convert_optimizer(optimizer, CONFIG, model=module)
+        torch.manual_seed(1)
+        x, index, scores = batch(64)
+        losses = []
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (module(x, index, scores).float() - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        momenta = [local(s["momentum_buffer"]) for s in optimizer.state.values()]
+        assert all(isinstance(m, Int8Momentum) for m in momenta)
+        results.append((losses, [len(m) for m in momenta]))
+    return results
+
+
 def case_attention():
     """Losses of a sharded model whose attention saves FP8 are those of one rank."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
     results = []
     for kind in ("one rank", "fsdp", "ddp"):
         torch.manual_seed(0)
-        config = FP8Config(opt_level="O1", save_attention="qkv", communication="off")
+        config = FP8Config(opt_level="O1", save_attention="qkvo", communication="off")
         model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
         report = convert_to_float8(model, config)
         if kind == "fsdp":
