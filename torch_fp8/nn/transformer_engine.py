@@ -182,7 +182,7 @@ def write_scaling(
     if config.amax_compute_algo == "most_recent":
         amax = history.gather(1, recorded.int().argmax(1, keepdim=True))[:, 0]
     specs = (recipe.input, recipe.weight, recipe.grad_output)
-    maxima = torch.tensor([spec.format.max for spec in specs], device=forward.device)
+    maxima = forward.new_tensor([spec.format.max for spec in specs], dtype=torch.float32)
     start = torch.cat([last_scale.reciprocal(), torch.ones_like(last_scale[:1])])
     # Transformer Engine's own rule: an amax of 0 leaves the scale as it was.
     scale = torch.where(recorded.any(1), maxima / amax / 2**config.margin, start)
@@ -289,8 +289,8 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
     def scaling_state(self) -> tuple[Tensor, Tensor]:
         """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
         length = self.fp8.config.amax_history_len
-        empty = torch.zeros(3, length, device="cpu"), torch.ones(2, device="cpu")
-        return self.fp8.recorded() or empty
+        on_cpu: Any = {"device": "cpu", "dtype": torch.float32}
+        return self.fp8.recorded() or (torch.zeros(3, length, **on_cpu), torch.ones(2, **on_cpu))
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
         """Go on from what `scaling_state` was."""

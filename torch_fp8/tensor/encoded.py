@@ -14,6 +14,7 @@ A subclass says how to decode and to encode, and may answer some operators itsel
 """
 
 import math
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -209,10 +210,6 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_dense(func, args, kwargs)
 
 
-def _alias(x: Encoded) -> Encoded:
-    return x.alias()
-
-
 def _view_as_is(x: Encoded, size: Any) -> Any:
     # FSDP2 accumulates into the local tensor of a DTensor, which DTensor.from_local has viewed.
     shape = tuple(size)
@@ -231,8 +228,8 @@ def _set(x: Encoded, source: Any) -> Any:
 
 _ALIASES = {
     _aten.set_.source_Tensor: _set,
-    _aten.detach.default: _alias,
-    _aten.alias.default: _alias,
+    _aten.detach.default: operator.methodcaller("alias"),
+    _aten.alias.default: operator.methodcaller("alias"),
     _aten.view.default: _view_as_is,
     _aten._unsafe_view.default: _view_as_is,
 }
