@@ -191,6 +191,8 @@ class GradientHook:
         shard = local(grad)
         if isinstance(shard, Float8Grad) or _is_partial(grad):
             return
+        if not exchanged and type(grad) is Tensor and _is_part(grad):
+            return  # of a flat buffer of the user's, which has to see what is written
         rounding, dtype = self.rounding(parameter), local(parameter).dtype
         quantized = Float8Grad.quantize(shard, rounding, dtype, exchanged=exchanged)
         parameter.grad = with_data(grad, quantized)
@@ -293,8 +295,13 @@ def _take_out(parameter: Tensor) -> None:
         return
     if isinstance(local(parameter), SplitShard) and not _is_partial(grad):
         parameter.grad = with_data(grad, WideGrad(shard.to(torch.bfloat16)))
-    elif shard.untyped_storage().nbytes() > shard.nbytes:
+    elif _is_part(shard):
         parameter.grad = with_data(grad, shard.clone())
+
+
+def _is_part(grad: Tensor) -> bool:
+    """Return whether a plain gradient lies in memory that holds more."""
+    return grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def _is_partial(grad: Tensor) -> bool:

@@ -344,3 +344,25 @@ def test_sharded_weights(mesh, order):
             opt.zero_grad(set_to_none=step % 2 == 0)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.full_tensor(), q)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_gradients_in_a_flat_buffer_of_the_users_stay_there(level):
+    """Loops that average gradients by hand do it on one buffer for all of them."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = FP8Config(opt_level=level)
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    sizes = [p.numel() for p in model.parameters()]
+    for parameter, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+    for _ in range(2):
+        flat.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(8, 64)).float().square().mean().backward()
+        assert all(part.any() for part in flat.split(sizes))
+        flat.fill_(0.25)
+        assert all((p.grad == 0.25).all() for p in model.parameters())
+        optimizer.step()
