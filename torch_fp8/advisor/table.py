@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from torch_fp8.advisor.proposal import LayerProposal, Proposal
+from torch_fp8.quantization.wording import by_reason, first_of
 
 WIDTH = 80
 _NAME, _DB = 44, 8
@@ -34,9 +35,8 @@ def _lines(proposal: Proposal) -> Iterator[str]:
             many = "all" if len(rest) == len(layers) else "the others"
             many = f"{many} ({len(rest)})" + (", modules of experts" if experts else "")
             yield f"{many:<{_NAME}}{_db(decibels[0]):>{_DB + 4}}  {runs}"
-    for reason, names in _skipped(proposal).items():
-        shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-        yield from _wrapped(f"not in FP8: {shown}: {reason}")
+    for reason, names in by_reason(proposal.skipped.items()).items():
+        yield from _wrapped(f"not in FP8: {first_of(names, 2)}: {reason}")
     for note in proposal.notes:
         yield from _wrapped(f"note: {note}")
 
@@ -63,10 +63,3 @@ def _db(value: float | None) -> str:
 
 def _wrapped(text: str, indent: str = "") -> Sequence[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
-
-
-def _skipped(proposal: Proposal) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for name, reason in proposal.skipped.items():
-        names.setdefault(reason, []).append(name)
-    return names

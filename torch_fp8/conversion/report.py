@@ -1,7 +1,7 @@
 """The report of a conversion, `ConversionReport`, and the start-up summary made from it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ from torch_fp8.nn.transformer_engine import version
 from torch_fp8.ops.hardware import backend_name
 from torch_fp8.optim.convert import OptimizerReport
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.quantization.wording import counted
+from torch_fp8.quantization.wording import by_reason, counted, first_of
 
-_NAMES_PER_REASON = 3
 _FASTER = 2.0
 """The speed of an FP8 GEMM at best, in multiples of a BF16 GEMM's."""
 
@@ -181,7 +180,7 @@ class ConversionReport:
         names = defaultdict(list)
         for name, recipe in self.overridden.items():
             names[str(recipe)].append(name)
-        return [f"  override  {_shown(members)}: {recipe}" for recipe, members in names.items()]
+        return [f"  override  {first_of(members)}: {recipe}" for recipe, members in names.items()]
 
     def _smooth_lines(self) -> list[str]:
         if self.smooth:
@@ -208,7 +207,7 @@ class ConversionReport:
             )
         if self.unfused:
             lines.append(
-                f"  not fused {_shown(self.unfused)}: the layers behind have different recipes, "
+                f"  not fused {first_of(self.unfused)}: the layers behind have different recipes, "
                 "and each casts its input itself"
             )
         if self.num_liger:
@@ -236,8 +235,8 @@ class ConversionReport:
         if self.config.save_attention == "bf16":
             return []
         lines = [
-            f"  attention {_shown(names)}: {reason}"
-            for reason, names in _by_reason(self.other_attention).items()
+            f"  attention {first_of(names)}: {reason}"
+            for reason, names in by_reason(self.other_attention).items()
         ]
         if self.attention:
             first = (
@@ -294,21 +293,9 @@ class ConversionReport:
 
     def _skipped_by_reason(self) -> list[str]:
         skipped = [s for s in self.skipped if s.reason != ADAPTER and not _is_foreign(s.reason)]
-        return [f"{_shown(names)}: {reason}" for reason, names in _by_reason(skipped).items()]
+        return [f"{first_of(names)}: {reason}" for reason, names in by_reason(skipped).items()]
 
     __str__ = summary
-
-
-def _by_reason(modules: Iterable[SkippedModule]) -> dict[str, list[str]]:
-    names = defaultdict(list)
-    for name, reason in modules:
-        names[reason].append(name)
-    return names
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_PER_REASON
-    return f"{', '.join(names[:_NAMES_PER_REASON])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _is_foreign(reason: str) -> bool:

@@ -19,6 +19,7 @@ from torch_fp8.nn.layer_filter import (
 )
 from torch_fp8.nn.transformer_engine import unaligned
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.wording import first_of
 
 RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
 
@@ -94,5 +95,4 @@ def _products(
 
 def first_reasons(skipped: Sequence[tuple[str, str]], most: int = 5) -> str:
     """Join the names and reasons of the first ones, with the number of the others."""
-    reasons = "; ".join(f"'{name}': {reason}" for name, reason in skipped[:most])
-    return reasons + (f"; and {len(skipped) - most} more" if len(skipped) > most else "")
+    return first_of([f"'{name}': {reason}" for name, reason in skipped], most, "; ")

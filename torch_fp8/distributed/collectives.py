@@ -28,23 +28,15 @@ def all_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool 
     return _all_gather(output.view(-1), input.view(-1), group=group, async_op=async_op)
 
 
-def reduce_scatter(
-    output: Tensor,
-    input: Tensor,
-    op: Any = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """Reduce part r of every rank's `input`, in the tensors' dtype, on rank r.
+def reduce_scatter(output: Tensor, input: Tensor, group: Any = None) -> Any:
+    """Sum part r of every rank's `input`, in the tensors' dtype, on rank r.
 
     Args:
         output: contiguous.
         input: contiguous, with world size times the elements of `output`.
-        op: how to reduce; None: the sum.
-        group, async_op: see `all_gather`.
+        group: see `all_gather`.
     """
-    op = dist.ReduceOp.SUM if op is None else op
-    return _reduce_scatter(output.view(-1), input.view(-1), op=op, group=group, async_op=async_op)
+    return _reduce_scatter(output.view(-1), input.view(-1), group=group)
 
 
 def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:

@@ -34,6 +34,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_fp8.quantization.wording import aligned
+
 
 class _Collective(NamedTuple):
     """The kind of an operator, and the argument that holds its data.
@@ -180,14 +182,7 @@ class CommunicationCount:
             dtype = str(row.dtype).removeprefix("torch.")
             lines.append((row.kind, dtype, str(row.ranks), *_numbers(row)))
         lines.append(("total", "", "", *_numbers(self)))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        )
+        return aligned(lines, left=2)
 
 
 def _numbers(count: CommunicationRow | CommunicationCount) -> tuple[str, str, str]:

@@ -26,6 +26,7 @@ from torch_fp8.distributed.agreement import (
     store_timeout,
 )
 from torch_fp8.ops.hardware import card_name
+from torch_fp8.quantization.wording import first_of
 
 _UNKNOWN = "no option"
 _VERSIONS = ("torch-fp8", "torch", "Triton")
@@ -101,9 +102,8 @@ def check_same_parts(parts: Mapping[str, str], group: Any, absent: str = "missin
     if compared is None:
         return
     differing = list(_differing(compared, absent).values())
-    more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise ValueError(
-        f"ranks that train one model have different ones: {'; '.join(differing[:3])}{more}. Build, "
+        f"ranks that train one model have different ones: {first_of(differing, 3, '; ')}. Build, "
         "convert and shard the same model on all ranks, after init_process_group if the recipe is "
         "'auto'"
     )

@@ -12,6 +12,7 @@ from torch_fp8.monitor.layer_observer import guarded
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, is_distributed
 from torch_fp8.quantization.scaling import OUTLIER
+from torch_fp8.quantization.wording import first_of
 
 _NAMED = 5
 """Names in a warning, at most."""
@@ -65,9 +66,7 @@ class Events:
         new = [c for c in crossed if step - self._warned.get(c.name, -quiet - 1) > quiet]
         self._warned |= {c.name: step for c in crossed}
         if new:
-            shown = "; ".join(map(str, new[:_NAMED]))
-            more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-            what = f"{len(crossed)} bound(s) crossed, new: {shown}{more}"
+            what = f"{len(crossed)} bound(s) crossed, new: {first_of(new, _NAMED, '; ')}"
             self.note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
 
     def note_left_out(self, step: int, series: Mapping[str, float], every: int) -> None:

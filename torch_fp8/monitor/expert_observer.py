@@ -34,6 +34,7 @@ from torch_fp8.monitor.statistics import UPDATE
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.quantization.wording import first_of
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import stored
@@ -261,8 +262,7 @@ class ExpertModules:
             tokens: list[int] = counts.tolist()
             none = [str(i) for i, count in enumerate(tokens) if not count]
             if none:
-                more = f" and {len(none) - _NAMED} more" if len(none) > _NAMED else ""
-                yield counter.name, ", ".join(none[:_NAMED]) + more
+                yield counter.name, first_of(none, _NAMED)
 
 
 def _source(x: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ from torch_fp8.planner.cards import CARDS
 from torch_fp8.planner.layouts import FAMILIES, PRESETS
 from torch_fp8.planner.setup import LEVELS, METHODS, ROLES, make_setup
 from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.wording import aligned
 
 
 def add_parser(commands: Any) -> None:
@@ -99,7 +100,7 @@ def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
 
 def _largest(options: argparse.Namespace) -> int:
     from torch_fp8.planner.plan import largest
-    from torch_fp8.planner.tables import aligned, gib
+    from torch_fp8.planner.tables import gib
 
     if len(options.gpus) > 1:
         raise ValueError("--largest takes one number of --gpus")

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch_fp8.planner.counts import StepBytes
 from torch_fp8.planner.plan import Plan, plan_beside
-from torch_fp8.planner.tables import aligned, gib, what
+from torch_fp8.planner.tables import gib, what
+from torch_fp8.quantization.wording import aligned
 
 
 def scaling(model: Any, gpus: Sequence[int], **options: Any) -> list[Plan]:

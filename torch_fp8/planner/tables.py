@@ -1,12 +1,12 @@
 """Plans as text: with rich on a terminal that has it, in plain text otherwise."""
 
 import importlib
-from collections.abc import Sequence
 from typing import Any, TextIO
 
 from torch_fp8.config import FP8Config
 from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
 from torch_fp8.planner.setup import BF16, Setup
+from torch_fp8.quantization.wording import aligned
 
 _GIB = 2**30
 _DEFAULT = FP8Config().opt_level
@@ -116,17 +116,6 @@ def advice(plan: Plan) -> tuple[str, str]:
     others = " and ".join(name for name in equal if name != _DEFAULT)
     why = f"as fast as {others}, and the default" if others else "the fastest level that fits"
     return _DEFAULT, why
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Align the cells of a table, the first column to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def gib(num_bytes: float) -> str:

@@ -40,6 +40,7 @@ from torch_fp8.distributed.links import Exchanges, choose_exchanges
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.quantization.wording import by_reason, first_of
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,8 @@ class FSDPReport:
             text += f", {self.num_frozen} frozen weights held and gathered as FP8 alone"
         if self.note:
             text += f"; {self.note}"
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.skipped:
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            text += f"; not {names[0]!r}{more}: {reason}"
+        for reason, names in by_reason(self.skipped).items():
+            text += f"; not {first_of([repr(name) for name in names], 1)}: {reason}"
         return text
 
 
