@@ -162,8 +162,7 @@ def refuse_tensor_parallel(parallelism_config: Any) -> None:
     if parallelism_config is not None and parallelism_config.tp_enabled:
         raise ValueError(
             f"mixed_precision='fp8' with the engine torch_fp8 does not run with tensor parallelism "
-            f"yet (tp_size={parallelism_config.tp_size}, of a ParallelismConfig or of "
-            "from_pretrained(distributed_config=...)); set tp_size=1, or use "
-            "--mixed_precision bf16, or train in a loop of your own with the styles of "
-            "torch_fp8.distributed"
+            f"yet (tp_size={parallelism_config.tp_size}); set tp_size=1 in ParallelismConfig, or "
+            "in from_pretrained(distributed_config=...), or use --mixed_precision bf16, or train "
+            "in a loop of your own with the styles of torch_fp8.distributed"
         )

@@ -214,11 +214,9 @@ def test_fsdp_that_accelerate_does_not_run_on_the_cpu_is_said(
     assert caplog.text.count("runs DDP on the CPU (use_cpu: true)") == (asked == "true")
 
 
-def test_tensor_parallelism_is_refused(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallelism_is_refused_before_accelerate_looks_at_it(accelerate: Any) -> None:
     pytest.importorskip("transformers")  # whose version Accelerate asks for tensor parallelism
     parallelism = accelerate.ParallelismConfig(tp_size=2)
-    monkeypatch.setattr(parallelism, "get_device_mesh", lambda _: None)
-    monkeypatch.setattr(parallelism, "_validate_accelerator", lambda _: None)
     with pytest.raises(ValueError, match=r"tensor parallelism yet \(tp_size=2\)"):
         accelerate.Accelerator(mixed_precision="fp8", parallelism_config=parallelism, cpu=True)
 

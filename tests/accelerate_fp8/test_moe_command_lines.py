@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,8 +54,11 @@ def test_trl_sft_trains_experts_in_fp8(
     tiny_model: Path,
     tmp_path: Path,
     environment: dict[str, str],
+    forked_hosts: str,
 ) -> None:
-    output = _run("sft", _folder(name, tiny_model, tmp_path), ROWS, extra, tmp_path, environment)
+    output = _run(
+        "sft", _folder(name, tiny_model, tmp_path), ROWS, extra, tmp_path, environment, forked_hosts
+    )
     assert ("stored as FP8 alone" in output) == bool(extra)
     saved = "adapter_model.safetensors" if extra else "model.safetensors"
     assert (tmp_path / "out" / saved).exists()
@@ -77,10 +79,11 @@ def test_trl_grpo_trains_experts_in_fp8(
     tiny_model: Path,
     tmp_path: Path,
     environment: dict[str, str],
+    forked_hosts: str,
 ) -> None:
     folder = _folder(name, tiny_model, tmp_path)
     rows = [{"prompt": row["text"]} for row in ROWS]
-    _run("grpo", folder, rows, (*GENERATE, *extra), tmp_path, environment)
+    _run("grpo", folder, rows, (*GENERATE, *extra), tmp_path, environment, forked_hosts)
     saved = "adapter_model.safetensors" if extra else "model.safetensors"
     assert (tmp_path / "out" / saved).exists()
 
@@ -89,13 +92,17 @@ def test_trl_grpo_trains_experts_in_fp8(
 @pytest.mark.long
 @pytest.mark.parametrize("extra", [LORA, ()], ids=["lora", "full"])
 def test_trl_dpo_trains_experts_in_fp8(
-    extra: tuple[str, ...], tiny_model: Path, tmp_path: Path, environment: dict[str, str]
+    extra: tuple[str, ...],
+    tiny_model: Path,
+    tmp_path: Path,
+    environment: dict[str, str],
+    forked_hosts: str,
 ) -> None:
     """The reference is the model without its adapters, or another model with frozen experts."""
     folder = _folder("Qwen3Moe", tiny_model, tmp_path)
     pairs = zip(ROWS, reversed(ROWS), strict=True)
     rows = [{"prompt": "say", "chosen": a["text"], "rejected": b["text"]} for a, b in pairs]
-    output = _run("dpo", folder, rows, extra, tmp_path, environment)
+    output = _run("dpo", folder, rows, extra, tmp_path, environment, forked_hosts)
     assert "stored as FP8 alone" in output
     saved = "adapter_model.safetensors" if extra else "model.safetensors"
     assert (tmp_path / "out" / saved).exists()
@@ -108,6 +115,7 @@ def _run(
     extra: tuple[str, ...],
     tmp_path: Path,
     environment: dict[str, str],
+    python: str,
 ) -> str:
     """Run a script of TRL under the flag; return what it said."""
     (tmp_path / "data").mkdir()
@@ -124,7 +132,7 @@ def _run(
     options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
     command = (*LAUNCH, "--mixed_precision", "fp8", "-m", f"trl.scripts.{script}", *options, *extra)
     done = subprocess.run(
-        [sys.executable, *command],
+        [python, *command],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -155,9 +163,15 @@ fsdp_config:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sparing", ["false", "true"], ids=["each-rank-loads", "rank-0-loads"])
+@pytest.mark.parametrize(
+    "sparing",
+    [
+        pytest.param("true", id="rank-0-loads"),
+        pytest.param("false", id="each-rank-loads", marks=slow),
+    ],
+)
 def test_a_configuration_file_shards_frozen_experts(
-    sparing: str, tiny_model: Path, tmp_path: Path, environment: dict[str, str]
+    sparing: str, tiny_model: Path, tmp_path: Path, environment: dict[str, str], forked_hosts: str
 ) -> None:
     config = tmp_path / "fsdp.yaml"
     config.write_text(CONFIG.format(sparing))
@@ -165,7 +179,7 @@ def test_a_configuration_file_shards_frozen_experts(
     launch = ("-m", "accelerate.commands.launch", "--config_file", str(config))
     folder = _folder("Qwen3Moe", tiny_model, tmp_path)
     done = subprocess.run(
-        [sys.executable, *launch, "--main_process_port", "0", str(script), str(folder)],
+        [forked_hosts, *launch, "--main_process_port", "0", str(script), str(folder)],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

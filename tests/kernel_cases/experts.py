@@ -125,11 +125,12 @@ def check_gate(
     dtype: torch.dtype = torch.bfloat16,
     widths: Iterable[int] = COLUMNS,
     sigmoid: Sigmoid | None = None,
+    choices: Iterable[str] = ("random", "one token", "no token"),
 ) -> None:
     """Check payloads of the activation and of its gradients, what is saved, and scores'."""
     card = expert_gate.sigmoid if sigmoid is None else sigmoid
     for width in widths:
-        for name, (route, count) in routes(("random", "one token", "no token")).items():
+        for name, (route, count) in routes(choices).items():
             rows, what = len(route.slot), f"{name}, {width} wide, {form}"
             h = tokens_of(rows, 2 * width).clamp(-300, 300).to(dtype)
             generator = torch.Generator().manual_seed(rows)

@@ -20,9 +20,7 @@ UNUSED = "accelerate,lightning,pytorch_lightning,lightning_fabric,trl,triton,dat
 CASES = {
     UNUSED: {"plan lora": "peft"},  # which needs accelerate
     "peft,matplotlib": {"plan lora": "peft", "report": "matplotlib"},
-    "transformers": dict.fromkeys(MODEL, "transformers"),
     "safetensors": dict.fromkeys(MODEL, "transformers"),
-    "numpy": {**dict.fromkeys(MODEL, "transformers"), "report": "matplotlib"},
     f"transformers,peft,matplotlib,numpy,safetensors,huggingface_hub,{UNUSED}": {
         **dict.fromkeys(MODEL, "transformers"),
         "report": "matplotlib",

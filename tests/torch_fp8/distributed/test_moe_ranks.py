@@ -1,4 +1,7 @@
-"""Fused experts on two ranks against one process."""
+"""Fused experts on two ranks against one process, trained, frozen and watched.
+
+All cases share two processes: most of what a case takes is what the first one in a process takes.
+"""
 
 import pytest
 
@@ -7,7 +10,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def cases(run_parallel_cases):
-    return run_parallel_cases("moe_cases", 2)
+    return run_parallel_cases("moe_cases,moe_frozen_cases,moe_watched_cases", 2)
 
 
 def test_experts_under_ddp_have_8_bit_gradients(cases):
@@ -83,3 +86,75 @@ def test_a_graph_finds_in_backward_what_it_has_saved(cases):
         assert forwards == [True] * 3
         assert agreement > 35
         assert flips == [False, False, True, True] + [False] * 8
+
+
+@pytest.mark.parametrize("case", ["frozen_fsdp", "frozen_ddp"])
+def test_adapters_over_frozen_experts_train_as_in_one_process(cases, case):
+    """A byte an element and a scale a row, outputs of the first step bit for bit."""
+    for layouts in cases[case]:
+        for layout, figures in layouts.items():
+            assert figures["same"][0], layout
+            assert figures["adapters"] > 40, layout
+            assert figures["frozen"] == 2
+            assert 1 < figures["bytes"] <= 1 + 4 / 48
+            frozen, plain = figures["weights"]
+            assert plain - frozen == figures["numel"]  # BF16 becomes a byte; scales count apart
+            if case == "frozen_fsdp":
+                assert figures["gathers"][0] <= figures["gathers"][1]
+
+
+def test_sharded_experts_are_frozen_in_place_and_saved_plain(cases):
+    for frozen, held, agreement, same, refused in cases["frozen_later"]:
+        assert (frozen, held, same) == (2, 2, True)
+        assert agreement > 30.5
+        assert "thaw the model before fully_shard" in refused
+
+
+def test_experts_that_do_not_divide_are_not_frozen(cases):
+    for frozen, reasons in cases["not_frozen"]:
+        assert frozen == 0
+        assert reasons == ["3 experts do not divide by 2 ranks"]
+
+
+def test_experts_of_other_ranks_are_not_frozen(cases):
+    for kept, held, loss in cases["parallel_not_frozen"]:
+        assert held == 0
+        assert len(kept) == 2
+        assert all("ranks" in reason for _, reason in kept), kept
+        assert loss == loss
+
+
+def test_a_monitor_counts_the_tokens_of_all_ranks(cases):
+    for tokens, empty, most, what in cases["monitored"]:
+        assert tokens == [64, 0]
+        assert empty == [0, 2]
+        assert most == 192
+        assert "no token since step 1 for experts 1, 3" in what
+
+
+@pytest.mark.parametrize("case", ["monitored_sharded", "monitored_parallel"])
+def test_a_monitor_looks_at_sharded_experts(cases, case):
+    """Two sequences of 16 tokens a rank, two of four experts each."""
+    for series in cases[case]:
+        place = "fp8/model.layers.0.mlp.experts"
+        for weight in ("gate_up_proj", "down_proj"):
+            for kind in ("input", "weight", "grad_output"):
+                assert series[f"{place}.{weight}/{kind}/sqnr"] > 29, (weight, kind)
+        most = series[f"{place}/experts/tokens_most"]
+        assert 128 / 4 <= most <= 128
+
+
+@pytest.mark.parametrize("case", ["replayed_sharded", "replayed_parallel"])
+def test_sharded_experts_take_replayed_choices(cases, case):
+    for want, got, same, grad, other, changed in cases[case]:
+        assert got == want
+        assert same == 0
+        assert grad > 0
+        assert other > 0
+        assert changed != want
+
+
+def test_ranks_with_other_times_decide_alike(cases):
+    counts = {(count, tuple(reasons)) for count, _, reasons in cases["auto"]}
+    assert len(counts) == 1
+    assert sorted(bool(runs) for _, runs, _ in cases["auto"]) == [False, True]

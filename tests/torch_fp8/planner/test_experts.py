@@ -39,6 +39,7 @@ SIZES = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
+ONE = {"num_hidden_layers": 1}
 CONFIG = AutoConfig.for_model("qwen3_moe", **SIZES)
 WIDE = ExpertWeight(8, 8192, 8192, 2, gathers=False, frozen=False, in_fp8=True)
 
@@ -99,12 +100,12 @@ def test_more_rows_an_expert_pay():
 
 @pytest.mark.long
 def test_experts_that_do_not_pay_are_planned_in_bf16():
-    slow = plan(CONFIG, sequence=64, levels=("O2",))
+    slow = plan(AutoConfig.for_model("qwen3_moe", **SIZES | ONE), sequence=64, levels=("O2",))
     assert "16 rows each of 8 experts; in FP8 their GEMMs and casts are 0." in str(slow)
     assert slow.experts.endswith("so that they are left in BF16")
     assert json.loads(slow.levels["O2"].config)["skip"] == ["lm_head", SKIP]
     assert slow.as_dict()["experts"] == slow.experts
-    wide = SIZES | {"hidden_size": 2048, "moe_intermediate_size": 8192}
+    wide = SIZES | ONE | {"hidden_size": 2048, "moe_intermediate_size": 8192}
     fast = plan(AutoConfig.for_model("qwen3_moe", **wide), sequence=8192, levels=("O2",))
     assert "2048 rows each of 8 experts; in FP8 their GEMMs and casts are 1." in fast.experts
     assert "skip" not in json.loads(fast.levels["O2"].config)

@@ -1,6 +1,6 @@
 """Runs cases of tensor, sequence and pipeline parallelism on one of several gloo ranks.
 
-``python parallel_ranks.py <rank> <number of ranks> <store> <result> <module with the cases>``
+``python parallel_ranks.py <rank> <number of ranks> <store> <result> <module,module ... of cases>``
 writes, as JSON, what each case returns or how it fails. What several modules of cases need is here,
 too.
 """
@@ -9,6 +9,7 @@ import copy
 import datetime
 import importlib
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -145,7 +146,7 @@ def message(call, *args):
 
 
 def main():
-    store, output, module = sys.argv[3:]
+    store, output, modules = sys.argv[3:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
@@ -156,7 +157,8 @@ def main():
         timeout=datetime.timedelta(seconds=60),
     )
     results = {}
-    for name, case in inspect.getmembers(importlib.import_module(module)):
+    members = [inspect.getmembers(importlib.import_module(name)) for name in modules.split(",")]
+    for name, case in itertools.chain(*members):
         if not name.startswith("case_") or os.environ.get("ONLY", "") not in name:
             continue
         try:
