@@ -8,10 +8,11 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_transformer_engine_available
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from accelerate_fp8.accelerator import preparation_of
 from torch_fp8 import Float8Linear
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
@@ -120,10 +121,15 @@ def test_not_installed_says_what_to_install(accelerate: Any, monkeypatch: Any) -
 def test_accelerates_own_flag_stays_accelerates_own(
     accelerate: Any, te: Any, monkeypatch: Any
 ) -> None:
-    """``--fp8_backend te`` is Accelerate's integration, which asks for the CUDA package itself."""
+    """``--fp8_backend te`` is Accelerate's integration, which looks for the package itself."""
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
-    with pytest.raises(ImportError, match="TransformerEngine is not available"):
-        accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    if is_transformer_engine_available():
+        accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+        assert str(accelerator.fp8_backend).endswith("TE")
+        assert preparation_of(accelerator) is None
+    else:
+        with pytest.raises(ImportError, match="TransformerEngine is not available"):
+            accelerate.Accelerator(mixed_precision="fp8", cpu=True)
 
 
 def test_our_own_layers_are_the_default(accelerate: Any) -> None:
