@@ -13,16 +13,20 @@ Formats of the first moment; the second has 8 bits as in `torch_fp8.ops.adamw`, 
 * ``8 bits``: E4M3 in groups of 32, as a converted AdamW stores it.
 * ``ratio``: 4-bit codes -7..7 of ``m / sqrt(v)``, v as it is stored, in groups of 16 or 32, with a
   scale of five exponent and three mantissa bits, rounded up; thresholds grow by the golden ratio.
-* ``ratio random``: the same with random thresholds.
+* ``ratio 8``: the same in groups of 8, whose scale has five mantissa and three exponent bits, from
+  2^-7 on, a byte for each: 0.625 bytes an element where ``ratio 16`` takes 0.5625.
+* ``ratio random``: the same as ``ratio`` with random thresholds.
 * ``exponent``: a signed dynamic exponent map of 16 values in groups of 128, to nearest (arXiv
   2309.01507, torchao).
 * ``e2m1``: four-bit floats in groups of 32 with a power-of-two scale, to nearest.
 
-What decides is ``ratio 16``: a cosine of 0.99 and a norm within 1.5 % in every row.
+What decides is a cosine of 0.99 and a norm within 1.5 % in every row. ``ratio 8`` was chosen among
+some thirty variants by seed 0; seeds 1 and 2 are the check.
 """
 
 import argparse
 import datetime
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -42,13 +46,16 @@ from torch_fp8.quantization.stochastic_rounding import (
 
 ROWS, COLS, STEPS = 32, 256, 600
 BETA1, EPS = 0.9, 1e-12
+SEEDS = (0, 1, 2)
 SPREADS, SPARSITIES, BETAS2 = (0.5, 1.5, 3.0), (0.0, 0.9, 0.99), (0.95, 0.999)
 COSINE, NORM = 0.99, 0.015
-DECIDING = "ratio 16"
 COLUMNS = (
-    *("format", "spread", "sparsity", "beta1", "beta2", "steps", "cosine", "norm", "passes"),
+    *("format", "seed", "spread", "sparsity", "beta1", "beta2", "steps"),
+    *("cosine", "norm", "passes"),
     *("torch", "commit", "date", "command"),
 )
+ALL, A_BYTE = (0.0, torch.inf), (2.0**-7, 2 - 2.0**-5)
+"""The least and the largest scale: any, and those of five mantissa and three exponent bits."""
 Store = Callable[[Tensor, Tensor, int], Tensor]
 """A function that returns m as it reads after storage, given m, the stored v and the step."""
 
@@ -61,17 +68,16 @@ def main() -> None:
     about = {k: v for k, v in environment(torch.device("cpu")).items() if k in COLUMNS}
     about["date"] = f"{datetime.date.today():%Y-%m-%d}"
     rows = []
-    for spread in SPREADS:
-        for sparsity in SPARSITIES:
-            for beta2 in BETAS2:
-                for name, (cosine, norm) in displacements(spread, sparsity, beta2).items():
-                    row = {"format": name, "spread": spread, "sparsity": sparsity}
-                    row |= {"beta1": BETA1, "beta2": beta2, "steps": STEPS}
-                    row |= {"cosine": f"{cosine:.4f}", "norm": f"{norm:.4f}"}
-                    row["passes"] = passes(cosine, norm)
-                    rows.append({**row, **about})
-                    print(*list(row.values()), flush=True)
-                write_rows(path, COLUMNS, rows)
+    for seed, spread, sparsity, beta2 in itertools.product(SEEDS, SPREADS, SPARSITIES, BETAS2):
+        results = displacements(spread, sparsity, beta2, seed=seed)
+        for name, (cosine, norm) in results.items():
+            row = {"format": name, "seed": seed, "spread": spread, "sparsity": sparsity}
+            row |= {"beta1": BETA1, "beta2": beta2, "steps": STEPS}
+            row |= {"cosine": f"{cosine:.4f}", "norm": f"{norm:.4f}"}
+            row["passes"] = passes(cosine, norm)
+            rows.append({**row, **about})
+            print(*list(row.values()), flush=True)
+        write_rows(path, COLUMNS, rows)
 
 
 def passes(cosine: float, norm: float) -> bool:
@@ -80,7 +86,7 @@ def passes(cosine: float, norm: float) -> bool:
 
 
 def displacements(
-    spread: float, sparsity: float, beta2: float, steps: int = STEPS
+    spread: float, sparsity: float, beta2: float, steps: int = STEPS, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
     """Return cosine and norm of each format's displacement, as shares of float32's.
 
@@ -89,8 +95,9 @@ def displacements(
         sparsity: share of zero gradients.
         beta2: decay of the second moment.
         steps: number of steps.
+        seed: of the gradients.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     zeros = torch.zeros(ROWS, COLS)
     moments = {name: (zeros.clone(), zeros.clone()) for name in ("exact", *FORMATS)}
     moved = {name: zeros.clone() for name in moments}
@@ -147,13 +154,22 @@ def _e4m3(m: Tensor, v: Tensor, step: int) -> Tensor:
     return decode(encode(m, MOMENT1, words), MOMENT1)
 
 
-def _ratio(group: int, *, random: bool = False) -> Store:
-    """Return what stores 4-bit codes of m / sqrt(v) in groups of a row."""
+def _ratio(
+    group: int, *, random: bool = False, bits: int = 3, range_of_scales: tuple[float, float] = ALL
+) -> Store:
+    """Return what stores 4-bit codes of m / sqrt(v) in groups of a row.
+
+    Args:
+        group: elements of a group.
+        random: whether thresholds are random.
+        bits: mantissa bits of a group's scale.
+        range_of_scales: the least and the largest scale.
+    """
 
     def store(m: Tensor, v: Tensor, step: int) -> Tensor:
         root = v.sqrt()
         z = torch.where(root > 0, m / root, 0.0).view(ROWS, COLS // group, group)
-        scale = _rounded_up(z.abs().amax(-1, keepdim=True) / 7, 3)
+        scale = _rounded_up(z.abs().amax(-1, keepdim=True) / 7, bits).clamp(*range_of_scales)
         u = thresholds(_index(), 0, step, 0)
         if random:
             words = random_words(_index(), stream_keys(0, step, 0))
@@ -193,6 +209,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]) / 6
 FORMATS: dict[str, Store] = {
     "8 bits": _e4m3,
     "float32": lambda m, v, step: m,
+    "ratio 8": _ratio(8, bits=5, range_of_scales=A_BYTE),
     "ratio 16": _ratio(16),
     "ratio 32": _ratio(32),
     "ratio random 16": _ratio(16, random=True),
