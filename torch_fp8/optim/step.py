@@ -240,11 +240,13 @@ def _matrix(
         residual = settled_residual(parameter, config.large_residual_bits or 0)
     else:
         residual = None
+    grad = stored_grad(parameter)
+    assert grad is not None
     return WeightMatrix(
         weight=weight.view(shape),
         residual=residual,
         residual_bits=0 if residual is None else bits,
-        grad=gradient_matrix(local(_dense(parameter)), shape),
+        grad=gradient_matrix(local(grad), shape),
         exp_avg=moment(state, "exp_avg"),
         exp_avg_sq=moment(state, "exp_avg_sq"),
         row=row,

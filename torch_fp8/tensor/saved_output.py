@@ -20,7 +20,8 @@ from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 
-_ATTRIBUTE = "fp8_saved_output"
+SAVED_OUTPUT = "fp8_saved_output"
+"""The attribute of attention's result that has its `SavedOutput`."""
 
 
 class SavedOutput:
@@ -47,7 +48,7 @@ class SavedOutput:
         saved = self._tensor
         assert saved is not None
         if isinstance(result, Tensor) and _storage(result) == _storage(saved):
-            vars(_root(result))[_ATTRIBUTE] = self
+            vars(_root(result))[SAVED_OUTPUT] = self
         else:
             self._other, self._tensor = self._outer[0](saved), None
 
@@ -92,18 +93,6 @@ class SavedOutput:
                 "operation"
             )
         return tensor
-
-
-def share_payload(x: Tensor, payload: QuantizedTensor) -> None:
-    """Have attention keep this payload instead of its output x, if that is what x is.
-
-    Args:
-        x: (..., K), the input of a layer.
-        payload: (K, M), quantized along M, which the layer saves for its wgrad.
-    """
-    saved = vars(_root(x)).get(_ATTRIBUTE)
-    if saved is not None:
-        saved.take(x, payload)
 
 
 def _root(x: Tensor) -> Tensor:
