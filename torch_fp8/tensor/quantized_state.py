@@ -71,6 +71,10 @@ class QuantizedState(Encoded):
             for target, value in zip(self.codes, encoded, strict=True):
                 target[part] = value
 
+    def take(self, x: Tensor) -> None:
+        self.codes = type(self.codes)(*map(torch.empty_like, self.codes))  # aliases keep theirs
+        self.store(x)
+
     def alias(self) -> Any:
         return self.like(self.codes)
 

@@ -129,6 +129,17 @@ def test_an_assigned_moment_has_8_bits_after_the_step():
     assert memory_report(model, optimizer).moments == before.moments
 
 
+def test_data_that_is_set_leaves_what_an_alias_of_a_moment_has():
+    model, optimizer = _trained()
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    kept, before = moment.data, moment.clone()
+    moment.data = torch.ones(96, 96)
+    assert (optimizer.state[model[0].weight]["exp_avg"] == 1).all()
+    assert torch.equal(kept.clone(), before)
+    moment.data = kept
+    assert torch.equal(moment.clone(), before)
+
+
 def test_an_assigned_moment_of_another_shape_is_an_error():
     model, optimizer = _trained()
     optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(96, 95)
