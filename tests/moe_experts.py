@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from torch_fp8.nn import experts_dispatch
+
 E, K, H, WIDTH = 4, 2, 64, 48
 
 CONFIG = {
@@ -64,3 +66,9 @@ def run(module, x, index, scores, grad=None):
     y.float().backward(torch.ones_like(y, dtype=torch.float32) if grad is None else grad)
     grads = {name: p.grad.clone() for name, p in module.named_parameters()}
     return {"y": y.detach(), "x": x.grad, "scores": scores.grad, **grads}
+
+
+def forget_entries():
+    """Take back the entries of models that other tests of this process have left."""
+    for left in (*experts_dispatch._converted, nn.Module()):
+        experts_dispatch.remove(left)

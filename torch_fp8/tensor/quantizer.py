@@ -312,7 +312,7 @@ def quantize_input(
     if dropped:
         return InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
     if col is not None:
-        if type(x) is Tensor:  # attention's output, or a view of it, may wait for this payload
+        if not isinstance(x, QuantizableTensor):  # attention's output may wait for this payload
             output = getattr(x if x._base is None else x._base, SAVED_OUTPUT, None)
             if output is not None and not is_traced():
                 output.take(x, col)

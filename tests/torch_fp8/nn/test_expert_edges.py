@@ -5,9 +5,8 @@ import io
 
 import pytest
 import torch
-from torch import nn
 
-from tests.moe_experts import LAYOUTS, E, H, experts
+from tests.moe_experts import LAYOUTS, E, H, experts, forget_entries
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.quantization.metrics import sqnr_db
@@ -99,8 +98,7 @@ def test_copies_and_files_run_in_fp8_by_themselves(layout):
 
 
 def test_two_models_are_independent_and_the_entries_go_with_the_last(layout):
-    for left in (*experts_dispatch._converted, nn.Module()):  # by other tests in this process
-        experts_dispatch.remove(left)
+    forget_entries()
     given = _given(20, torch.arange(20)[:, None] % E)
     first, second, stock = (experts(layout) for _ in range(3))
     want = [_run(m, *given)["y"] for m in (first, second, stock)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.moe_experts import CLASSES, CONFIG, WIDTH, E, H, K
+from tests.moe_experts import CLASSES, CONFIG, WIDTH, E, H, K, forget_entries
 from tests.moe_experts import batch as _batch
 from tests.moe_experts import experts as _experts
 from tests.moe_experts import run as _run
@@ -179,6 +179,7 @@ def test_six_grouped_gemms_run_for_a_block():
 def test_two_models_are_independent_and_the_entry_goes_with_the_last():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+    forget_entries()
     first, second, stock = _experts(), _experts(), _experts()
     batch = _batch(20)
     want = [_run(m, *batch)["y"] for m in (first, second, stock)]
@@ -197,6 +198,8 @@ def test_two_models_are_independent_and_the_entry_goes_with_the_last():
 
 def test_an_entry_of_somebody_else_comes_back():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    forget_entries()
 
     def theirs(module, x, *args):
         return x + 1
