@@ -95,7 +95,7 @@ def displacements(
         sparsity: share of zero gradients.
         beta2: decay of the second moment.
         steps: number of steps.
-        seed: of the gradients.
+        seed: number from which the gradients are drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     zeros = torch.zeros(ROWS, COLS)

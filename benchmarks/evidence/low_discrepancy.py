@@ -50,7 +50,7 @@ def thresholds(index: Tensor, keys: tuple[int, int], stream: int) -> Tensor:
     Args:
         index: int32, the elements' indices.
         keys: a parameter's number, and the step.
-        stream: what is rounded: each kind has a sequence of its own.
+        stream: number of the kind of value that is rounded; each kind has its own sequence.
     """
     parameter, step = keys
     named = stochastic_rounding.stream_keys(parameter, stream, step // PERIOD)
@@ -108,8 +108,8 @@ def measure(case: dict[str, object], steps: int) -> dict[str, object]:
     """Return the figures of a case.
 
     Args:
-        case: of `cases`.
-        steps: of the optimizer, where weights move; a model is trained for as many as elsewhere.
+        case: one that `cases` yields.
+        steps: optimizer steps of an ``updates`` case; a model always trains for 30.
     """
     with rounding(str(case["rounding"])):
         if case["experiment"] != "updates":

@@ -19,9 +19,9 @@ def missing_package(package: str, why: str, error: BaseException) -> ImportError
     """Return an error that says what to install.
 
     Args:
-        package: what cannot be imported.
-        why: what it is needed for.
-        error: why it cannot be: it is missing, or a package that it needs.
+        package: name of the package that cannot be imported.
+        why: purpose for which it is needed.
+        error: the failure: this package is missing, or one that it imports.
     """
     while error.__cause__ is not None:
         error = error.__cause__

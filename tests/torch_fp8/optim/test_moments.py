@@ -132,11 +132,11 @@ def test_an_assigned_moment_has_8_bits_after_the_step():
 def test_data_that_is_set_leaves_what_an_alias_of_a_moment_has():
     model, optimizer = _trained()
     moment = optimizer.state[model[0].weight]["exp_avg"]
-    kept, before = moment.data, moment.clone()
+    alias, before = moment.data, moment.clone()
     moment.data = torch.ones(96, 96)
     assert (optimizer.state[model[0].weight]["exp_avg"] == 1).all()
-    assert torch.equal(kept.clone(), before)
-    moment.data = kept
+    assert torch.equal(alias.clone(), before)
+    moment.data = alias
     assert torch.equal(moment.clone(), before)
 
 

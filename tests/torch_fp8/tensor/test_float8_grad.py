@@ -351,11 +351,11 @@ def test_a_shard_rounds_as_the_whole():
 def test_data_that_is_set_leaves_what_an_alias_has():
     """Loops that average gradients by hand assign ``p.grad.data``."""
     parameter = _parameter(_grad())
-    kept, before = parameter.grad.data, parameter.grad.clone()
+    alias, before = parameter.grad.data, parameter.grad.clone()
     parameter.grad.data = torch.ones(128, 96, dtype=torch.bfloat16)
     assert (parameter.grad == 1).all()
-    assert torch.equal(kept.clone(), before)
-    parameter.grad.data = kept
+    assert torch.equal(alias.clone(), before)
+    parameter.grad.data = alias
     assert torch.equal(parameter.grad.clone(), before)
     with pytest.raises(RuntimeError, match=r"\(128, 96\).*set to.*\(3,\).*p\.grad = x"):
         parameter.grad.data = torch.ones(3)
