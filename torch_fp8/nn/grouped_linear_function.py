@@ -102,7 +102,7 @@ def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> Quant
         payload = weight.payload.quantized
         return transposed_stacked(payload, spec) if flip else payload
     if isinstance(weight, QuantizableTensor):  # gathered in FP8
-        return weight.stacked_payload(flip)
+        return QuantizedTensor(*weight.stacked_payload(flip), spec.granularity)
     return cast_stacked(
         weight.halves.high if isinstance(weight, SplitWeight) else weight, spec, flip
     )

@@ -55,11 +55,14 @@ class QuantizableTensor(Tensor):
         """
         raise NotImplementedError
 
-    def stacked_payload(self, flip: bool) -> QuantizedTensor:
-        """The payload of stacked weights (E, R, C), with a scale a row.
+    def stacked_payload(self, flip: bool) -> tuple[Tensor, Tensor]:
+        """Codes (E, R, C) of stacked weights, and scales (E, R, 1) of their rows.
+
+        No string beside them: torch.compile takes this method as one call, whose results it wants
+        to be tensors.
 
         Args:
-            flip: whether to return that of their transposes, (E, C, R).
+            flip: whether to return those of the transposes, (E, C, R).
         """
         raise NotImplementedError
 

@@ -58,14 +58,15 @@ class UnshardedExperts(UnshardedFloat8Weight):
         self.payload = payload
         return self
 
-    def stacked_payload(self, flip: bool) -> QuantizedTensor:
+    def stacked_payload(self, flip: bool) -> tuple[Tensor, Tensor]:
         """The payload as it was gathered, or its transpose."""
         self.check_gathered()
         payload = self.payload
         payload.read = payload.read or not is_traced()
-        if payload.flipped == flip:
-            return payload.quantized
-        return transposed_stacked(payload.quantized, payload.spec)
+        quantized = payload.quantized
+        if payload.flipped != flip:
+            quantized = transposed_stacked(quantized, payload.spec)
+        return quantized.qdata, quantized.scale
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
