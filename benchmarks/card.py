@@ -54,10 +54,10 @@ def copying(size: int, device: torch.device) -> tuple[Callable[[], None], int]:
 
 def free(device: torch.device) -> None:
     """Free the memory that nobody holds any more, so that the next variant has the card to
-    itself.
+    itself; do nothing on the CPU.
     """
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 

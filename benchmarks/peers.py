@@ -4,8 +4,10 @@ Each builder raises ImportError or whatever the peer raises where it cannot run;
 that the note of its row. Both are used through their public interfaces, as their documents say.
 """
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,9 +31,17 @@ def torchao(module: nn.Module, recipe: str, *, skip: tuple[str, ...] = ("lm_head
     def converts(child: nn.Module, fqn: str) -> bool:
         return fqn.rpartition(".")[2] not in skip
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = runnable(Float8LinearConfig.from_recipe_name(recipe))
     holder = nn.Sequential(module)  # it replaces children, and `module` may itself be a linear
     return convert_to_float8_training(holder, config=config, module_filter_fn=converts)[0]
+
+
+def runnable(config: Any) -> Any:
+    """Return torchao's configuration, emulated without a card.
+
+    On a CPU, a product in FP8 takes up to 20 ms at toy size.
+    """
+    return dataclasses.replace(config, emulate=not torch.cuda.is_available())
 
 
 def torchao_optimizer(

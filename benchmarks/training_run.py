@@ -311,7 +311,9 @@ def run_accelerate(
     AcceleratorState._reset_state(reset_partial_state=True)  # of the variant before
     recorder = _Recorder(device)
     by_accelerate = variant.peer == "torchao by Accelerate"
-    handlers: list[Any] = [AORecipeKwargs()] if by_accelerate else []
+    handlers: list[Any] = []
+    if by_accelerate:
+        handlers = [AORecipeKwargs(config=peers.runnable(AORecipeKwargs().config))]
     if variant.config:
         handlers = [FP8Kwargs(FP8Config(**variant.config))]
     fp8 = by_accelerate or variant.precision == "fp8-mixed"
