@@ -1,6 +1,6 @@
 """Cases of every kernel family: what the GPU tests compare, of small shapes, on CPU tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -71,15 +71,26 @@ def sigmoid(x: Tensor) -> Tensor:
         return torch.from_numpy(functions.rcp(power + np.float32(1), True)).view(x.shape)
 
 
-def expert_rows(check: Callable[..., None], *choices: Any) -> None:
-    """Run a case of `torch_fp8.ops.moe_rows`."""
-    check(card_module(torch_fp8.ops.moe_rows), "cpu", *choices, columns=(48, 131))
+def expert_rows(check: Callable[..., None], *choices: Any, few: bool) -> None:
+    """Run a case of `torch_fp8.ops.moe_rows`.
+
+    Args:
+        check: function of `tests.kernel_cases.experts`.
+        choices: its other arguments.
+        few: whether columns that are moved together have one route; the kernels read a route
+            alike for these and for columns that are moved one by one.
+    """
+    rows = card_module(torch_fp8.ops.moe_rows)
+    check(rows, "cpu", *choices, columns=(48,), choices=("random",) if few else experts.CHOICES)
+    check(rows, "cpu", *choices, columns=(131,))
 
 
-def expert_gate(form: str, bias: bool, dtype: torch.dtype) -> None:
+def expert_gate(
+    form: str, bias: bool, dtype: torch.dtype, widths: Iterable[int] = (48, 131)
+) -> None:
     """Run a case of the gated activation."""
     gate = card_module(torch_fp8.ops.expert_gate)
-    experts.check_gate(gate, "cpu", experts.FORMS[form], bias, dtype, (48, 131), sigmoid)
+    experts.check_gate(gate, "cpu", experts.FORMS[form], bias, dtype, widths, sigmoid)
 
 
 def _gradient() -> None:
@@ -87,10 +98,15 @@ def _gradient() -> None:
     messages.check_gradient(parts, "cpu", ODD, BF16)
 
 
-def families() -> dict[str, Callable[[], None]]:
-    """Return the cases by name; each raises `Mismatch` where a kernel is wrong."""
+def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
+    """Return the cases by name; each raises `Mismatch` where a kernel is wrong.
+
+    Args:
+        few_rows: whether those of experts do not take each route and form with each width.
+    """
     ops = operators()
     few: dict[str, Any] = {"few": True}
+    rows_transposed = partial(expert_rows, experts.check_transposition, few=few_rows)
     return {
         **{f"cast {g}": partial(_cast, g, "row spread") for g in casts.GRANULARITIES},
         **{f"cast {g} with NaN": partial(_cast, g, "nan") for g in casts.GRANULARITIES},
@@ -124,9 +140,11 @@ def families() -> dict[str, Callable[[], None]]:
         "messages": partial(_messages, None),
         "messages, stochastic": partial(_messages, messages.KEYS["stochastic"]),
         "gradient": _gradient,
-        "expert rows": partial(expert_rows, experts.check_rows),
-        "expert rows transposed": partial(expert_rows, experts.check_transposition, False),
-        "tokens transposed": partial(expert_rows, experts.check_transposition, True),
-        "expert gate": partial(expert_gate, "plain", False, BF16),
-        "expert gate, interleaved": partial(expert_gate, "interleaved with limits", True, BF16),
+        "expert rows": partial(expert_rows, experts.check_rows, few=few_rows),
+        "expert rows transposed": partial(rows_transposed, False),
+        "tokens transposed": partial(rows_transposed, True),
+        "expert gate": partial(expert_gate, "plain", False, BF16, (48,) if few_rows else (48, 131)),
+        "expert gate, interleaved": partial(
+            expert_gate, "interleaved with limits", True, BF16, (131,) if few_rows else (48, 131)
+        ),
     }

@@ -12,7 +12,7 @@ from tests.emulator.schedule import Shuffled
 
 pytestmark = pytest.mark.long
 
-FAMILIES = families()
+FAMILIES, WHOLE = families(few_rows=True), families()
 SHARED = (
     *("cast block_1x128", "known scale", "transpose", "norm once", "norm backward"),
     *("smoothing", "gate and up", "adamw with a tensorwise payload", "gradient"),
@@ -57,14 +57,14 @@ def test_in_a_random_order(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_other_random_orders(family, seed):
     with emulated(watch=watched, schedule=lambda: Shuffled(seed), error_seed=seed):
-        FAMILIES[family]()
+        WHOLE[family]()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_blackwell(family):
     with emulated(capability=(10, 0), watch=watched):
-        FAMILIES[family]()
+        WHOLE[family]()
 
 
 def test_errors_of_approximate_functions_change_no_promise():

@@ -62,10 +62,12 @@ def moved(tensors: Iterable[Any], device: str) -> list[Any]:
     return [x.to(device) if isinstance(x, Tensor) else x for x in tensors]
 
 
-def check_rows(ops: Any, device: str, columns: Iterable[int] = COLUMNS) -> None:
+def check_rows(
+    ops: Any, device: str, columns: Iterable[int] = COLUMNS, choices: Iterable[str] = CHOICES
+) -> None:
     """Check rows gathered, and rows added up in each dtype."""
     for cols in columns:
-        for name, (route, count) in routes().items():
+        for name, (route, count) in routes(choices).items():
             x, what = payload_of(count, cols), f"{name}, {cols} columns"
             args = (x.qdata, x.scale, route.token)
             results = ops.gather_payload(*moved(args, device))
@@ -80,11 +82,15 @@ def check_rows(ops: Any, device: str, columns: Iterable[int] = COLUMNS) -> None:
 
 
 def check_transposition(
-    ops: Any, device: str, gathers: bool, columns: Iterable[int] = COLUMNS
+    ops: Any,
+    device: str,
+    gathers: bool,
+    columns: Iterable[int] = COLUMNS,
+    choices: Iterable[str] = CHOICES,
 ) -> None:
     """Check payloads and scales of transposed groups, of tokens or of rows."""
     for cols in columns:
-        for name, (route, count) in routes().items():
+        for name, (route, count) in routes(choices).items():
             x = payload_of(count if gathers else len(route.slot), cols)
             args = (x.qdata, x.scale, route.offs, route.token if gathers else None)
             _check_transposed(ops, device, args, f"{name}, {cols} columns")

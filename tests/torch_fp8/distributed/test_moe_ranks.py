@@ -91,6 +91,16 @@ def test_a_graph_finds_in_backward_what_it_has_saved(cases):
 @pytest.mark.parametrize("case", ["frozen_fsdp", "frozen_ddp"])
 def test_adapters_over_frozen_experts_train_as_in_one_process(cases, case):
     """A byte an element and a scale a row, outputs of the first step bit for bit."""
+    check_adapters(cases, case)
+
+
+@pytest.mark.slow
+def test_adapters_over_frozen_experts_of_every_layout(run_parallel_cases):
+    modules, chosen = "moe_cases,moe_frozen_cases", {"ONLY": "frozen_fsdp", "EVERY_LAYOUT": "1"}
+    check_adapters(run_parallel_cases(modules, 2, **chosen), "frozen_fsdp")
+
+
+def check_adapters(cases, case):
     for layouts in cases[case]:
         for layout, figures in layouts.items():
             assert figures["same"][0], layout

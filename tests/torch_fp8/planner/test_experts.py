@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from tests.moe_models import moe_model
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import expected_memory
+from torch_fp8.planner.counts import StepBytes
 from torch_fp8.planner.experts import (
     SKIP,
     ExpertWeight,
@@ -21,7 +22,7 @@ from torch_fp8.planner.experts import (
     speedup,
 )
 from torch_fp8.planner.layouts import EXPERTS, build, read_config
-from torch_fp8.planner.plan import plan
+from torch_fp8.planner.plan import plan, plan_beside
 from torch_fp8.planner.setup import make_setup
 
 SIZES = {
@@ -41,6 +42,8 @@ SIZES = {
 }
 ONE = {"num_hidden_layers": 1}
 CONFIG = AutoConfig.for_model("qwen3_moe", **SIZES)
+COUNTED = {("policy", "O2", 1): StepBytes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)}
+"""For plans in which the bytes of a step have no part: nobody counts them."""
 WIDE = ExpertWeight(8, 8192, 8192, 2, gathers=False, frozen=False, in_fp8=True)
 
 
@@ -106,7 +109,8 @@ def test_experts_that_do_not_pay_are_planned_in_bf16():
     assert json.loads(slow.levels["O2"].config)["skip"] == ["lm_head", SKIP]
     assert slow.as_dict()["experts"] == slow.experts
     wide = SIZES | ONE | {"hidden_size": 2048, "moe_intermediate_size": 8192}
-    fast = plan(AutoConfig.for_model("qwen3_moe", **wide), sequence=8192, levels=("O2",))
+    config = AutoConfig.for_model("qwen3_moe", **wide)
+    fast = plan_beside(COUNTED, config, sequence=8192, levels=("O2",))
     assert "2048 rows each of 8 experts; in FP8 their GEMMs and casts are 1." in fast.experts
     assert "skip" not in json.loads(fast.levels["O2"].config)
 
@@ -138,7 +142,7 @@ def test_the_step_that_fits_and_is_faster_decides(monkeypatch, fits, seconds, le
 
 def test_a_dense_model_has_no_line_of_experts():
     config = AutoConfig.for_model("llama", **{k: v for k, v in SIZES.items() if "expert" not in k})
-    planned = plan(config, sequence=64, levels=("O2",))
+    planned = plan_beside(COUNTED, config, sequence=64, levels=("O2",))
     assert planned.experts == ""
     assert "experts" not in str(planned)
 
