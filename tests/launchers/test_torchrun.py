@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -45,9 +44,9 @@ def test_a_node_leaves_and_comes_back(start, tmp_path):
     conf = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     command = (*words, *meet, "--max_restarts", 5, "--monitor_interval", "0.5")
     command = (*command, "--rdzv_conf", conf, SCRIPTS / "elastic.py")
-    nodes = [start(*command, python=sys.executable, **ALONE)]
+    nodes = [start(*command, **ALONE)]
     try:
-        leave_and_come_back(nodes, lambda: start(*command, python=sys.executable, **ALONE))
+        leave_and_come_back(nodes, lambda: start(*command, **ALONE))
         (tmp_path / "stop").touch()
         for node in (nodes[0], nodes[2]):
             assert node.wait(SECONDS) == 0, node.log.read_text()

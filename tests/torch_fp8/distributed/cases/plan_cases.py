@@ -1,6 +1,7 @@
 """Trains small layouts on gloo ranks, and counts what rank 0 holds and sends.
 
-Started by test_sharded_plan.py: ``python plan_cases.py <rank> <ranks> <store> <result>``.
+Started by test_sharded_plan.py, ``python plan_cases.py <rank> <ranks> <store> <result>``, with the
+names of layouts behind these.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, adam, trained
+from tests.torch_fp8.planner.layouts_for_tests import WIDE, adam, trained
 from torch_fp8 import FP8Config, count_communication, memory_report
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -67,7 +68,7 @@ def main():
         "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS
     )
     mesh = init_device_mesh("cpu", (RANKS,))
-    ways = [(name, name, functools.partial(prepare_shards, mesh)) for name in LAYOUTS]
+    ways = [(name, name, functools.partial(prepare_shards, mesh)) for name in sys.argv[5:]]
     ways.append(("replicas", WIDE, prepare_replica))
     if RANKS == 4:
         halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
