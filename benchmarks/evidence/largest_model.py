@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import AutoConfig
 
 from benchmarks.measurement import Table, environment, print_table
 from benchmarks.rows import OUTPUT, RESULTS, read_rows
-from torch_fp8.planner.layouts import gpt_config
+from torch_fp8.planner.layouts import PRESETS
 from torch_fp8.planner.plan import left_of, plan
 from torch_fp8.planner.setup import BF16
 
@@ -225,10 +226,17 @@ def _found_last(gpus: int, method: str) -> int:
     return int(found[0]) if found else 0
 
 
+def _gpt(layers: int) -> Any:
+    """Return the configuration of a GPT of n layers, n heads and 128 n features."""
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": layers}
+    sizes |= {"hidden_size": 128 * layers, "intermediate_size": 512 * layers}
+    return AutoConfig.for_model(**PRESETS["gpt-7b"] | sizes)
+
+
 def _needs(layers: int, gpus: int, method: str, options: dict[str, Any]) -> tuple[int, int, bool]:
     """Return peak, parameters, and whether they fit."""
     level = BF16 if method == FP8_LM else method
-    made = plan(gpt_config(layers), levels=(level,), gpus=gpus, **options)
+    made = plan(_gpt(layers), levels=(level,), gpus=gpus, **options)
     needed = made.levels[level]
     if method != FP8_LM:
         return needed.peak, made.num_params, needed.fits

@@ -102,12 +102,6 @@ def read_config(model: Any) -> Any:
     return config
 
 
-def gpt_config(layers: int) -> Any:
-    """Return the configuration of a GPT of n layers, n heads and 128 n features."""
-    sizes = _sizes(_GPT, layers, 128 * layers, 512 * layers, layers)
-    return _transformers().AutoConfig.for_model(**sizes)
-
-
 def family_of(model: Any) -> tuple[str, ...]:
     """Return the presets of the family that `model` names, or belongs to, the smallest first."""
     name = str(model).lower()
