@@ -4,7 +4,7 @@ import torch
 
 
 class SingleDeviceMuon(torch.optim.Optimizer):
-    """It orthogonalizes the last two dimensions, whatever stands before them."""
+    """It orthogonalizes the last two dimensions, makes missing gradients, and scales in place."""
 
     def __init__(self, params, lr=0.02, weight_decay=0.0, momentum=0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -14,7 +14,7 @@ class SingleDeviceMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
-                    continue
+                    p.grad = torch.zeros_like(p)
                 state = self.state[p]
                 if len(state) == 0:
                     state["momentum_buffer"] = torch.zeros_like(p)

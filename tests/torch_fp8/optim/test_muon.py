@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.batched_muon import SingleDeviceMuon
 from tests.steps import train_steps
 from torch_fp8 import (
     FP8Config,
@@ -17,39 +18,6 @@ from torch_fp8 import (
 from torch_fp8.optim.muon import BUFFER, MuonOptimizer
 from torch_fp8.quantization.linear_int8 import GROUP, decode, encode, thresholds
 from torch_fp8.tensor.int8_momentum import Int8Momentum
-
-
-def _orthogonal(x):
-    x = x.bfloat16() if x.shape[-2] <= x.shape[-1] else x.bfloat16().mT
-    y = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = y @ y.mT
-        y = 3.4445 * y + (-4.775 * gram + 2.0315 * gram @ gram) @ y
-    return y
-
-
-class SingleDeviceMuon(torch.optim.Optimizer):
-    """Muon as third parties have it: it makes missing gradients, and scales them in place."""
-
-    def __init__(self, params, lr=0.02, weight_decay=0.0, momentum=0.95):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                state = self.state[p]
-                if len(state) == 0:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                buffer = state["momentum_buffer"]
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = _orthogonal(p.grad.lerp_(buffer, group["momentum"]))
-                update = update if p.shape[0] <= p.shape[1] else update.mT
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update.reshape(p.shape).to(p.dtype), alpha=-group["lr"])
-
 
 CLASSES = [torch.optim.Muon, SingleDeviceMuon]
 each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__module__[:5])
