@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from torch_fp8._version import __version__
@@ -92,13 +92,13 @@ def _failed(command: str, error: Exception) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors name what a misspelled option or choice may have meant."""
 
+    commands: Mapping[str, argparse.ArgumentParser] = {}
+
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"--?[\w-]+|'[^']*'", message)
-        commands = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        parsers = [self, *(p for action in commands for p in action.choices.values())]
-        known = {name for parser in parsers for name in parser._option_string_actions}
         if message.startswith("unrecognized arguments: -"):
-            message += suggestion(words[0], known)
+            texts = [parser.format_usage() for parser in (self, *self.commands.values())]
+            message += suggestion(words[0], set(re.findall(r"(?<!\w)--?[\w-]+", " ".join(texts))))
         elif "invalid choice: '" in message:
             wrong, *choices = [word.strip("'") for word in words if not word.startswith("-")]
             choices = choices or re.findall(r"[\w.-]+", message.partition("choose from")[2])
@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_parser(commands)
     check_command.add_parser(commands)
     report_command.add_parser(commands)
+    parser.commands = commands.choices
     return parser
 
 

@@ -83,7 +83,7 @@ class RunsFP8(nn.Module):
     @property
     def runs_fp8(self) -> bool:
         """Whether a forward runs in FP8 now, unless it is `is_transformed`."""
-        if requested or torch.compiler._is_exporting_flag:
+        if requested or torch.compiler.is_exporting():
             return False
         return self.training or bool(self.fp8_config.eval_fp8)
 
@@ -93,7 +93,7 @@ def in_high_precision() -> bool:
 
     A converted one asks for both parts itself, see `RunsFP8.runs_fp8`.
     """
-    if requested or torch.compiler._is_exporting_flag:
+    if requested or torch.compiler.is_exporting():
         return True
     return not torch.compiler.is_compiling() and is_transformed()
 
@@ -109,7 +109,7 @@ def is_transformed() -> bool:
     if _symbolic_trace._is_fx_tracing_flag:  # by make_fx, too
         functional = torch._C._TorchDispatchModeKey.FUNCTIONAL
         return torch._C._get_dispatch_mode(functional) is None
-    return torch._C._get_tracing_state() is not None
+    return torch.jit.is_tracing()
 
 
 @functools.cache
