@@ -208,7 +208,8 @@ def results():
             found = compare(quantize_2d(x, options), reference(x, options))
             if found:
                 failures.append(f"{fmt} scale {value}: {found}")
-            failures += [f"{fmt} scale {value}, {text}" for text in slots(x, options)]
+            if value == 0.37:  # the amax is that of x, whatever the scale
+                failures += [f"{fmt} scale {value}, {text}" for text in slots(x, options)]
         for fmt, power_of_two, row, col in CHOICES + ONE_LAYOUT:
             options = CastOptions(DTYPES[fmt], "tensorwise", power_of_two, row, col)
             known = options._replace(amax=tensor_amax(x))
