@@ -11,17 +11,10 @@ run again, so an interrupted benchmark goes on where it was.
 
 import argparse
 import datetime
-import json
-import os
-import shlex
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-import torch
-
-from benchmarks.evidence.recipes_loss import ROOT, RUN, SCRIPT, commit, print_means
+from benchmarks.evidence import recipes_loss
+from benchmarks.evidence.recipes_loss import RUN, SCRIPT, measure, print_means
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
@@ -66,7 +59,8 @@ def main() -> None:
                 continue
             print(f"{datetime.datetime.now():%H:%M:%S} {run} {level} seed {seed}", flush=True)
             command = pretraining if arguments.pretraining else fine_tuning
-            result = measure(*command(level, seed), arguments.script_arguments)
+            script, config = command(level, seed)
+            result = measure([*script, *arguments.script_arguments], config)
             baseline = rows.get((run, BASELINE, seed))
             row = {"run": run, "level": level, "seed": seed, **as_columns(result, baseline)}
             append_rows(arguments.csv, COLUMNS, [row])
@@ -75,61 +69,28 @@ def main() -> None:
     print_means({(level, seed): row for (r, level, seed), row in rows.items() if r == run})
 
 
-def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of python and the environment of a run of fine-tuning."""
+def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, object]]:
+    """Return the arguments of python and the configuration of a run of fine-tuning."""
     precision = BASELINE if level == BASELINE else "fp8-mixed"
-    config = {} if level == BASELINE else {"TORCH_FP8_CONFIG": json.dumps({"opt_level": level})}
+    config = {} if level == BASELINE else {"opt_level": level}
     script = [SCRIPT, "--precision", precision, *RUN, "--seed", str(seed)]
     return script, config
 
 
-def pretraining(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of python and the environment of a run of pre-training."""
+def pretraining(level: str, seed: int) -> tuple[list[str], dict[str, object]]:
+    """Return the arguments of python and the configuration of a run of pre-training."""
     arguments = [] if level == BASELINE else ["--level", level]
     if level in PERTURBED:
         arguments = ["--perturbed", str(PERTURBED[level])]
     return ["-m", "benchmarks.evidence.pretraining", *arguments, "--seed", str(seed)], {}
 
 
-def measure(script: list[str], config: dict[str, str], script_arguments: list[str]) -> dict:
-    """Run it once and return its result, with its command.
-
-    Raises:
-        RuntimeError: the script failed; with the end of what it said.
-    """
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_FP8_CONFIG"} | config
-    prefix = "".join(f"{name}={shlex.quote(value)} " for name, value in config.items())
-    script = [*script, *script_arguments]
-    with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, *script, "--output", output]
-        run = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if run.returncode:
-            raise RuntimeError(f"{prefix}{shlex.join(command)} failed:\n{run.stdout[-4000:]}")
-        result = json.loads((Path(output) / "result.json").read_text())
-    return {**result, "command": f"{prefix}python {shlex.join(script)}"}
-
-
 def as_columns(result: dict, baseline: dict | None) -> dict:
-    loss = result["final_eval_loss"]
-    bf16_loss = loss if baseline is None else float(baseline["bf16_eval_loss"])
+    """Return the columns of a result; see `recipes_loss.as_columns`."""
     return {
         "steps": result["steps"],
         "bytes_per_parameter": f"{result['bytes_per_parameter']:.2f}",
-        "final_train_loss": f"{result['final_train_loss']:.6f}",
-        "final_eval_loss": f"{loss:.6f}",
-        "bf16_eval_loss": f"{bf16_loss:.6f}",
-        "rel_diff": f"{loss / bf16_loss - 1:+.6f}",
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": result["command"],
+        **recipes_loss.as_columns(result, baseline),
     }
 
 

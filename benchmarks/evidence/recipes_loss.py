@@ -55,49 +55,37 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     tell_kept(arguments.csv)
-    for (
-        seed
-    ) in arguments.seeds:  # seeds outside: an interrupted benchmark has compared every recipe
+    for seed in arguments.seeds:  # outside: an interrupted benchmark has compared every recipe
         for recipe in (BASELINE, *arguments.recipes):
             rows = read_rows(arguments.csv)
             if (recipe, seed) in rows:
                 continue
-            baseline = rows.get((BASELINE, seed))
-            append_rows(
-                arguments.csv,
-                COLUMNS,
-                [measure(recipe, seed, baseline, arguments.script_arguments)],
-            )
+            print(f"{datetime.datetime.now():%H:%M:%S} {recipe} seed {seed}", flush=True)
+            precision = BASELINE if recipe == BASELINE else "fp8-mixed"
+            config = {} if recipe == BASELINE else {"recipe": recipe}
+            script = [SCRIPT, "--precision", precision, *RUN, "--seed", str(seed)]
+            result = measure([*script, *arguments.script_arguments], config)
+            columns = as_columns(result, rows.get((BASELINE, seed)))
+            append_rows(arguments.csv, COLUMNS, [{"recipe": recipe, "seed": seed, **columns}])
+            loss, difference = columns["final_eval_loss"], columns["rel_diff"]
+            print(f"  {result['seconds']:.0f} s, {loss} ({difference})", flush=True)
     print_means(read_rows(arguments.csv))
 
 
-def measure(recipe: str, seed: int, baseline: dict | None, script_arguments: list[str]) -> dict:
-    """Run the script once and return its row.
+def measure(script: list[str], config: dict[str, object]) -> dict:
+    """Run a script once and return its result, with its command.
 
     Args:
-        recipe: a name of RECIPES, or BASELINE.
-        baseline: the BF16 row of the same seed; None for that row itself.
+        script: arguments of python, without the folder of the results.
+        config: fields of `FP8Config`; none: the environment names no configuration.
     Raises:
         RuntimeError: the script failed; with the end of what it said.
     """
-    environment = dict(os.environ)
-    environment.pop("TORCH_FP8_CONFIG", None)
-    precision = BASELINE
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_FP8_CONFIG"}
     prefix = ""
-    if recipe != BASELINE:
-        precision = "fp8-mixed"
-        environment["TORCH_FP8_CONFIG"] = json.dumps({"recipe": recipe})
+    if config:
+        environment["TORCH_FP8_CONFIG"] = json.dumps(config)
         prefix = f"TORCH_FP8_CONFIG={shlex.quote(environment['TORCH_FP8_CONFIG'])} "
-    script = [
-        SCRIPT,
-        "--precision",
-        precision,
-        *RUN,
-        "--seed",
-        str(seed),
-        *script_arguments,
-    ]
-    print(f"{datetime.datetime.now():%H:%M:%S} {prefix}python {shlex.join(script)}", flush=True)
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, *script, "--output", output]
         run = subprocess.run(
@@ -111,11 +99,19 @@ def measure(recipe: str, seed: int, baseline: dict | None, script_arguments: lis
         if run.returncode:
             raise RuntimeError(f"{prefix}{shlex.join(command)} failed:\n{run.stdout[-4000:]}")
         result = json.loads((Path(output) / "result.json").read_text())
+    return {**result, "command": f"{prefix}python {shlex.join(script)}"}
+
+
+def as_columns(result: dict, baseline: dict | None) -> dict:
+    """Return the columns of a result.
+
+    Args:
+        result: what `measure` returned.
+        baseline: the BF16 row of the same seed; None for that row itself.
+    """
     loss = result["final_eval_loss"]
     bf16_loss = loss if baseline is None else float(baseline["bf16_eval_loss"])
-    row = {
-        "recipe": recipe,
-        "seed": seed,
+    return {
         "final_train_loss": f"{result['final_train_loss']:.6f}",
         "final_eval_loss": f"{loss:.6f}",
         "bf16_eval_loss": f"{bf16_loss:.6f}",
@@ -123,12 +119,8 @@ def measure(recipe: str, seed: int, baseline: dict | None, script_arguments: lis
         "torch": torch.__version__,
         "commit": commit(),
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": f"{prefix}python {shlex.join(script)}",
+        "command": result["command"],
     }
-    print(
-        f"  {result['seconds']:.0f} s, evaluation loss {loss:.4f} ({row['rel_diff']})", flush=True
-    )
-    return row
 
 
 def read_rows(path: Path) -> dict[tuple[str, int], dict]:

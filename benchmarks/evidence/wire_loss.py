@@ -11,13 +11,12 @@ becomes a row of the CSV at once, and a row that is there is not run again.
 
 import argparse
 import datetime
-import json
 import os
 from pathlib import Path
 
 from benchmarks.evidence import optimizer_loss
 from benchmarks.evidence.optimizer_loss import BASELINE, FINE_TUNING
-from benchmarks.evidence.recipes_loss import RUN, SCRIPT
+from benchmarks.evidence.recipes_loss import RUN, SCRIPT, measure
 from benchmarks.rows import RESULTS, add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
@@ -63,7 +62,8 @@ def main() -> None:
             if (run, seed) in rows:
                 continue
             print(f"{datetime.datetime.now():%H:%M:%S} {run} seed {seed}", flush=True)
-            result = optimizer_loss.measure(*command(run, seed), arguments.script_arguments)
+            config = RUNS[run] or {}
+            result = measure([*command(run, seed), *arguments.script_arguments], config)
             result["command"] = f"PL_TRAINER_DEVICES={RANKS} {result['command']}"
             level = run.partition(",")[0]
             row = as_columns(
@@ -78,13 +78,13 @@ def main() -> None:
         )
 
 
-def command(run: str, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Return a run's arguments of python and environment: one micro-batch for each rank."""
-    config = RUNS[run]
-    precision = BASELINE if config is None else "fp8-mixed"
-    script = [SCRIPT, "--precision", precision, *RUN, "--seed", str(seed)]
-    environment = {} if config is None else {"TORCH_FP8_CONFIG": json.dumps(config)}
-    return [*script, "--accumulate", "1"], environment
+def command(run: str, seed: int) -> list[str]:
+    """Return a run's arguments of python: one micro-batch for each rank."""
+    precision = BASELINE if RUNS[run] is None else "fp8-mixed"
+    return [
+        *(SCRIPT, "--precision", precision, *RUN, "--seed", str(seed)),
+        *("--accumulate", "1"),
+    ]
 
 
 def as_columns(result: dict, baseline: dict | None, one_rank: dict | None) -> dict:

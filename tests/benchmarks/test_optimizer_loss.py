@@ -39,7 +39,7 @@ def runs(monkeypatch):
         )
         return subprocess.CompletedProcess(command, 0, stdout="")
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     return started
 
 
@@ -87,7 +87,7 @@ def test_perturbed_runs_are_of_the_pretraining(runs, monkeypatch, tmp_path):
 
 def test_a_failed_run_says_why_and_leaves_no_row(monkeypatch, tmp_path):
     failed = subprocess.CompletedProcess([], 1, stdout="the reason")
-    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     path = tmp_path / "levels.csv"
     with pytest.raises(RuntimeError, match="the reason"):
         _start(monkeypatch, path, "--seeds", "0")

@@ -32,7 +32,7 @@ def runs(monkeypatch):
         (output / "result.json").write_text(json.dumps(result))
         return subprocess.CompletedProcess(command, 0, stdout="")
 
-    monkeypatch.setattr(optimizer_loss.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(bench.os, "environ", dict(os.environ))
     return started
 
