@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,11 +24,12 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 
 _MOST_LOOKS = 10
-"""Steps before which an optimizer's gradients are looked at. Ranks look at the last: with one that
-comes from another rank, a layer may have been left out here by chance, as an expert is."""
+"""The number of steps before which an optimizer's gradients are looked at, at most."""
 
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _looks: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+_read: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
+"""Layers of which one of several ranks has to know whether its own backward makes the gradient."""
 
 
 def watch_first_steps(model: nn.Module) -> None:
@@ -46,13 +48,13 @@ def _watch() -> None:
 
 
 def _look(optimizer: Optimizer) -> None:
-    looks = _looks[optimizer] = _looks.get(optimizer, 0) + 1
+    _looks[optimizer] = _looks.get(optimizer, 0) + 1
     layers = _layers_with_gradients(optimizer)
     suspects = [layer for layer in layers if not layer.fp8.called]
     if layers and not suspects:
         _looks[optimizer] = _MOST_LOOKS
-    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not suspects or (ranks and looks < _MOST_LOOKS) or ran_in_graph():
+    suspects = [layer for layer in suspects if _is_of_this_rank(layer)]
+    if not suspects or ran_in_graph():
         return
     others = {m for model in _models for m in model.modules()} - set(suspects)
     tied = {p for module in others for p in module.parameters(recurse=False)}
@@ -84,6 +86,26 @@ def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:
         and layer.weight in parameters
         and (layer.weight in _released(optimizer) or stored_grad(layer.weight) is not None)
     ]
+
+
+def _is_of_this_rank(layer: Float8Layer) -> bool:
+    """Return whether a layer's gradient is not another rank's alone, as DDP hands it to all.
+
+    Sharded weights are used by all ranks alike. A later backward tells about others.
+    """
+    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not ranks or isinstance(layer.weight, DTensor):
+        return True
+    if layer not in _read:
+        _read[layer], reference = False, weakref.ref(layer)
+
+        def note(weight: Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                _read[owner] = True
+
+        layer.weight.register_post_accumulate_grad_hook(note)
+    return _read[layer]
 
 
 def _has_gradient(optimizer: Optimizer, weight: Tensor) -> bool:

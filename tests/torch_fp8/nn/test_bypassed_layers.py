@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
@@ -150,3 +152,24 @@ def test_states_made_of_zeros_do_not_end_the_search():
     optimizer.step()
     optimizer.zero_grad()
     assert len(warnings_of(model, optimizer)) == 1
+
+
+@pytest.fixture
+def _two_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gradient_that_another_rank_has_made_is_no_sign(level):
+    def others(model):
+        backward(model)
+        model.idle.weight.grad = torch.ones_like(model.idle.weight)
+
+    model = Model()
+    model.idle = nn.Linear(64, 64)
+    assert warnings_of(*converted(model, level), steps=12, run=others) == []
+    model = Model(lambda layer, x: F.linear(x, layer.weight, layer.bias))
+    assert len(warnings_of(*converted(model, level), steps=12)) == 1
