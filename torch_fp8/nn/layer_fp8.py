@@ -82,6 +82,7 @@ class LayerFP8:
         observer: monitor that sees the operands of the GEMMs; see `observe`.
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
+        called: whether it has run, in eager code; see `torch_fp8.nn.bypassed_layers`.
         paused: whether the layer runs in high precision for a while; see `torch_fp8.nn.paused`.
     """
 
@@ -102,7 +103,7 @@ class LayerFP8:
         self.channels = ChannelMaxima() if recipe.smooth else None
         self.observer: Any = None
         self.served: tuple[Tensor, Tensor, str] | None = None
-        self.paused = False
+        self.called = self.paused = False
         self._quantizers: dict[bool, Quantizers] = {}
         self._options: dict[Any, LinearOptions] = {}
         self.run_emulated(emulate)
@@ -134,6 +135,8 @@ class LayerFP8:
             known = self._quantizers.get(records)
             if known is not None:
                 return known
+        if not compiling:
+            self.called = True
         recipe = self.recipe
         sources: tuple[Any, ...] = (OF_TENSOR,) * 3
         if self.scaling is not None and not compiling:

@@ -120,6 +120,8 @@ class Float8Layer(FrozenStorage):
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
         """What `forward` does where it does not run in FP8, with a weight of any dtype."""
+        if not torch.compiler.is_compiling():
+            self.fp8.called = True
         if self.fp8.frozen is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
         output: Tensor = super().forward(x)

@@ -110,6 +110,11 @@ def _options(
     return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
 
 
+def ran_in_graph() -> bool:
+    """Return whether a graph of torch.compile had a layer in FP8, in this process."""
+    return _options.cache_info().currsize > 0
+
+
 @functools.cache
 def _warn_of_decoding() -> None:
     warnings.warn(

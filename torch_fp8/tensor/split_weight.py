@@ -173,10 +173,15 @@ class SplitWeight(SplitTensor):
 
     def _use_count(self) -> int:
         # torch.utils.swap_tensors asks this of both, once more of one that it swaps with itself.
-        if _is_parameter(self) and self.__dict__.pop("_swapped", None) is None:
-            bits = self.halves.step_bits
-            again = functools.partial(split_parameter, bits=EXACT_BITS, step_bits=bits)
-            self._swapped = SwappedParameter(self, attributes_of(self), again)
+        if _is_parameter(self):
+            if super()._use_count() > 1:  # a graph that was made before has it
+                grad = stored_grad(self)
+                exchange(self, _parameter(self.halves, self))
+                self.grad = grad
+            if self.__dict__.pop("_swapped", None) is None:
+                bits = self.halves.step_bits
+                again = functools.partial(split_parameter, bits=EXACT_BITS, step_bits=bits)
+                self._swapped = SwappedParameter(self, attributes_of(self), again)
         count: int = super()._use_count()
         return count
 

@@ -44,16 +44,21 @@ def make(level):
 def step(net, optimizer):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
-        (net(x) - x).float().square().mean().backward()
+        loss = (net(x) - x).float().square().mean()
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    return loss
 
 
 @pytest.mark.parametrize("name", REGISTER)
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_the_parameter_stays_split_and_has_its_hooks(name, level):
+@pytest.mark.parametrize("alive", [False, True], ids=["", "the graph of a step alive"])
+def test_the_parameter_stays_split_and_has_its_hooks(name, level, alive):
     net, optimizer = make(level)
-    step(net, optimizer)
+    graphs = [step(net, optimizer)]
+    if not alive:
+        graphs.clear()
     weight, seen = net[0].weight, []
     weight.register_hook(lambda grad: seen.append(grad.dtype))
     weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))

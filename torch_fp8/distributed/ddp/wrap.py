@@ -45,6 +45,9 @@ from torch_fp8.tensor.weight_half import average_beside
 
 _NAMES = "_fp8_kept_from_ddp"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_GUARD = "_fp8_guard_of_forward"
+_PLAIN = ("find_unused_parameters", "static_graph")
+"""Options of DistributedDataParallel that need all gradients in its own buckets."""
 
 
 def ddp_options(
@@ -75,7 +78,7 @@ def ddp_options(
             "FP8Config(gradient_release=True) steps on gradients before DistributedDataParallel "
             "has averaged them; set gradient_release=False, or run on one device"
         )
-    asked = [name for name in ("find_unused_parameters", "static_graph") if settings.get(name)]
+    asked = [name for name in _PLAIN if settings.get(name)]
     eight_bit = [(o, _eight_bit(o, module)) for o in ours]
     if asked and any(weights for _, weights in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
@@ -122,13 +125,21 @@ def connect_ddp(
     Returns:
         How the gradients will be averaged.
     Raises:
-        ValueError: ranks with different configurations, versions or FP8 layers.
+        ValueError: ranks with different configurations, versions or FP8 layers; an option of DDP
+            that `ddp_options` should have been given.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)
     assert isinstance(ddp, DistributedDataParallel)
     optimizers = list(optimizers)
     config = config or _config_of(optimizers)
     names = _unignore(ddp.module)
+    unknown = [name for name in _PLAIN if names and getattr(ddp, name)]
+    if unknown:
+        raise ValueError(
+            f"DistributedDataParallel({unknown[0]}=True) averages all gradients itself, which "
+            "ddp_options has to know: DistributedDataParallel(model, **ddp_options(model, "
+            f"[optimizer], {{{unknown[0]!r}: True}}))"
+        )
     for parameter in names:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
@@ -245,6 +256,16 @@ def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:
             module, [*ignored, *names]
         )
         module.__dict__[_NAMES] = names
+        module.__dict__[_GUARD] = module.register_forward_pre_hook(_refuse_unconnected)
+
+
+def _refuse_unconnected(module: nn.Module, inputs: Any) -> None:
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and ddp.module is module:
+        raise RuntimeError(
+            "DistributedDataParallel was wrapped with ddp_options(...), which keeps gradients from "
+            "it, and nobody averages these yet: call connect_ddp(ddp, [optimizer]) after it"
+        )
 
 
 def _unignore(module: nn.Module) -> list[Tensor]:
@@ -253,6 +274,9 @@ def _unignore(module: nn.Module) -> list[Tensor]:
     Another wrapping of the module, without us, would else leave them out for good.
     """
     names: dict[str, Tensor] = module.__dict__.pop(_NAMES, {})
+    guard = module.__dict__.pop(_GUARD, None)
+    if guard is not None:
+        guard.remove()
     parameters = list(dict.fromkeys(names.values()))
     for parameter in parameters:
         parameter.__dict__.pop("_ddp_ignored", None)

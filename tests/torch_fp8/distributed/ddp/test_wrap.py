@@ -1,11 +1,15 @@
 """DistributedDataParallel around a converted model: the cases of ddp_cases.py, on two ranks."""
 
+import re
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import ddp_options
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 
 pytestmark = pytest.mark.long
 
@@ -235,3 +239,40 @@ def test_without_a_process_group_options_are_made_all_the_same():
     assert model._ddp_params_and_buffers_to_ignore == ["0.weight"]
     assert ddp_options(model, [optimizer], {"find_unused_parameters": False})
     assert model._ddp_params_and_buffers_to_ignore == ["0.weight"]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _wrapped(level, **options):
+    model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
+    config = FP8Config(opt_level=level)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    ddp = DistributedDataParallel(model, **options, **ddp_options(model, [optimizer]))
+    return ddp, optimizer
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_forward_before_gradients_are_averaged_is_refused(one_rank, level):
+    ddp, optimizer = _wrapped(level)
+    x = torch.randn(8, 96)
+    with pytest.raises(RuntimeError, match=r"call connect_ddp\(ddp, \[optimizer\]\)"):
+        ddp(x)
+    ddp.module(x)  # without DDP nothing is averaged
+    connect_ddp(ddp, [optimizer])
+    ddp(x).sum().backward()
+    assert not ddp.module._forward_pre_hooks
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_options_that_need_plain_gradients_are_refused_beside_ours(one_rank, option):
+    ddp, optimizer = _wrapped("O2", **{option: True})
+    call = f"ddp_options(model, [optimizer], {{'{option}': True}})"
+    with pytest.raises(ValueError, match=re.escape(call)):
+        connect_ddp(ddp, [optimizer])

@@ -1,0 +1,175 @@
+"""The warning about layers whose weights are trained past them."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import torch_fp8
+from torch_fp8 import FP8Config
+from torch_fp8.nn import linear_function
+
+PASSED_BY = "but nobody called the layer"
+
+
+@pytest.fixture(autouse=True)
+def _no_graph_so_far():
+    linear_function._options.cache_clear()
+
+
+class Model(nn.Module):
+    """Two layers and a way to multiply by the weight of the first."""
+
+    def __init__(self, first=lambda layer, x: layer(x)):
+        super().__init__()
+        self.a, self.b, self.first = nn.Linear(64, 128), nn.Linear(128, 64), first
+
+    def forward(self, x):
+        return self.b(F.gelu(self.first(self.a, x)))
+
+
+def converted(model, level="O2", **options):
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = FP8Config(recipe="tensorwise", opt_level=level, **options)
+    torch_fp8.convert_to_float8(model, config)
+    torch_fp8.convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def backward(model, x=None):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(8, 64) if x is None else x).float().square().mean()
+    loss.backward()
+
+
+def warnings_of(model, optimizer, steps=2, run=backward):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            run(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(w.message) for w in caught if PASSED_BY in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda layer, x: F.linear(x, layer.weight, layer.bias),
+        lambda layer, x: x @ layer.weight.T,
+        lambda layer, x: torch.addmm(layer.bias, x, layer.weight.t()),
+        lambda layer, x: F.linear(x, layer.weight + layer.weight.detach().sign() * 1e-3),
+    ],
+    ids=["linear", "matmul", "addmm", "changed"],
+)
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O1", {}), ("O2", {}), ("O3", {}), ("O3", {"gradient_release": True})],
+    ids=["O1", "O2", "O3", "release"],
+)
+def test_a_layer_that_is_passed_by_is_named_once(first, level, options):
+    told = warnings_of(*converted(Model(first), level, **options), steps=3)
+    assert len(told) == 1
+    assert "1 converted layer (a)" in told[0]
+    assert "skip=('a',)" in told[0]
+
+
+def test_any_optimizer_looks_where_its_closure_runs_the_backward():
+    model, _ = converted(Model(lambda layer, x: x @ layer.weight.T), "O1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def closure():
+        optimizer.zero_grad()
+        backward(model)
+
+    optimizer.step(closure)
+    with pytest.warns(UserWarning, match=PASSED_BY):
+        optimizer.step(closure)
+
+
+def _accumulated(model):
+    for _ in range(3):
+        backward(model)
+
+
+def _in_high_precision(model):
+    with torch_fp8.high_precision():
+        backward(model)
+
+
+def _in_evaluation(model):
+    model.eval()
+    backward(model)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("run", [backward, _accumulated, _in_high_precision, _in_evaluation])
+def test_layers_that_are_called_are_not_named(run, level):
+    model, optimizer = converted(Model(), level, eval_fp8=False)
+    assert warnings_of(model, optimizer, run=run) == []
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_call_their_layers(reentrant):
+    model = Model(lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant))
+    x = torch.randn(8, 64, requires_grad=True)
+    assert warnings_of(*converted(model), run=lambda model: backward(model, x)) == []
+
+
+def test_layers_without_gradients_are_not_named():
+    model, optimizer = converted(Model(lambda layer, x: F.linear(x, layer.weight)))
+    model.a.requires_grad_(False)
+    assert warnings_of(model, optimizer) == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_layer_that_nobody_uses_is_not_named_for_its_ties_or_zeros(level):
+    model = Model()
+    model.tied, model.idle = nn.Linear(64, 128), nn.Linear(64, 64)
+    model.tied.weight = model.a.weight
+    model, optimizer = converted(model, level)
+    model.idle.weight.grad = torch.zeros_like(model.idle.weight)
+    assert warnings_of(model, optimizer) == []
+
+
+@pytest.mark.filterwarnings("ignore:FP8")
+def test_layers_in_a_graph_are_not_named():
+    model, optimizer = converted(Model())
+    compiled = torch.compile(model, backend="aot_eager")
+    assert warnings_of(compiled, optimizer) == []
+
+
+def test_states_made_of_zeros_do_not_end_the_search():
+    model, optimizer = converted(Model(lambda layer, x: x @ layer.weight.T), "O1")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len(warnings_of(model, optimizer)) == 1
+
+
+@pytest.fixture
+def _two_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gradient_that_another_rank_has_made_is_no_sign(level):
+    def others(model):
+        backward(model)
+        model.idle.weight.grad = torch.ones_like(model.idle.weight)
+
+    model = Model()
+    model.idle = nn.Linear(64, 64)
+    assert warnings_of(*converted(model, level), steps=12, run=others) == []
+    model = Model(lambda layer, x: F.linear(x, layer.weight, layer.bias))
+    assert len(warnings_of(*converted(model, level), steps=12)) == 1

@@ -1,0 +1,122 @@
+"""A warning about layers whose weights are read past them, as ``F.linear(x, layer.weight)`` does.
+
+Such a product runs in the dtype of its operands, while the summary counts the layer as one in FP8.
+A gradient of a layer that nobody has called tells. It is looked for before the first steps of an
+optimizer, and not in layers that take part in a graph of torch.compile, which calls none.
+"""
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.linear_function import ran_in_graph
+from torch_fp8.quantization.wording import counted, first_of
+from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.exchange import stored_grad
+
+_MOST_LOOKS = 10
+"""The number of steps before which an optimizer's gradients are looked at, at most."""
+
+_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_looks: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+_read: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
+"""Layers of which one of several ranks has to know whether its own backward makes the gradient."""
+
+
+def watch_first_steps(model: nn.Module) -> None:
+    """Have optimizers look, before their first steps, for layers of `model` that are passed by."""
+    _models.add(model)
+    _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and _looks.get(optimizer, 0) < _MOST_LOOKS:
+            _look(optimizer)
+
+    register_optimizer_step_pre_hook(look)
+
+
+def _look(optimizer: Optimizer) -> None:
+    _looks[optimizer] = _looks.get(optimizer, 0) + 1
+    layers = _layers_with_gradients(optimizer)
+    suspects = [layer for layer in layers if not layer.fp8.called]
+    if layers and not suspects:
+        _looks[optimizer] = _MOST_LOOKS
+    suspects = [layer for layer in suspects if _is_of_this_rank(layer)]
+    if not suspects or ran_in_graph():
+        return
+    others = {m for model in _models for m in model.modules()} - set(suspects)
+    tied = {p for module in others for p in module.parameters(recurse=False)}
+    weights = {layer.fp8.name: layer.weight for layer in suspects if layer.weight not in tied}
+    names = [name for name, weight in weights.items() if _has_gradient(optimizer, weight)]
+    if not names:  # zeros, by which torch.distributed.checkpoint and others make states
+        return
+    _looks[optimizer] = _MOST_LOOKS
+    for layer in suspects:
+        layer.fp8.called = True  # another optimizer need not say so again
+    warnings.warn(
+        f"FP8: {counted(len(names), 'converted layer')} ({first_of(names)}) got a gradient, but "
+        "nobody called the layer in this process: your code multiplies by its weight past it, as "
+        "F.linear(x, layer.weight) does. That product is not in FP8, though the summary counts "
+        f"it. Call the layer, or tell with FP8Config(skip=({names[0]!r},)) that it stays in high "
+        "precision",
+        stacklevel=3,
+    )
+
+
+def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:
+    """Return the layers of watched models whose weights the optimizer is about to step."""
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    layers = {m for model in _models for m in model.modules() if isinstance(m, Float8Layer)}
+    return [
+        layer
+        for layer in sorted(layers, key=lambda layer: layer.fp8.name)
+        if layer.fp8.config.backend == "torch"
+        and layer.weight in parameters
+        and (layer.weight in _released(optimizer) or stored_grad(layer.weight) is not None)
+    ]
+
+
+def _is_of_this_rank(layer: Float8Layer) -> bool:
+    """Return whether a layer's gradient is not another rank's alone, as DDP hands it to all.
+
+    Sharded weights are used by all ranks alike. A later backward tells about others.
+    """
+    ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not ranks or isinstance(layer.weight, DTensor):
+        return True
+    if layer not in _read:
+        _read[layer], reference = False, weakref.ref(layer)
+
+        def note(weight: Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                _read[owner] = True
+
+        layer.weight.register_post_accumulate_grad_hook(note)
+    return _read[layer]
+
+
+def _has_gradient(optimizer: Optimizer, weight: Tensor) -> bool:
+    """Return whether a weight has a gradient other than zeros, or had one that was released."""
+    grad = stored_grad(weight)
+    if grad is None or weight in _released(optimizer):
+        return grad is None
+    grad = local(grad)
+    return not grad.is_meta and bool(torch.count_nonzero(grad))
+
+
+def _released(optimizer: Optimizer) -> set[Tensor]:
+    """Return the weights that gradient release has stepped in backward."""
+    return getattr(optimizer, "fp8_released", set())
