@@ -2,7 +2,7 @@
 
 Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
 `kernels.block_layout`). A launch works on all of a class: their addresses and scalars are a table
-that is built here and goes to the card in one asynchronous copy of 272 bytes per matrix and 4 per
+that is built here and goes to the card in one asynchronous copy of 288 bytes per matrix and 4 per
 chunk.
 
 Where a weight's FP8 payload is kept, the step writes it, too (see `kernels.weight_cast`). With a
@@ -32,6 +32,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
+from torch_fp8.quantization.ratio_int4 import RatioInt4
 
 CHUNK = 512
 # Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
@@ -61,6 +62,7 @@ class _Class(NamedTuple):
     residual_bits: int
     grad: torch.dtype
     layout: str
+    first: int
     amax: bool
     payload: str
     transposed: bool
@@ -104,6 +106,7 @@ def adamw_step(
             adamw_step_kernel[(num_chunks,)](
                 table,
                 chunks,
+                FIRST=kind.first,
                 AMAX=kind.amax,
                 PAYLOAD=kind.payload,
                 TRANSPOSED=kind.transposed,
@@ -145,6 +148,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
+        kind = kind._replace(first=8)  # which it does not read
         without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
         for i in chosen:
             coupled = bool(entries[i][1].weight_decay)
@@ -192,7 +196,9 @@ def _class_of(matrix: WeightMatrix) -> _Class:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
     bits = 0 if matrix.residual is None else matrix.residual_bits
-    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, matrix.amax is not None, "", False)
+    first = 4 if isinstance(matrix.exp_avg, RatioInt4) else 8
+    amax = matrix.amax is not None
+    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, first, amax, "", False)
     if matrix.payload is None:
         return kind
     granularity, transposed = matrix.payload.granularity, matrix.payload.qdata_t is not None
@@ -280,6 +286,8 @@ def _places(
         matrix.row_length & _MASK32,
         (matrix.row * matrix.row_length + matrix.col) & _MASK32,
         *scalars.keys,
+        scalars.first_keys[0] & _MASK32 | scalars.first_keys[1] << 32,
+        scalars.first_turn,
     ]
 
 

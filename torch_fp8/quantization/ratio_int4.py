@@ -36,12 +36,12 @@ LARGEST = 7
 COLUMNS = 16
 """The number of columns of which a matrix has a multiple: 16 bytes hold two groups of 32."""
 
-_NAN = -8
-_KEPT_BITS, _LEAST = 18, 120 << 5
+NAN = -8
+KEPT_BITS, LEAST = 18, 120 << 5
 """Bits below a scale's five of mantissa, and the bits above them of 2^-7."""
-_SLACK = 64
+SLACK = 64
 """Float32's last bits by which a ratio may exceed a scale, since it was rounded itself."""
-_SEVENTH, _SIXTH = (float(torch.tensor(1 / n, dtype=torch.float32)) for n in (7, 6))
+SEVENTH, SIXTH = (float(torch.tensor(1 / n, dtype=torch.float32)) for n in (7, 6))
 
 
 class RatioInt4(NamedTuple):
@@ -90,7 +90,7 @@ def decode(x: RatioInt4) -> Tensor:
     cols = x.second_qdata.shape[1]
     codes = unpack(x.qdata, 4, cols)
     scale = _scale(x.scale.to(torch.int32)).repeat_interleave(GROUP, 1)[:, :cols]
-    value = torch.where(codes == _NAN, torch.nan, codes.float())
+    value = torch.where(codes == NAN, torch.nan, codes.float())
     return value * scale * root_of(x.second)
 
 
@@ -108,17 +108,17 @@ def encode(m: Tensor, second: BlockScaled, threshold: Tensor | None = None) -> R
     finite = ratio.abs() < torch.inf
     groups = torch.where(finite, ratio, 0.0).view(rows, cols // GROUP, GROUP)  # (R, K / 8, 8)
     amax = groups.abs().amax(-1, keepdim=True) if m.numel() else groups[..., :1]
-    scale = _byte(amax * _SEVENTH)
+    scale = _byte(amax * SEVENTH)
     if threshold is None:
         # The largest code of what was read may be 6: the scale that loses less is the one it had.
-        codes, other = _nearest(groups, scale), _byte(amax * _SIXTH)
+        codes, other = _nearest(groups, scale), _byte(amax * SIXTH)
         lower = _nearest(groups, other)
         better = _loss(groups, lower, other) < _loss(groups, codes, scale)
         codes, scale = torch.where(better, lower, codes), torch.where(better, other, scale)
     else:
         codes = torch.floor(groups * (1 / _scale(scale)) + threshold.view(groups.shape))
         codes = codes.clamp(-LARGEST, LARGEST)
-    codes = torch.where(finite, codes.view(rows, cols), _NAN).to(torch.int32)
+    codes = torch.where(finite, codes.view(rows, cols), NAN).to(torch.int32)
     return RatioInt4(pack(codes, 4), scale.squeeze(-1).to(torch.uint8), *second)
 
 
@@ -132,9 +132,9 @@ def _loss(groups: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 def _byte(scale: Tensor) -> Tensor:
     """Round positive float32 up to a scale's byte, int32."""
-    bits = (scale.view(torch.int32) + ((1 << _KEPT_BITS) - 1 - _SLACK)) >> _KEPT_BITS
-    return (bits - _LEAST).clamp(0, 255)
+    bits = (scale.view(torch.int32) + ((1 << KEPT_BITS) - 1 - SLACK)) >> KEPT_BITS
+    return (bits - LEAST).clamp(0, 255)
 
 
 def _scale(byte: Tensor) -> Tensor:
-    return ((byte + _LEAST) << _KEPT_BITS).view(torch.float32)
+    return ((byte + LEAST) << KEPT_BITS).view(torch.float32)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_fp8.kernels import adamw
-from torch_fp8.kernels.adamw_kernels import Record
+from torch_fp8.kernels.adamw_record import Record
 from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 
 WEIGHTS = {
