@@ -188,6 +188,9 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
     if matrix.residual is not None:
         tensors.append(matrix.residual)
+    first = 4 if isinstance(matrix.exp_avg, RatioInt4) else 8
+    if first == 4:
+        tensors.append(matrix.exp_avg.scale)
     assert all(tensor.is_contiguous() for tensor in tensors)
     cols = matrix.weight.shape[1]
     if cols % 16 or any(tensor.data_ptr() % 16 for tensor in tensors):
@@ -196,7 +199,6 @@ def _class_of(matrix: WeightMatrix) -> _Class:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
     bits = 0 if matrix.residual is None else matrix.residual_bits
-    first = 4 if isinstance(matrix.exp_avg, RatioInt4) else 8
     amax = matrix.amax is not None
     kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, first, amax, "", False)
     if matrix.payload is None:
