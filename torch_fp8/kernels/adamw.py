@@ -73,7 +73,8 @@ class _Class(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        return REGISTERS if self.payload or (self.amax and self.layout == "rows") else None
+        more = self.amax or self.first == 4
+        return REGISTERS if self.payload or (more and self.layout == "rows") else None
 
     @property
     def constants(self) -> dict[str, object]:

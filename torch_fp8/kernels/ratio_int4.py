@@ -59,9 +59,10 @@ def encode(m, second_codes, second_scale, index, key0, key1, turn):
     bits = ((amax * _SEVENTH).to(tl.int32, bitcast=True) + _ROUNDED_UP) >> _KEPT_BITS
     scale = tl.minimum(tl.maximum(bits - _LEAST, 0), 255)
     words = random_words(index, key0, key1) + turn.to(tl.uint32, bitcast=True)
-    threshold = (words >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
-    codes = tl.floor(ratio * _each(reciprocal(_scale(scale))) + threshold)
-    codes = tl.minimum(tl.maximum(codes, -_LARGEST), _LARGEST).to(tl.int32)
+    threshold = (words >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
+    codes = ratio * _each(reciprocal(_scale(scale)))
+    codes = tl.minimum(tl.maximum(codes, -_LARGEST), _LARGEST) + threshold
+    codes = (codes + 8.0).to(tl.int32) - 8  # rounded down
     return pack(tl.where(finite, codes, _NAN), 4), scale.to(tl.uint8)
 
 

@@ -31,7 +31,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
-from torch_fp8.quantization.linear_int8 import turned_thresholds
+from torch_fp8.quantization.linear_int8 import turned_words
 from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.split_float import join, pack, split, unpack
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
@@ -93,8 +93,8 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     words = random_words(index, scalars.keys)
     _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
     if isinstance(part.exp_avg, RatioInt4):
-        threshold = turned_thresholds(index, scalars.first_keys, scalars.first_turn)
-        _store(part.exp_avg, ratio_int4.encode(exp_avg, part.exp_avg_sq, threshold))
+        turned = turned_words(index, scalars.first_keys, scalars.first_turn)
+        _store(part.exp_avg, ratio_int4.encode(exp_avg, part.exp_avg_sq, turned))
     else:
         _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
     if part.weight.dtype == torch.float32:

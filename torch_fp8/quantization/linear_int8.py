@@ -43,7 +43,8 @@ def thresholds(index: Tensor, seed: int, step: int, parameter: int) -> Tensor:
         index: int32 element indices within the whole matrix.
         seed, step, parameter: counters that name the thresholds.
     """
-    return turned_thresholds(index, *threshold_keys(seed, step, parameter))
+    words = turned_words(index, *threshold_keys(seed, step, parameter))
+    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def threshold_keys(seed: int, step: int, parameter: int) -> tuple[tuple[int, int], int]:
@@ -53,10 +54,9 @@ def threshold_keys(seed: int, step: int, parameter: int) -> tuple[tuple[int, int
     return keys, turn - (1 << 32) if turn >= 1 << 31 else turn
 
 
-def turned_thresholds(index: Tensor, keys: tuple[int, int], turn: int) -> Tensor:
-    """Return the thresholds that `threshold_keys` names, in [0, 1)."""
-    words = random_words(index, keys) + turn
-    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+def turned_words(index: Tensor, keys: tuple[int, int], turn: int) -> Tensor:
+    """Return the thresholds that `threshold_keys` names, as int32: fractions of 2^32."""
+    return random_words(index, keys) + turn
 
 
 def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:

@@ -94,13 +94,14 @@ def decode(x: RatioInt4) -> Tensor:
     return value * scale * root_of(x.second)
 
 
-def encode(m: Tensor, second: BlockScaled, threshold: Tensor | None = None) -> RatioInt4:
+def encode(m: Tensor, second: BlockScaled, words: Tensor | None = None) -> RatioInt4:
     """Quantize a matrix.
 
     Args:
         m: (R, K) float32, K a multiple of 16.
         second: the second moment as it is stored.
-        threshold: (R, K) float32 in [0, 1); None: to nearest.
+        words: (R, K) int32, of `torch_fp8.quantization.linear_int8.turned_words`, whose upper half
+            is the threshold; None: to nearest.
     """
     rows, cols = m.shape
     root = root_of(second)
@@ -109,15 +110,16 @@ def encode(m: Tensor, second: BlockScaled, threshold: Tensor | None = None) -> R
     groups = torch.where(finite, ratio, 0.0).view(rows, cols // GROUP, GROUP)  # (R, K / 8, 8)
     amax = groups.abs().amax(-1, keepdim=True) if m.numel() else groups[..., :1]
     scale = _byte(amax * SEVENTH)
-    if threshold is None:
+    if words is None:
         # The largest code of what was read may be 6: the scale that loses less is the one it had.
         codes, other = _nearest(groups, scale), _byte(amax * SIXTH)
         lower = _nearest(groups, other)
         better = _loss(groups, lower, other) < _loss(groups, codes, scale)
         codes, scale = torch.where(better, lower, codes), torch.where(better, other, scale)
     else:
-        codes = torch.floor(groups * (1 / _scale(scale)) + threshold.view(groups.shape))
-        codes = codes.clamp(-LARGEST, LARGEST)
+        threshold = ((words >> 16) & 0xFFFF).float().view(groups.shape) * 2.0**-16
+        codes = (groups * (1 / _scale(scale))).clamp(-LARGEST, LARGEST) + threshold
+        codes = (codes + 8).to(torch.int32) - 8  # rounded down
     codes = torch.where(finite, codes.view(rows, cols), NAN).to(torch.int32)
     return RatioInt4(pack(codes, 4), scale.squeeze(-1).to(torch.uint8), *second)
 
