@@ -56,11 +56,13 @@ AT = tl.constexpr(Record(*range(len(Record._fields))))
 
 @triton.jit
 def integer(record, FIELD: tl.constexpr):
+    """Load the lower 32 bits of a field."""
     return tl.load(record + FIELD).to(tl.int32)
 
 
 @triton.jit
 def number(record, FIELD: tl.constexpr):
+    """Load a float32."""
     return integer(record, FIELD).to(tl.float32, bitcast=True)
 
 
@@ -73,4 +75,5 @@ def factor(record, FIELD: tl.constexpr):
 
 @triton.jit
 def pointer(record, FIELD: tl.constexpr, DTYPE: tl.constexpr):
+    """Load an address."""
     return tl.load(record + FIELD).to(tl.pointer_type(DTYPE))

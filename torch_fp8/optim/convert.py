@@ -26,6 +26,7 @@ from torch_fp8.optim.embedding_dtype import (
     multiply_half,
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.moment_choice import check_model, choose_moments
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
@@ -35,7 +36,6 @@ from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
-from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.option_values import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
@@ -84,11 +84,7 @@ def convert_optimizer(
             "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
             "them, convert_optimizer(optimizer, config, model=model)"
         )
-    if config.moment_bits == 4 and model is None:
-        raise ValueError(
-            "moment_bits=4 is for the weights of FP8 layers: pass the model that has them, "
-            "convert_optimizer(optimizer, config, model=model)"
-        )
+    check_model(config, model)
     if config.opt_level != "O1":
         config = adopt_stable_adamw(optimizer, config)
     name = stock_name(optimizer)
@@ -107,7 +103,7 @@ def convert_optimizer(
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
-    moments = {} if config.moment_bits == 8 else _choose_moments(optimizer, model)
+    moments = choose_moments(optimizer, model)
     for _, group, parameter in optimizer.indexed_parameters():
         _quantize_state(optimizer, group, parameter)
     num_split, float32 = _split_weights(optimizer, model)
@@ -123,19 +119,6 @@ def convert_optimizer(
     )
     _convert_gradients(optimizer, model)
     return gradients_report(optimizer, report)
-
-
-def _choose_moments(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[str, Any]:
-    """Tell the optimizer whose first moments have 4 bits; return what the report says of them."""
-    assert model is not None
-    layers = [module for module in model.modules() if isinstance(module, RunsFP8)]
-    optimizer.fp8_ratio_layers = tuple(map(weakref.ref, layers))
-    ratios, indexed = optimizer.choose_ratios(), optimizer.indexed_parameters()
-    betas = [tuple(map(float, group["betas"])) for _, group, p in indexed if p in ratios]
-    coarse = dict.fromkeys(str(pair) for pair in betas if not ratio_int4.holds(*pair))
-    weights = counted(sum(ratio_int4.holds(*pair) for pair in betas), "weight")
-    notes = (f"both moments have 8 bits with betas {', '.join(coarse)}",) if coarse else ()
-    return {"states": f"8-bit states, a first moment in 4 bits for {weights}", "notes": notes}
 
 
 def _keep_states(

@@ -54,9 +54,7 @@ class RatioMoment(QuantizedState):
 
     def is_beside(self, second: Any) -> bool:
         """Return whether a step can take both: the second one is what this is a ratio to."""
-        first = second.first
-        shared = first is not None and first.codes is self.codes and not self.written
-        return shared and self.codes.second_qdata is second.codes.qdata
+        return second.first is not None and second.first.codes is self.codes and not self.written
 
     def is_ratio_to(self, second: Float8Moment) -> bool:
         """Return whether these codes mean the same beside a second moment."""
