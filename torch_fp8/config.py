@@ -65,6 +65,10 @@ class FP8Config:
         residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has
             no visible loss against float32 at learning rates of 1e-6; fewer lose updates where the
             learning rate is small, of which a warning tells. Default: ``8``.
+        moment_bits (int): bits of Adam's first moment for weights of FP8 layers: 8, or 4 (0.4 bytes
+            per parameter fewer): integers of its ratio to the root of the second one, which keeps 8
+            bits. Embeddings, the head, odd and small parameters keep 8, as do groups with a beta1
+            above 0.9. Default: ``8``.
         gradient_release (bool): run the optimizer in backward and free each gradient at once: 2
             bytes per parameter fewer at O2, 1 at O3. Not with clipping by global norm, accumulation
             over micro-batches, manual optimization or DDP: refused there. Default: ``False``.
@@ -184,6 +188,7 @@ class FP8Config:
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")
     residual_bits: int = option(8, choices=RESIDUAL_BITS, of="optimizer")
+    moment_bits: int = option(8, choices=(8, 4), of="optimizer adam")
     gradient_release: bool = option(False, of="optimizer adam")
     cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
     keep_eval_weights: bool = option(True, of="torch")

@@ -43,12 +43,13 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    result = pretrain(arguments.level, arguments.seed, arguments.steps, arguments.perturbed)
+    config = None if arguments.level is None else FP8Config(opt_level=arguments.level)
+    result = pretrain(config, arguments.seed, arguments.steps, arguments.perturbed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
 
 
-def pretrain(level: str | None, seed: int, steps: int, perturbed: int = 0) -> dict:
+def pretrain(config: FP8Config | None, seed: int, steps: int, perturbed: int = 0) -> dict:
     """Train from scratch and return losses, bytes per parameter and seconds."""
     started = time.perf_counter()
     tokens, held_out, vocab_size = corpus()
@@ -56,9 +57,7 @@ def pretrain(level: str | None, seed: int, steps: int, perturbed: int = 0) -> di
     model = tiny_llama.build(vocab_size, 128, 2, pad_token_id=0, eos_token_id=1)
     with torch.no_grad():
         model.get_input_embeddings().weight *= 1 + perturbed * 1e-6
-    config = None
-    if level is not None:
-        config = FP8Config(opt_level=level)
+    if config is not None:
         convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     if config is not None:

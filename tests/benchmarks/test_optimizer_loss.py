@@ -11,6 +11,7 @@ import torch
 from benchmarks.evidence import optimizer_loss as bench
 from benchmarks.evidence import pretraining
 from benchmarks.rows import RESULTS
+from torch_fp8 import FP8Config
 
 
 @pytest.fixture
@@ -102,11 +103,12 @@ def test_the_pretraining_learns_on_every_level(monkeypatch, level):
     monkeypatch.setattr(pretraining, "corpus", lambda: (stream, stream, 64))
     monkeypatch.setattr(pretraining, "LENGTH", 32)
     monkeypatch.setattr(pretraining, "EVAL_WINDOWS", 16)
-    result = pretraining.pretrain(level, seed=0, steps=12)
+    config = level and FP8Config(opt_level=level)
+    result = pretraining.pretrain(config, seed=0, steps=12)
     assert result["final_eval_loss"] < 3.5  # chance: 4.16
     expected = {None: 16.0, "O1": 16.0, "O2": 7.07, "O3": 6.12}[level]
     assert result["bytes_per_parameter"] == pytest.approx(expected, abs=0.05)
-    other = pretraining.pretrain(level, seed=0, steps=12, perturbed=1000)
+    other = pretraining.pretrain(config, seed=0, steps=12, perturbed=1000)
     assert other["final_train_loss"] != result["final_train_loss"]
 
 

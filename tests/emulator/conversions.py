@@ -1,4 +1,4 @@
-"""PTX's conversions between floating-point formats, on bits; to nearest, ties to even."""
+"""PTX's conversions between formats, on bits; to nearest, ties to even, or to integers toward 0."""
 
 from typing import Any
 
@@ -18,6 +18,12 @@ def bf16_of(x: Values) -> Values:
 def f32_of_bf16(x: Values) -> Values:
     """Return the float32 whose upper bits these are."""
     return (x.astype(_U32) << _U32(16)).view(_F32)
+
+
+def i32_of(x: Values) -> Values:
+    """Return the integers that are next to zero, within int32; of NaN it is 0."""
+    within = np.clip(np.where(np.isnan(x), _F32(0), x).astype(np.float64), -(2**31), 2**31 - 1)
+    return np.trunc(within).astype(np.int32)
 
 
 def f16_of(x: Values) -> Values:

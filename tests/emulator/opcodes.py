@@ -344,6 +344,12 @@ def _convert_to_float(w: BlockWriter, ins: Instruction, source: str) -> None:
     w.define(d, f"{w.use(a, kind_of(source))}.astype(F32)", "f32")
 
 
+@opcode(r"cvt\.rzi\.s32\.f32")
+def _convert_to_integer(w: BlockWriter, ins: Instruction) -> None:
+    d, a = ins.operands
+    w.define(d, f"i32_of({w.use(a, 'f32')})", "i32")
+
+
 @opcode(r"cvt\.f32\.(bf16|f16)")
 def _convert_up(w: BlockWriter, ins: Instruction, source: str) -> None:
     d, a = ins.operands

@@ -108,9 +108,14 @@ def gate_up(device: str, ops: Any = producers.OPS) -> str:
 
 def step(device: str, weight: str, kernel: optimizer.Step | None = None) -> str:
     """Check AdamW with one kind of weight and every kind of gradient."""
-    for grad in optimizer.GRADS:
+    for grad, bits in itertools.product(optimizer.GRADS, (8, 4)):
         optimizer.check_steps(
-            kernel or optimizer.kernel(), device, weight, grad, shapes=OPTIMIZER_SHAPES
+            kernel or optimizer.kernel(),
+            device,
+            weight,
+            grad,
+            shapes=OPTIMIZER_SHAPES,
+            first_bits=bits,
         )
     return f"three steps, gradients {', '.join(optimizer.GRADS)}, bit for bit"
 

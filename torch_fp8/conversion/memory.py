@@ -19,17 +19,16 @@ from torch_fp8.optim.muon import MuonOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of, residual_shape
 from torch_fp8.optim.state import is_large
+from torch_fp8.quantization import linear_int8, ratio_int4
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.formats import GROUP_SIZE
-from torch_fp8.quantization.linear_int8 import GROUP
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-from torch_fp8.tensor.int8_momentum import Int8Momentum
 from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.quantized_state import QuantizedState
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -229,10 +228,13 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
         gradients, scales = 0, 0
     large, moments = is_large(parameter), _num_states(ours) * numel * parameter.element_size()
     if isinstance(ours, MuonOptimizer) and large:
-        moments, scales = numel, scales + 2 * _num_scales(shard, GROUP)
+        moments, scales = numel, scales + 2 * _num_scales(shard, linear_int8.GROUP)
     elif isinstance(ours, Float8Optimizer):
         moments = (2 if large else 2 * 4) * numel
         scales = scales + 2 * _num_scales(shard) if large else 0
+        if parameter in ours.choose_ratios():
+            moments -= numel // 2
+            scales += _num_scales(shard, ratio_int4.GROUP) - _num_scales(shard)
     parts = {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
     return counts | parts
 
@@ -282,7 +284,7 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
             if parameter in wanted:
                 for value in state.values():
                     shard = local(value)
-                    if isinstance(shard, (Float8Moment, Int8Momentum)):
+                    if isinstance(shard, QuantizedState):
                         tensors_of["moments"].append(shard.qdata)
                         tensors_of["scales"].append(shard.scale)
                     elif isinstance(value, Tensor) and value.ndim > 0:

@@ -2,7 +2,7 @@
 
 Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
 `kernels.block_layout`). A launch works on all of a class: their addresses and scalars are a table
-that is built here and goes to the card in one asynchronous copy of 272 bytes per matrix and 4 per
+that is built here and goes to the card in one asynchronous copy of 288 bytes per matrix and 4 per
 chunk.
 
 Where a weight's FP8 payload is kept, the step writes it, too (see `kernels.weight_cast`). With a
@@ -32,6 +32,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
+from torch_fp8.quantization.ratio_int4 import RatioInt4
 
 CHUNK = 512
 # Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
@@ -61,6 +62,7 @@ class _Class(NamedTuple):
     residual_bits: int
     grad: torch.dtype
     layout: str
+    first: int
     amax: bool
     payload: str
     transposed: bool
@@ -71,7 +73,8 @@ class _Class(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        return REGISTERS if self.payload or (self.amax and self.layout == "rows") else None
+        more = self.amax or self.first == 4
+        return REGISTERS if self.payload or (more and self.layout == "rows") else None
 
     @property
     def constants(self) -> dict[str, object]:
@@ -104,6 +107,7 @@ def adamw_step(
             adamw_step_kernel[(num_chunks,)](
                 table,
                 chunks,
+                FIRST=kind.first,
                 AMAX=kind.amax,
                 PAYLOAD=kind.payload,
                 TRANSPOSED=kind.transposed,
@@ -145,6 +149,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
+        kind = kind._replace(first=8)  # which it does not read
         without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
         for i in chosen:
             coupled = bool(entries[i][1].weight_decay)
@@ -184,6 +189,9 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
     if matrix.residual is not None:
         tensors.append(matrix.residual)
+    first = 4 if isinstance(matrix.exp_avg, RatioInt4) else 8
+    if first == 4:
+        tensors.append(matrix.exp_avg.scale)
     assert all(tensor.is_contiguous() for tensor in tensors)
     cols = matrix.weight.shape[1]
     if cols % 16 or any(tensor.data_ptr() % 16 for tensor in tensors):
@@ -192,7 +200,8 @@ def _class_of(matrix: WeightMatrix) -> _Class:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
     bits = 0 if matrix.residual is None else matrix.residual_bits
-    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, matrix.amax is not None, "", False)
+    amax = matrix.amax is not None
+    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, first, amax, "", False)
     if matrix.payload is None:
         return kind
     granularity, transposed = matrix.payload.granularity, matrix.payload.qdata_t is not None
@@ -280,6 +289,8 @@ def _places(
         matrix.row_length & _MASK32,
         (matrix.row * matrix.row_length + matrix.col) & _MASK32,
         *scalars.keys,
+        scalars.first_keys[0] & _MASK32 | scalars.first_keys[1] << 32,
+        scalars.first_turn,
     ]
 
 

@@ -1,7 +1,7 @@
 """These kernels are launched by `torch_fp8.kernels.adamw`.
 
 One launch works on many matrices (R, K). A program takes one chunk, CHUNK consecutive groups of one
-matrix, tile by tile; `chunk_ptr` names its matrix, and `table_ptr` has a `Record` of each.
+matrix, tile by tile; `chunk_ptr` names its matrix, `table_ptr` has each `Record`.
 
 An element moves about 14 bytes, and at 4 TB/s there is time for a hundred instructions. So a thread
 has 16 consecutive elements, which move in accesses of 16 bytes; a program is one warp, which never
@@ -9,11 +9,11 @@ waits for another; products and sums are not contracted (`enable_fp_fusion=False
 round as the reference's; and roots and quotients have no branches (`quotient`).
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
+from torch_fp8.kernels import ratio_int4
+from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, pointer
 from torch_fp8.kernels.block_layout import (
     at_origin,
     places,
@@ -34,74 +34,6 @@ from torch_fp8.kernels.weight_cast import (
 )
 
 
-class Record(NamedTuple):
-    """What the kernels know of one matrix, in fields of 64 bits: addresses, integers, float32 bits.
-
-    An even number of them: what follows the table is aligned, too, and needs no kernel of its own.
-    """
-
-    weight: int
-    residual: int
-    grad: int
-    grad_scale: int
-    grad_multiplier: int  # 0: there is none
-    exp_avg: int
-    exp_avg_scale: int
-    exp_avg_sq: int
-    exp_avg_sq_scale: int
-    lr_multiplier: int  # 0: there is none
-    update_rms: int
-    amax: int  # 0: it is not wanted
-    payload: int  # 0: there is none; so are the rest
-    payload_t: int
-    payload_scale: int
-    new_scale: int
-    new_scale_t: int
-    first_chunk: int
-    num_groups: int
-    rows: int
-    cols: int
-    row_length: int  # random words: modulo 2^32
-    start: int
-    key0: int
-    key1: int
-    grad_sign: int
-    beta1_complement: int
-    beta2: int
-    beta2_complement: int
-    step_size: int
-    inv_sqrt_correction: int
-    eps: int
-    decay: int
-    weight_decay: int
-
-
-_RECORD = tl.constexpr(len(Record._fields))
-_AT = tl.constexpr(Record(*range(len(Record._fields))))
-
-
-@triton.jit
-def _integer(record, FIELD: tl.constexpr):
-    return tl.load(record + FIELD).to(tl.int32)
-
-
-@triton.jit
-def _number(record, FIELD: tl.constexpr):
-    return _integer(record, FIELD).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _factor(record, FIELD: tl.constexpr):
-    """Load the () float32 at an address, or 1 where the address is 0."""
-    address = tl.load(record + FIELD)
-    return tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=1.0)
-
-
-@triton.jit
-def _pointer(record, FIELD: tl.constexpr, DTYPE: tl.constexpr):
-    return tl.load(record + FIELD).to(tl.pointer_type(DTYPE))
-
-
 @triton.jit
 def _gradient(grad, scale_ptr, local, inside, factor):
     """Load a gradient of bfloat16, float32 or 8-bit codes as float32, times `factor`."""
@@ -119,6 +51,7 @@ def adamw_step_kernel(
     BITS: tl.constexpr,  # bits of the residual
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
+    FIRST: tl.constexpr,  # bits of the first moment
     AMAX: tl.constexpr,  # whether the amax of the new weights is wanted
     PAYLOAD: tl.constexpr,  # granularity of its scale: "tensorwise", "block_128x128"; "": none
     TRANSPOSED: tl.constexpr,  # whether the payload has a transpose, too
@@ -126,41 +59,38 @@ def adamw_step_kernel(
     GROUPS: tl.constexpr,  # groups of a tile
 ):
     """Run `torch_fp8.ops.adamw.adamw_step_reference`; for payloads see `weight_cast`."""
-    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
-    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
-    num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
-    rows = _integer(record, _AT.value.rows)
-    row_length, start = _integer(record, _AT.value.row_length), _integer(record, _AT.value.start)
-    key0, key1 = _integer(record, _AT.value.key0), _integer(record, _AT.value.key1)
-    grad_factor = _factor(record, _AT.value.grad_multiplier) * _number(record, _AT.value.grad_sign)
-    lr_multiplier = _factor(record, _AT.value.lr_multiplier)
-    step_size = _number(record, _AT.value.step_size) * lr_multiplier
-    decay = _number(record, _AT.value.decay)
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
+    first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * CHUNK
+    num_groups, cols = integer(record, AT.value.num_groups), integer(record, AT.value.cols)
+    rows = integer(record, AT.value.rows)
+    row_length, start = integer(record, AT.value.row_length), integer(record, AT.value.start)
+    key0, key1 = integer(record, AT.value.key0), integer(record, AT.value.key1)
+    grad_factor = factor(record, AT.value.grad_multiplier) * number(record, AT.value.grad_sign)
+    lr_multiplier = factor(record, AT.value.lr_multiplier)
+    step_size = number(record, AT.value.step_size) * lr_multiplier
+    decay = number(record, AT.value.decay)
     decay += (1.0 - decay) * (1.0 - lr_multiplier)
-    beta1_complement = _number(record, _AT.value.beta1_complement)
-    beta2 = _number(record, _AT.value.beta2)
-    beta2_complement = _number(record, _AT.value.beta2_complement)
-    inv_sqrt_correction = _number(record, _AT.value.inv_sqrt_correction)
-    eps = _number(record, _AT.value.eps)
-    weight_decay = _number(record, _AT.value.weight_decay)
+    beta1_complement = number(record, AT.value.beta1_complement)
+    beta2 = number(record, AT.value.beta2)
+    beta2_complement = number(record, AT.value.beta2_complement)
+    inv_sqrt_correction = number(record, AT.value.inv_sqrt_correction)
+    eps = number(record, AT.value.eps)
+    weight_decay = number(record, AT.value.weight_decay)
 
-    weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+    weight_ptr = pointer(record, AT.value.weight, WEIGHT)
     weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
-    grad_ptr = _pointer(record, _AT.value.grad, GRAD)
+    grad_ptr = pointer(record, AT.value.grad, GRAD)
     grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
-    exp_avg_ptr = _pointer(record, _AT.value.exp_avg, tl.uint8)
-    exp_avg_ptr = at_origin(exp_avg_ptr, first, cols, LAYOUT)
-    exp_avg_sq_ptr = _pointer(record, _AT.value.exp_avg_sq, tl.uint8)
+    exp_avg_ptr, exp_avg_scale_ptr = _first_moment(record, first, cols, LAYOUT, FIRST)
+    exp_avg_sq_ptr = pointer(record, AT.value.exp_avg_sq, tl.uint8)
     exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
     WIDTH: tl.constexpr = 16 if BITS == 4 else 32
     stored_cols = (cols + 1) // 2 if BITS == 4 else cols
-    residual_ptr = _pointer(record, _AT.value.residual, tl.int8)
+    residual_ptr = pointer(record, AT.value.residual, tl.int8)
     residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
-    grad_scale_ptr = _pointer(record, _AT.value.grad_scale, tl.uint8)
+    grad_scale_ptr = pointer(record, AT.value.grad_scale, tl.uint8)
     grad_scale_ptr = scales_at_origin(grad_scale_ptr, first, cols, LAYOUT)
-    exp_avg_scale_ptr = _pointer(record, _AT.value.exp_avg_scale, tl.uint8)
-    exp_avg_scale_ptr = scales_at_origin(exp_avg_scale_ptr, first, cols, LAYOUT)
-    exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8)
+    exp_avg_sq_scale_ptr = pointer(record, AT.value.exp_avg_sq_scale, tl.uint8)
     exp_avg_sq_scale_ptr = scales_at_origin(exp_avg_sq_scale_ptr, first, cols, LAYOUT)
     if PAYLOAD != "":
         payload_ptr, payload_t_ptr, payload_scale_ptr = _payload(
@@ -175,9 +105,7 @@ def adamw_step_kernel(
         at_scale, inside = scale_places(first, local, num_groups, cols, LAYOUT, rows)
         weight = tl.load(weight_ptr + position, mask=mask, other=0.0)
         grad = tl.load(grad_ptr + position, mask=mask, other=0)
-        exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + position, mask=mask, other=0)
-        exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
         exp_avg_sq_scale = tl.load(exp_avg_sq_scale_ptr + at_scale, mask=inside, other=127)
         residual = 0
         if BITS:
@@ -191,9 +119,18 @@ def adamw_step_kernel(
         if weight_decay != 0.0:
             grad += weight * weight_decay
         weight *= decay
-        exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
-        exp_avg += (grad - exp_avg) * beta1_complement
         exp_avg_sq = decode(exp_avg_sq, exp_avg_sq_scale, MOMENT2)
+        if FIRST == 4:
+            code_places = places(first, local, num_groups, cols // 2, LAYOUT, 16, rows)
+            scales_of_8 = places(first, local, num_groups, cols // 8, LAYOUT, 4, rows)
+            codes = tl.load(exp_avg_ptr + code_places[0], mask=code_places[1], other=0)
+            scales = tl.load(exp_avg_scale_ptr + scales_of_8[0], mask=scales_of_8[1], other=0)
+            exp_avg = ratio_int4.decode(codes, scales, exp_avg_sq, exp_avg_sq_scale)
+        else:
+            exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
+            exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
+            exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
+        exp_avg += (grad - exp_avg) * beta1_complement
         exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
         exp_avg_scale = scale_of(exp_avg, MOMENT1)
         exp_avg_sq_scale = scale_of(exp_avg_sq, MOMENT2)
@@ -202,13 +139,27 @@ def adamw_step_kernel(
 
         index = (start + row * row_length)[:, None] + col
         words = random_words(index, key0, key1)
-        tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
         tl.store(exp_avg_sq_scale_ptr + at_scale, exp_avg_sq_scale, mask=inside)
-        offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
-        codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
-        tl.store(exp_avg_ptr + position, codes, mask=mask)
-        codes = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
-        tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
+        second = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
+        tl.store(exp_avg_sq_ptr + position, second, mask=mask)
+        if FIRST == 4:
+            first_keys = tl.load(record + AT.value.first_keys)
+            codes, scales = ratio_int4.encode(
+                exp_avg,
+                second,
+                exp_avg_sq_scale,
+                index,
+                first_keys.to(tl.int32),
+                (first_keys >> 32).to(tl.int32),
+                integer(record, AT.value.first_turn),
+            )
+            tl.store(exp_avg_ptr + code_places[0], codes, mask=code_places[1])
+            tl.store(exp_avg_scale_ptr + scales_of_8[0], scales, mask=scales_of_8[1])
+        else:
+            tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
+            offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
+            codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
+            tl.store(exp_avg_ptr + position, codes, mask=mask)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)
         else:
@@ -237,7 +188,7 @@ def adamw_step_kernel(
 
     if AMAX:
         # Bits of magnitudes are ordered as the numbers are; in any order the result is the same.
-        amax_ptr = _pointer(record, _AT.value.amax, tl.int32)
+        amax_ptr = pointer(record, AT.value.amax, tl.int32)
         tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
     if PAYLOAD == "block_128x128":
         scale = scale_of_square(largest)
@@ -257,22 +208,39 @@ def adamw_step_kernel(
             tl.store(payload_scale_ptr, scale)
             if TRANSPOSED:
                 square_row, square_col = square(first, cols // 32)
-                scale_t_ptr = _pointer(record, _AT.value.new_scale_t, tl.float32)
+                scale_t_ptr = pointer(record, AT.value.new_scale_t, tl.float32)
                 tl.store(scale_t_ptr + square_col * tl.cdiv(rows, 128) + square_row, scale)
+
+
+@triton.jit
+def _first_moment(record, first, cols, LAYOUT: tl.constexpr, FIRST: tl.constexpr):
+    """Return pointers to the codes and scales of the first moment."""
+    if FIRST == 4:
+        codes_ptr = at_origin(
+            pointer(record, AT.value.exp_avg, tl.int8), first, cols // 2, LAYOUT, 16
+        )
+        scale_ptr = at_origin(
+            pointer(record, AT.value.exp_avg_scale, tl.uint8), first, cols // 8, LAYOUT, 4
+        )
+    else:
+        codes_ptr = at_origin(pointer(record, AT.value.exp_avg, tl.uint8), first, cols, LAYOUT)
+        scale_ptr = pointer(record, AT.value.exp_avg_scale, tl.uint8)
+        scale_ptr = scales_at_origin(scale_ptr, first, cols, LAYOUT)
+    return codes_ptr, scale_ptr
 
 
 @triton.jit
 def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Return pointers to a square's codes, its transposed codes and its scale."""
     payload_ptr, payload_t_ptr = payload_at_origin(
-        _pointer(record, _AT.value.payload, tl.uint8),
-        _pointer(record, _AT.value.payload_t, tl.uint8),
+        pointer(record, AT.value.payload, tl.uint8),
+        pointer(record, AT.value.payload_t, tl.uint8),
         first,
         rows,
         cols,
         TRANSPOSED,
     )
-    scale_ptr = _pointer(record, _AT.value.payload_scale, tl.float32)
+    scale_ptr = pointer(record, AT.value.payload_scale, tl.float32)
     if PAYLOAD == "block_128x128":
         scale_ptr += first // 512
     return payload_ptr, payload_t_ptr, scale_ptr
@@ -287,16 +255,16 @@ def recast_kernel(
     GROUPS: tl.constexpr,
 ):
     """Store the scale of the new weights; cast them again where it differs from the old one."""
-    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
-    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * 512
-    amax_bits = tl.load(_pointer(record, _AT.value.amax, tl.int32))
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
+    first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * 512
+    amax_bits = tl.load(pointer(record, AT.value.amax, tl.int32))
     scale = scale_from_amax(amax_bits, 448.0, True)
     # The old scale stays where it is: other programs have yet to compare.
     if first == 0:
-        tl.store(_pointer(record, _AT.value.new_scale, tl.float32), scale)
-    if scale != tl.load(_pointer(record, _AT.value.payload_scale, tl.float32)):
-        rows, cols = _integer(record, _AT.value.rows), _integer(record, _AT.value.cols)
-        weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+        tl.store(pointer(record, AT.value.new_scale, tl.float32), scale)
+    if scale != tl.load(pointer(record, AT.value.payload_scale, tl.float32)):
+        rows, cols = integer(record, AT.value.rows), integer(record, AT.value.cols)
+        weight_ptr = pointer(record, AT.value.weight, WEIGHT)
         weight_ptr = at_origin(weight_ptr, first, cols, "squares")
         payload_ptr, payload_t_ptr, _ = _payload(
             record, first, rows, cols, "tensorwise", TRANSPOSED
@@ -320,28 +288,28 @@ def update_squares_kernel(
     GROUPS: tl.constexpr,
 ):
     """Write into partial[program] the sum of g^2 / max(v_hat, eps^2) over its chunk."""
-    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
-    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
-    num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
-    grad_factor = _factor(record, _AT.value.grad_multiplier) * _number(record, _AT.value.grad_sign)
-    beta2 = _number(record, _AT.value.beta2)
-    beta2_complement = _number(record, _AT.value.beta2_complement)
-    inv_sqrt_correction = _number(record, _AT.value.inv_sqrt_correction)
-    eps = _number(record, _AT.value.eps)
-    weight_decay = _number(record, _AT.value.weight_decay)
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
+    first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * CHUNK
+    num_groups, cols = integer(record, AT.value.num_groups), integer(record, AT.value.cols)
+    grad_factor = factor(record, AT.value.grad_multiplier) * number(record, AT.value.grad_sign)
+    beta2 = number(record, AT.value.beta2)
+    beta2_complement = number(record, AT.value.beta2_complement)
+    inv_sqrt_correction = number(record, AT.value.inv_sqrt_correction)
+    eps = number(record, AT.value.eps)
+    weight_decay = number(record, AT.value.weight_decay)
 
-    weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+    weight_ptr = pointer(record, AT.value.weight, WEIGHT)
     weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
-    grad_ptr = _pointer(record, _AT.value.grad, GRAD)
+    grad_ptr = pointer(record, AT.value.grad, GRAD)
     grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
-    exp_avg_sq_ptr = _pointer(record, _AT.value.exp_avg_sq, tl.uint8)
+    exp_avg_sq_ptr = pointer(record, AT.value.exp_avg_sq, tl.uint8)
     exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
     WIDTH: tl.constexpr = 16 if BITS == 4 else 32
     stored_cols = (cols + 1) // 2 if BITS == 4 else cols
-    residual_ptr = _pointer(record, _AT.value.residual, tl.int8)
+    residual_ptr = pointer(record, AT.value.residual, tl.int8)
     residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
-    grad_scale_ptr = _pointer(record, _AT.value.grad_scale, tl.uint8) + first
-    exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8) + first
+    grad_scale_ptr = pointer(record, AT.value.grad_scale, tl.uint8) + first
+    exp_avg_sq_scale_ptr = pointer(record, AT.value.exp_avg_sq_scale, tl.uint8) + first
 
     total = tl.zeros((GROUPS, 32), dtype=tl.float32)
     for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
@@ -373,14 +341,14 @@ def update_squares_kernel(
 @triton.jit
 def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Compute sqrt(sum of a matrix's partial sums / its elements), always in the same order."""
-    record = table_ptr + tl.program_id(0) * _RECORD
-    first = _integer(record, _AT.value.first_chunk)
-    num_chunks = tl.cdiv(_integer(record, _AT.value.num_groups), CHUNK)
+    record = table_ptr + tl.program_id(0) * RECORD
+    first = integer(record, AT.value.first_chunk)
+    num_chunks = tl.cdiv(integer(record, AT.value.num_groups), CHUNK)
     total = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)
     for done in range(0, num_chunks, BLOCK_SIZE):
         chunk = done + tl.arange(0, BLOCK_SIZE)
         total += tl.load(partial_ptr + first + chunk, mask=chunk < num_chunks, other=0.0)
-    rows, cols = _integer(record, _AT.value.rows), _integer(record, _AT.value.cols)
+    rows, cols = integer(record, AT.value.rows), integer(record, AT.value.cols)
     mean = tl.sum(total, axis=0) / (rows.to(tl.float32) * cols.to(tl.float32))
-    address = tl.load(record + _AT.value.update_rms)
+    address = tl.load(record + AT.value.update_rms)
     tl.store(address.to(tl.pointer_type(tl.float32)), tl.sqrt_rn(mean))

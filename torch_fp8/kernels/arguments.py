@@ -12,6 +12,7 @@ from torch_fp8.quantization.payload_shape import (
     new_scales,
     padded_rows,
 )
+from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.recipe import CastSpec
 
 
@@ -106,7 +107,13 @@ class CastOptions(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """The numbers of an optimizer step that are equal for all elements of a parameter."""
+    """The numbers of an optimizer step that are equal for all elements of a parameter.
+
+    Attributes:
+        keys: the keys of its random words.
+        first_keys, first_turn: what names the thresholds of a first moment in 4 bits
+            (`torch_fp8.quantization.linear_int8.threshold_keys`).
+    """
 
     beta1_complement: float
     beta2: float
@@ -118,6 +125,8 @@ class StepScalars(NamedTuple):
     weight_decay: float
     maximize: bool
     keys: tuple[int, int]
+    first_keys: tuple[int, int] = (0, 0)
+    first_turn: int = 0
 
 
 class GradientParts(NamedTuple):
@@ -159,7 +168,8 @@ class WeightMatrix(NamedTuple):
         0.
         residual_bits: k; 0 for a float32 weight.
         grad: (R, K) bfloat16 or float32 contiguous, or `GradientParts`.
-        exp_avg, exp_avg_sq: the moments, `MOMENT1` and `MOMENT2`.
+        exp_avg: the first moment, `MOMENT1`, or in 4 bits with the tensors of `exp_avg_sq`.
+        exp_avg_sq: the second moment, `MOMENT2`.
         row, col: the position at which this shard starts in the whole matrix.
         row_length: columns of the whole matrix.
         amax: () float32, raised to the largest magnitude among the new weights, for whoever casts
@@ -172,7 +182,7 @@ class WeightMatrix(NamedTuple):
     residual: Tensor | None
     residual_bits: int
     grad: Tensor | GradientParts
-    exp_avg: BlockScaled
+    exp_avg: BlockScaled | RatioInt4
     exp_avg_sq: BlockScaled
     row: int
     col: int

@@ -58,11 +58,17 @@ def scaled_quotient(x, scale, y, factor):
     x = x * reciprocal_of(scale)[:, None]
     scale = scale.to(tl.int32)
     exponent = tl.where(scale == _SCALE_NAN, 0, scale - 127)
-    r = _approximate_reciprocal(y)
-    r = tl.fma(tl.fma(_negative(y), r, 1.0), r, r)
+    r = reciprocal(y)
     quotient = x * r
     quotient = tl.fma(tl.fma(_negative(y), quotient, x), r, quotient)
     return quotient * (factor * _power_of_two(exponent))[:, None]
+
+
+@triton.jit
+def reciprocal(x):
+    """Compute 1 / x, x within 2^-120 and 2^120; 0, Inf and NaN give NaN."""
+    r = _approximate_reciprocal(x)
+    return tl.fma(tl.fma(_negative(x), r, 1.0), r, r)
 
 
 @triton.jit

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
-from torch_fp8.quantization.block_scaled import BlockScaled, decode
 from torch_fp8.quantization.formats import Format, format_of
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import scale_from_amax
-from torch_fp8.tensor.float8_moment import Float8Moment
+from torch_fp8.tensor.quantized_state import QuantizedState
 
 OPERAND = (
     *("amax", "scale", "underflow", "saturation", "sqnr", "direction_error"),
@@ -248,8 +247,8 @@ def _moments(
 
 
 def _rows_of_moment(moment: Tensor, shape: torch.Size, rows: list[slice] | None) -> Tensor:
-    if isinstance(moment, Float8Moment):
-        return decode(BlockScaled(*(_take(x, rows) for x in moment.codes)), moment.format)
+    if isinstance(moment, QuantizedState) and not getattr(moment, "written", None):
+        return moment.decode_rows(type(moment.codes)(*(_take(x, rows) for x in moment.codes)))
     return _take(moment.reshape(shape), rows).float()
 
 

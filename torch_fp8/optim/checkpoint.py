@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS, is_encoded, misfit
+from torch_fp8.optim.encoded_states import (
+    FORMATS_KEY,
+    RATIO_FORMATS,
+    STATE_FORMATS,
+    codes_of,
+    is_encoded,
+    misfit,
+)
 from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
@@ -136,7 +143,7 @@ def _check_options(saved: Any, where: str) -> None:
     if isinstance(bits, bool) or bits not in RESIDUAL_BITS:
         raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {RESIDUAL_BITS}")
     formats = saved.get(FORMATS_KEY, STATE_FORMATS)
-    if formats != STATE_FORMATS:
+    if formats not in (STATE_FORMATS, STATE_FORMATS | RATIO_FORMATS):
         raise ValueError(
             f"{where}[{FORMATS_KEY!r}] is {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}; save the states with checkpoint_states='float32'"
@@ -155,7 +162,7 @@ def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> Non
             reason = misfit(name, entry, parameter)
             if reason is not None:
                 raise ValueError(f"{where}{reason}")
-            _check_has_data(parameter, entry[f"{name}_codes"], f"{where}[{name!r}]")
+            _check_has_data(parameter, codes_of(name, entry), f"{where}[{name!r}]")
             continue
         value = entry[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -5,6 +5,7 @@
 import warnings
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch_fp8.optim.embedding_dtype import (
     multiply_half,
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.moment_choice import check_model, choose_moments
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
@@ -82,6 +84,7 @@ def convert_optimizer(
             "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
             "them, convert_optimizer(optimizer, config, model=model)"
         )
+    check_model(config, model)
     if config.opt_level != "O1":
         config = adopt_stable_adamw(optimizer, config)
     name = stock_name(optimizer)
@@ -100,8 +103,9 @@ def convert_optimizer(
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
-    for _, _, parameter in optimizer.indexed_parameters():
-        _quantize_state(optimizer, parameter)
+    moments = choose_moments(optimizer, model)
+    for _, group, parameter in optimizer.indexed_parameters():
+        _quantize_state(optimizer, group, parameter)
     num_split, float32 = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,
@@ -111,6 +115,7 @@ def convert_optimizer(
         why_float32=in_words(float32),
         num_cached=_keep_weights(optimizer, model),
         num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
+        **moments,
     )
     _convert_gradients(optimizer, model)
     return gradients_report(optimizer, report)
@@ -337,8 +342,8 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
         )
 
 
-def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
+def _quantize_state(optimizer: Float8Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
     """Turn the stock state of a parameter, from steps before the conversion, into ours."""
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" in state:
-        settle_moments(parameter, state)
+        settle_moments(parameter, state, ratio=optimizer.has_ratio(parameter, group))

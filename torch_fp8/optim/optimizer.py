@@ -12,12 +12,14 @@ BF16 gradient a weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, 
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import (
     FORMAT_VERSION,
@@ -29,7 +31,12 @@ from torch_fp8.optim.checkpoint import (
     saved_options,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer
-from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
+from torch_fp8.optim.encoded_states import (
+    FORMATS_KEY,
+    RATIO_FORMATS,
+    STATE_FORMATS,
+    is_ratio,
+)
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
     residual_to_checkpoint,
@@ -44,6 +51,7 @@ from torch_fp8.optim.state import (
     is_large,
     new_moments,
     settle_moments,
+    takes_ratio,
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
@@ -54,6 +62,7 @@ from torch_fp8.optim.step import (
     step_large,
     step_small,
 )
+from torch_fp8.quantization import ratio_int4
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
@@ -68,10 +77,14 @@ class Float8Optimizer(ConvertedOptimizer):
     Attributes:
         fp8_released: the parameters that were stepped in backward, since ``step``.
         fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
+        fp8_ratio_layers: layers whose weights may have a first moment of 4 bits.
+        fp8_ratios: the weights that may, as their layers had them last.
     """
 
     fp8_released: set[Tensor]
     fp8_caches: Caches
+    fp8_ratio_layers: tuple["weakref.ref[RunsFP8]", ...]
+    fp8_ratios: set[Tensor]
     _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_released")
 
     @torch.no_grad()
@@ -80,6 +93,7 @@ class Float8Optimizer(ConvertedOptimizer):
         loss = self.loss_of(closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
+        self.choose_ratios()
         self.step_parameters(self.indexed_parameters())
         return loss
 
@@ -97,11 +111,11 @@ class Float8Optimizer(ConvertedOptimizer):
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
-            state = self._state_of(parameter)
+            state = self._state_of(parameter, ratio=self.has_ratio(parameter, group))
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)
-            if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
+            if state["exp_avg_sq"].__class__ is Float8Moment or is_large(parameter):
                 large.append((index, group, parameter, state))
             else:
                 small.append((group, parameter, state))
@@ -111,29 +125,46 @@ class Float8Optimizer(ConvertedOptimizer):
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
 
-    def _state_of(self, parameter: Tensor) -> State:
+    def _state_of(self, parameter: Tensor, *, ratio: bool) -> State:
         """Return a parameter's state, made at its first step and repaired after outside changes."""
         state: State = self.state[parameter]
         if "step" not in state:
             large = is_large(parameter)
-            state.update(new_moments(parameter) if large else new_small_state(parameter))
+            new = new_moments(parameter, ratio=ratio) if large else new_small_state(parameter)
+            state.update(new)
         if state["step"].device.type != "cpu":
             state["step"] = state["step"].cpu()
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        settled = first.__class__ is second.__class__ is Float8Moment  # the usual case, quickly
-        settled = settled and parameter.dtype in (torch.float32, torch.bfloat16)
-        if not settled or not first.shape == second.shape == parameter.shape:
-            settle_moments(parameter, state)
         device = parameter.device
         for name, value in state.items():
             if name != "step" and value.device != device:
                 state[name] = value.to(device)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        settled = first.__class__ is second.__class__ is Float8Moment  # the usual case, quickly
+        settled = settled and not ratio and parameter.dtype in (torch.float32, torch.bfloat16)
+        if not settled or not first.shape == second.shape == parameter.shape:
+            settle_moments(parameter, state, ratio=ratio)
         return state
+
+    def has_ratio(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        """Return whether the first moment of a parameter has 4 bits."""
+        if self.fp8_config.moment_bits == 8 or not ratio_int4.holds(*map(float, group["betas"])):
+            return False
+        if "step" not in self.state[parameter]:
+            self.choose_ratios()
+        return parameter in self.fp8_ratios
+
+    def choose_ratios(self) -> set[Tensor]:
+        """Find, and return, the weights of FP8 layers whose first moment can have 4 bits."""
+        layers = [layer for ref in self.fp8_ratio_layers if isinstance(layer := ref(), RunsFP8)]
+        weights = [w for layer in layers for w in layer.fp8_weights]
+        self.fp8_ratios = {w for w in weights if takes_ratio(w)}
+        return self.fp8_ratios
 
     def set_config(self, config: FP8Config) -> None:
         """Take over a configuration; residuals change their bits at the next step."""
         super().set_config(config)
         self.fp8_caches = {}
+        self.fp8_ratio_layers, self.fp8_ratios = (), set()
         self.__dict__.setdefault("fp8_released", set())
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
         # only where they are gone by then does the step tell it that it cannot.
@@ -181,12 +212,14 @@ class Float8Optimizer(ConvertedOptimizer):
                 packed["state"][i] = state
                 if residual is not None:
                     state["residual"] = residual
+        ratio = any(map(is_ratio, packed["state"].values()))
+        formats = STATE_FORMATS | (RATIO_FORMATS if ratio else {})
         # Not in state or param_groups, where torch.distributed.checkpoint asks a file for each key.
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
             "residual_bits": self.fp8_config.residual_bits,
             "seed": self.fp8_config.seed,
-            **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
+            **({FORMATS_KEY: formats} if encoded else {}),
         }
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
         residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}
@@ -226,6 +259,9 @@ class Float8Optimizer(ConvertedOptimizer):
         for group in self.param_groups:
             group.pop(OPTIONS_KEY, None)
         ours = any(saved_options(state_dict))
+        self.choose_ratios()
+        groups = self.indexed_parameters()  # with the betas that were loaded
+        ratios = {p for _, group, p in groups if self.has_ratio(p, group)}
         for _, parameter, entry in loaded:
             bits, halves = self.residual_bits(parameter), halves_of(parameter)
             if halves is not None:
@@ -241,7 +277,8 @@ class Float8Optimizer(ConvertedOptimizer):
                 set_residual(parameter, None, 0)
             if "step" not in entry:
                 continue
-            self.state[parameter] = from_checkpoint(parameter, entry, is_large(parameter))
+            large, ratio = is_large(parameter), parameter in ratios
+            self.state[parameter] = from_checkpoint(parameter, entry, large=large, ratio=ratio)
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
@@ -254,8 +291,15 @@ class Float8Optimizer(ConvertedOptimizer):
         finally:
             self.__dict__.update(own)
 
+    def __getstate__(self) -> dict[str, Any]:
+        layers = [layer for ref in self.fp8_ratio_layers if (layer := ref())]
+        return {**super().__getstate__(), "fp8_ratio_layers": layers}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
+        if "fp8_ratio_layers" in state:
+            self.fp8_ratio_layers = tuple(map(weakref.ref, state["fp8_ratio_layers"]))
+            self.fp8_ratios = set()
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
         attach_hooks(self)  # the copied parameters have none

@@ -5,7 +5,8 @@ is torch.optim.AdamW's, a flat dict of tensors:
 
 ========================  ========================================================================
 ``step``                  () float32 on the CPU, as torch.optim.AdamW's
-``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32
+``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32, or
+                          `RatioMoment` in 4 bits
 ``exp_avg_sq``            `Float8Moment`
 ========================  ========================================================================
 
@@ -25,13 +26,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optim.encoded_states import decoded, encoded_entry, restore, shards_rows
-from torch_fp8.quantization.block_scaled import (
-    MIN_NUMEL,
-    BlockScaled,
+from torch_fp8.optim.encoded_states import (
+    decoded,
+    encoded_entry,
+    is_ratio,
+    restore,
+    shards_rows,
 )
+from torch_fp8.quantization import ratio_int4
+from torch_fp8.quantization.block_scaled import MIN_NUMEL, matrix_shape
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
+from torch_fp8.tensor.quantized_state import QuantizedState
+from torch_fp8.tensor.ratio_moment import RatioMoment
 
 SMALL_RESIDUAL_BITS = 16
 """The residual bits of a small BF16 parameter: with them it is a float32 number."""
@@ -50,28 +57,54 @@ def is_large(parameter: Tensor) -> bool:
     return large and parameter.dtype in _DTYPES and not parameter.is_sparse
 
 
-def new_moments(parameter: Tensor) -> State:
-    """Return zero moments and step of a large parameter."""
+def takes_ratio(parameter: Tensor) -> bool:
+    """Return whether the first moment of a parameter can have 4 bits: it is large, a rank has whole
+    rows, and these are multiples of 16.
+    """
+    whole_groups = matrix_shape(parameter.shape)[1] % ratio_int4.COLUMNS == 0
+    return is_large(parameter) and whole_groups and shards_rows(parameter)
+
+
+def new_moments(parameter: Tensor, *, ratio: bool = False) -> State:
+    """Return zero moments and step of a large parameter.
+
+    Args:
+        parameter: the parameter.
+        ratio: whether the first one has 4 bits.
+    """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    for name, format in MOMENT_FORMATS.items():
-        zeros = Float8Moment.zeros(local(parameter), format)
-        state[name] = with_data(parameter, zeros, tuple(parameter.shape))
-    return state
+    moments: dict[str, QuantizedState] = {
+        name: Float8Moment.zeros(local(parameter), format)
+        for name, format in MOMENT_FORMATS.items()
+    }
+    if ratio:
+        moments["exp_avg"] = RatioMoment.beside(moments["exp_avg_sq"])
+    shape = tuple(parameter.shape)
+    return state | {name: with_data(parameter, value, shape) for name, value in moments.items()}
 
 
-def settle_moments(parameter: Tensor, state: State) -> None:
-    """Give moments that somebody has assigned the form that the step takes.
+def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> None:
+    """Give moments that somebody has assigned or written the form that the step takes.
 
+    Args:
+        parameter: the parameter.
+        state: its state.
+        ratio: whether the first one has 4 bits.
     Raises:
         KeyError: a moment is missing.
         ValueError: a moment has another shape than the parameter.
     """
     large = is_large(parameter)
     dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-    for name, format in MOMENT_FORMATS.items():
+    # The second one first, to which the first one may be a ratio.
+    for name, format in reversed(MOMENT_FORMATS.items()):
         value = state[name]
         shard = local(value)
+        in_4_bits = ratio and name == "exp_avg"
         settled = isinstance(shard, Float8Moment) if large else value.dtype == dtype
+        if in_4_bits:
+            second = local(state["exp_avg_sq"])
+            settled = isinstance(shard, RatioMoment) and shard.is_beside(second)
         if settled and shard.shape == local(parameter).shape:
             continue
         if value.shape not in (parameter.shape, local(parameter).shape):
@@ -79,7 +112,9 @@ def settle_moments(parameter: Tensor, state: State) -> None:
                 f"optimizer.state[p][{name!r}] has shape {tuple(value.shape)}, but p has "
                 f"{tuple(parameter.shape)}; assign one of the same shape"
             )
-        if large:
+        if in_4_bits:
+            target = RatioMoment.beside(second, shard)
+        elif large:
             target = Float8Moment.zeros(local(parameter), format)
             target.store(shard)
         else:
@@ -87,10 +122,9 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 
-def moment(state: State, name: str) -> BlockScaled:
+def moment(state: State, name: str) -> Any:
     """Return codes and scales of ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
-    codes: BlockScaled = local(state[name]).codes
-    return codes
+    return local(state[name]).codes
 
 
 def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> State:
@@ -105,8 +139,8 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
     entry: State = {"step": state["step"].clone()}
     for name in MOMENT_FORMATS:
         value = state.get(name)
-        if isinstance(local(value), Float8Moment):
-            if encoded and shards_rows(parameter):
+        if isinstance(local(value), QuantizedState):
+            if encoded and shards_rows(parameter) and _is_settled(state, name):
                 entry |= encoded_entry(name, local(value), parameter, _saved_on(parameter))
                 continue
             dense = local(value).dequantize(_saved_on(parameter))
@@ -116,10 +150,24 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
     return entry
 
 
-def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) -> State:
+def _is_settled(state: State, name: str) -> bool:
+    """Return whether a moment's codes say what it is, together with those of the second one."""
+    shard = local(state[name])
+    return not isinstance(shard, RatioMoment) or shard.is_beside(local(state["exp_avg_sq"]))
+
+
+def from_checkpoint(
+    parameter: Tensor, entry: Mapping[str, Any], *, large: bool, ratio: bool = False
+) -> State:
     """Return the state in memory from torch.optim.AdamW's format; moments round to nearest.
 
     The residual, which belongs to the weight, is left to the caller.
+
+    Args:
+        parameter: the parameter.
+        entry: its entry of the checkpoint.
+        large: whether its moments have 8 bits.
+        ratio: whether the first of them has 4.
     """
     step = entry["step"]
     step = (
@@ -127,7 +175,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
         if isinstance(step, Tensor)
         else torch.tensor(float(step), device="cpu", dtype=torch.float32)
     )
-    if not large or not shards_rows(parameter):
+    if not large or not shards_rows(parameter) or is_ratio(entry) != ratio:
         entry = decoded(entry)
     if not large:
         dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
@@ -138,10 +186,10 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
                 for name in MOMENT_FORMATS
             },
         }
-    state = {**new_moments(parameter), "step": step}
-    for name in MOMENT_FORMATS:
+    state = {**new_moments(parameter, ratio=ratio), "step": step}
+    for name in reversed(MOMENT_FORMATS):
         if name in entry:
-            local(state[name]).store(local(entry[name]).detach())
+            local(state[name]).encode(local(entry[name]).detach())
         else:
             restore(name, entry, local(state[name]))
     return state

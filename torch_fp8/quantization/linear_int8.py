@@ -24,8 +24,8 @@ from torch_fp8.quantization.stochastic_rounding import random_words, stream_keys
 
 GROUP = 64
 LARGEST = 127
-_GOLDEN = 2654435769 - (1 << 32)
-"""The golden ratio's fraction as 32 bits, a signed integer."""
+_GOLDEN = 2654435769
+"""The golden ratio's fraction as 32 bits."""
 _EPOCH = 4096
 
 
@@ -43,10 +43,20 @@ def thresholds(index: Tensor, seed: int, step: int, parameter: int) -> Tensor:
         index: int32 element indices within the whole matrix.
         seed, step, parameter: counters that name the thresholds.
     """
-    words = random_words(index, stream_keys(seed, step // _EPOCH, parameter))
-    turned = (step * (_GOLDEN & 0xFFFFFFFF)) & 0xFFFFFFFF
-    words = words + (turned - (1 << 32) if turned >= 1 << 31 else turned)
+    words = turned_words(index, *threshold_keys(seed, step, parameter))
     return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def threshold_keys(seed: int, step: int, parameter: int) -> tuple[tuple[int, int], int]:
+    """Return the keys of the hash of thresholds, and what a step adds to it, as signed integers."""
+    turn = (step * _GOLDEN) & 0xFFFFFFFF
+    keys = stream_keys(seed, step // _EPOCH, parameter)
+    return keys, turn - (1 << 32) if turn >= 1 << 31 else turn
+
+
+def turned_words(index: Tensor, keys: tuple[int, int], turn: int) -> Tensor:
+    """Return the thresholds that `threshold_keys` names, as int32: fractions of 2^32."""
+    return random_words(index, keys) + turn
 
 
 def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.quantization.block_scaled import row_parts
+from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
 from torch_fp8.tensor.encoded import Encoded, plain
 
 
@@ -19,8 +19,8 @@ class QuantizedState(Encoded):
     """A state of codes and scales, which its aliases share and which are written in place.
 
     Attributes:
-        codes: named tuple of the codes ``qdata`` (R, K) and a ``scale`` (R, G) for each of G groups
-            along a row; (R, K) is `matrix_shape` of the shape.
+        codes: named tuple of tensors with R rows: of the codes ``qdata`` and a ``scale`` for each
+            group along a row, at least; (R, K) is `matrix_shape` of the shape.
         format: format of the codes, if there are several.
     """
 
@@ -46,15 +46,19 @@ class QuantizedState(Encoded):
     @torch.no_grad()
     def dequantize(self, device: torch.device | None = None) -> Tensor:
         """Return a plain float32 tensor, on `device` if one is given; rows are decoded in parts."""
-        rows, cols = self.codes.qdata.shape
+        rows, cols = matrix_shape(self.shape)
         device = device or self.device
         value = torch.empty((rows, cols), dtype=torch.float32, device=device)
         for part in row_parts(rows, cols) if device.type != "meta" else ():
             value[part] = self.decode_rows(type(self.codes)(*(x[part] for x in self.codes)))
         return value.view(self.shape)
 
-    def store(self, x: Tensor) -> None:
+    def encode(self, x: Tensor) -> None:
+        """Encode a tensor, rounded to nearest."""
         self.write(x, lambda rows, first_row: self.encode_rows(rows))
+
+    def store(self, x: Tensor) -> None:
+        self.encode(x)
 
     @torch.no_grad()
     def write(self, x: Tensor, encode: Callable[[Tensor, int], Any]) -> None:
@@ -64,7 +68,7 @@ class QuantizedState(Encoded):
             x: tensor that broadcasts to this shape.
             encode: codes of rows (r, K) float32 and the number of the first of them.
         """
-        rows, cols = self.codes.qdata.shape
+        rows, cols = matrix_shape(self.shape)
         matrix = plain(x).detach().expand(self.shape).reshape(rows, cols)
         for part in row_parts(rows, cols) if self.device.type != "meta" else ():
             encoded = encode(matrix[part].to(self.device, torch.float32), part.start)
@@ -95,7 +99,7 @@ class QuantizedState(Encoded):
         return self.codes.scale
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["qdata", "scale"], (type(self.codes), self.shape, self.format)
+        return list(self.codes._fields), (type(self.codes), self.shape, self.format)
 
     @classmethod
     def __tensor_unflatten__(

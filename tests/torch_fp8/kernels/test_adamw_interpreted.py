@@ -17,6 +17,10 @@ CASES = [
     "shards",
     "address of an odd element",
     "three steps",
+    *(
+        f"4 bits of m, {weight}, gradient {grad}"
+        for weight, grad in itertools.product(("bf16 with 8 bits", "fp32"), GRADS)
+    ),
     "amax",
     *(
         f"payload {granularity}{transposed}"
@@ -38,6 +42,7 @@ CASES = [
     ),
     "square root",
     "quotient",
+    "reciprocal",
 ]
 
 

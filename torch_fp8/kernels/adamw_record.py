@@ -1,0 +1,79 @@
+"""What the kernels of the optimizer step know of a matrix, and how they read it."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Record(NamedTuple):
+    """What the kernels know of one matrix, in fields of 64 bits: addresses, integers, float32 bits.
+
+    An even number of them: what follows the table is aligned, too, and needs no kernel of its own.
+    """
+
+    weight: int
+    residual: int
+    grad: int
+    grad_scale: int
+    grad_multiplier: int  # 0: there is none
+    exp_avg: int
+    exp_avg_scale: int
+    exp_avg_sq: int
+    exp_avg_sq_scale: int
+    lr_multiplier: int  # 0: there is none
+    update_rms: int
+    amax: int  # 0: it is not wanted
+    payload: int  # 0: there is none; so are the rest
+    payload_t: int
+    payload_scale: int
+    new_scale: int
+    new_scale_t: int
+    first_chunk: int
+    num_groups: int
+    rows: int
+    cols: int
+    row_length: int  # random words: modulo 2^32
+    start: int
+    key0: int
+    key1: int
+    first_keys: int  # of thresholds, two in one field
+    first_turn: int
+    grad_sign: int
+    beta1_complement: int
+    beta2: int
+    beta2_complement: int
+    step_size: int
+    inv_sqrt_correction: int
+    eps: int
+    decay: int
+    weight_decay: int
+
+
+RECORD = tl.constexpr(len(Record._fields))
+AT = tl.constexpr(Record(*range(len(Record._fields))))
+
+
+@triton.jit
+def integer(record, FIELD: tl.constexpr):
+    """Load the lower 32 bits of a field."""
+    return tl.load(record + FIELD).to(tl.int32)
+
+
+@triton.jit
+def number(record, FIELD: tl.constexpr):
+    """Load a float32."""
+    return integer(record, FIELD).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def factor(record, FIELD: tl.constexpr):
+    """Load the () float32 at an address, or 1 where the address is 0."""
+    address = tl.load(record + FIELD)
+    return tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=1.0)
+
+
+@triton.jit
+def pointer(record, FIELD: tl.constexpr, DTYPE: tl.constexpr):
+    """Load an address."""
+    return tl.load(record + FIELD).to(tl.pointer_type(DTYPE))

@@ -1,0 +1,41 @@
+"""Which weights have a first moment in 4 bits, as a conversion tells their optimizer."""
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from torch_fp8.autograd.current_pass import RunsFP8
+from torch_fp8.config import FP8Config
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.quantization import ratio_int4
+from torch_fp8.quantization.wording import counted
+
+
+def check_model(config: FP8Config, model: nn.Module | None) -> None:
+    """Raise ValueError where first moments in 4 bits are asked for and no model tells of which
+    weights.
+    """
+    if config.moment_bits == 4 and model is None:
+        raise ValueError(
+            "moment_bits=4 is for the weights of FP8 layers: pass the model that has them, "
+            "convert_optimizer(optimizer, config, model=model)"
+        )
+
+
+def choose_moments(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[str, Any]:
+    """Tell the optimizer whose first moments have 4 bits.
+
+    Returns:
+        What an `OptimizerReport` says of it.
+    """
+    if optimizer.fp8_config.moment_bits == 8 or model is None:
+        return {}
+    layers = [module for module in model.modules() if isinstance(module, RunsFP8)]
+    optimizer.fp8_ratio_layers = tuple(map(weakref.ref, layers))
+    ratios, indexed = optimizer.choose_ratios(), optimizer.indexed_parameters()
+    betas = [tuple(map(float, group["betas"])) for _, group, p in indexed if p in ratios]
+    coarse = dict.fromkeys(str(pair) for pair in betas if not ratio_int4.holds(*pair))
+    weights = counted(sum(ratio_int4.holds(*pair) for pair in betas), "weight")
+    notes = (f"both moments have 8 bits with betas {', '.join(coarse)}",) if coarse else ()
+    return {"states": f"8-bit states, a first moment in 4 bits for {weights}", "notes": notes}
