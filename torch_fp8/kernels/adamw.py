@@ -45,6 +45,7 @@ REGISTERS = 168
 # A thread's registers where the payload is written, or the amax of rows wanted, so that a
 # multiprocessor of 65536 runs 12 programs: left alone the compiler takes up to 226. Elsewhere it
 # takes no more, but held to that number it spills.
+MORE_REGISTERS = 208  # with fewer, first moments of 4 bits in rows of half groups spill
 PARTIALS = 1024
 # Partial sums that are added at once: a matrix of 16 million elements has as many.
 
@@ -73,8 +74,9 @@ class _Class(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        more = self.amax or self.first == 4
-        return REGISTERS if self.payload or (more and self.layout == "rows") else None
+        if self.first == 4 and self.layout == "rows":
+            return MORE_REGISTERS
+        return REGISTERS if self.payload or (self.amax and self.layout == "rows") else None
 
     @property
     def constants(self) -> dict[str, object]:

@@ -94,7 +94,7 @@ def ratio_steps(make_matrix, record_launches):
 @pytest.mark.long
 def test_steps_with_a_first_moment_of_4_bits_compile_without_spills(ratio_steps, compile_all):
     assert len(ratio_steps) == 14
-    compile_all(ratio_steps, REGISTERS, shared=4096)
+    compile_all(ratio_steps, adamw.MORE_REGISTERS, shared=4096)
 
 
 def test_a_first_moment_of_4_bits_takes_half_as_many_instructions_more(
