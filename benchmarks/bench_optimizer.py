@@ -250,7 +250,8 @@ def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             states = [s for s in optimizer.state[parameter].values() if s.ndim]
-            total += 2 * sum(part.nbytes for t in (parameter, *states) for part in plain_parts(t))
+            parts = [part for t in (parameter, *states) for part in plain_parts(t)]
+            total += 2 * sum({id(part): part.nbytes for part in parts}.values())
             total += sum(part.nbytes for part in plain_parts(stored_grad(parameter)))
     return total
 

@@ -67,6 +67,17 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
         print(f"{case[0]:12} lr x {case[1]:4} {mean:+.3%} +- {error:.3%} ({seeds} seeds)")
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the differences of the small models as docs/results.md has them."""
+    found = differences([row for row in rows if row["experiment"] == "small-models"])
+    lines = []
+    for model in small_models_loss.MODELS:
+        cells = [found[model, f"{rate:g}"] for rate in sorted(RATES)]
+        shown = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error, _ in cells]
+        lines.append(f"| {model} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def differences(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float, int]]:
     """Return mean, standard error and number of seeds of each model's and rate's difference."""
     losses = {tuple(row[name] for name in KEY[1:]): float(row["loss"]) for row in rows}

@@ -231,7 +231,7 @@ def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> l
     if what in CASES:
         products = dict(zip(("computing", "empty"), products_of(what), strict=True))
     for run in runs.values():
-        for _ in range(3):  # launchers are built, states and scales are there
+        for _ in range(10):  # launchers are built, states are there, first steps were looked at
             run()
     made = []
     for name, run in runs.items():

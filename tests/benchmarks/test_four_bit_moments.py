@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.evidence import four_bit_moments as bench
+from benchmarks.evidence import four_bit_training, small_models_loss
 from benchmarks.rows import RESULTS, ROOT, read_rows
 
 
@@ -52,3 +53,19 @@ def test_what_is_recorded_is_what_is_measured():
     measured = bench.displacements(0.5, 0.0, 0.95, steps=40)
     assert measured["ratio 8"][0] > measured["ratio 16"][0] > 0.99
     assert measured["exponent"][1] < 0.9
+
+
+def test_losses_of_ten_seeds_are_those_of_the_page(monkeypatch):
+    rows = read_rows(RESULTS / "four_bit_training.csv")
+    assert four_bit_training.table(rows) in (ROOT / "docs" / "results.md").read_text()
+    assert {seeds for _, _, seeds in four_bit_training.differences(rows).values()} == {10}
+
+
+def test_a_loss_is_measured(monkeypatch):
+    monkeypatch.setattr(small_models_loss, "LEARNING_RATE", 2e-3)
+    monkeypatch.setitem(small_models_loss.RUNS, "four bits", (None, None))
+    train = small_models_loss.train
+    monkeypatch.setattr(small_models_loss, "train", lambda *run: train(*run, steps=3))
+    losses = [four_bit_training.loss("llama", 1.0, 0, bits) for bits in (8, 4)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[0] != losses[1]

@@ -4,6 +4,7 @@ from benchmarks.evidence import kernel_resources as bench
 from benchmarks.rows import read_rows
 from tests import kernel_code
 from tests.torch_fp8.kernels.conftest import FAR_FROM_SPILLING
+from torch_fp8.kernels.adamw import MORE_REGISTERS
 
 FEW = "tests/torch_fp8/kernels/test_producers_compiled.py::test_norm_compiles_and_fits"
 
@@ -41,7 +42,10 @@ def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
         assert {"quantize_blocks_kernel", "adamw_step_kernel", "pack_kernel"} <= kernels
     for row in recorded:
         assert int(row["spilled_bytes"]) == 0, row
-        assert int(row["registers"]) <= _allowed(row["kernel"], int(row["warps"])), row
+        allowed = _allowed(row["kernel"], int(row["warps"]))
+        if "FIRST=4" in row["variant"] and "LAYOUT=rows" in row["variant"]:
+            allowed = MORE_REGISTERS
+        assert int(row["registers"]) <= allowed, row
 
 
 def test_all_variants_were_compiled_of_this_code(recorded):

@@ -191,7 +191,7 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
     if matrix.residual is not None:
         tensors.append(matrix.residual)
-    first = 4 if isinstance(matrix.exp_avg, RatioInt4) else 8
+    first = 4 if matrix.exp_avg.__class__ is RatioInt4 else 8
     if first == 4:
         tensors.append(matrix.exp_avg.scale)
     assert all(tensor.is_contiguous() for tensor in tensors)

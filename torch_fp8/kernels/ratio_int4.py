@@ -29,9 +29,9 @@ def decode(codes, scale, second, second_scale):
 
     Args:
         codes: (G, 16) int8, two to a byte.
-        scale: (G, 4) uint8.
+        scale: (G, 4) uint8 scales.
         second: (G, 32) float32, the second moment as it is stored.
-        second_scale: (G,) uint8, its scales.
+        second_scale: (G,) uint8 scales of it.
     """
     codes = unpack(codes, 4)
     value = tl.where(codes == _NAN, _NOT_A_NUMBER, codes.to(tl.float32))

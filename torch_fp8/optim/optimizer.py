@@ -93,7 +93,8 @@ class Float8Optimizer(ConvertedOptimizer):
         loss = self.loss_of(closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
-        self.choose_ratios()
+        if self.fp8_config.moment_bits == 4:
+            self.choose_ratios()
         self.step_parameters(self.indexed_parameters())
         return loss
 
@@ -106,12 +107,14 @@ class Float8Optimizer(ConvertedOptimizer):
         # Kernels write past torch, and shards have versions of their own. A graph that needs the
         # old value shall notice; what is kept of the new one comes after this.
         torch.autograd.graph.increment_version(parameters)
+        in_4_bits = self.fp8_config.moment_bits == 4
         for index, group, parameter, grad in with_grads:
             assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
-            state = self._state_of(parameter, ratio=self.has_ratio(parameter, group))
+            ratio = in_4_bits and self.has_ratio(parameter, group)
+            state = self._state_of(parameter, ratio=ratio)
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)

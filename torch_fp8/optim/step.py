@@ -64,7 +64,7 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
             of_groups[id(group), step] = _scalars(group, step)
         counters = config.seed, int(step), index
         scalars = of_groups[id(group), step]._replace(keys=stream_keys(*counters))
-        if isinstance(matrix.exp_avg, RatioInt4):
+        if matrix.exp_avg.__class__ is RatioInt4:
             first_keys, first_turn = threshold_keys(*counters)
             scalars = scalars._replace(first_keys=first_keys, first_turn=first_turn)
         prepared.append((matrix, scalars, state, None if in_place else weight))

@@ -98,7 +98,7 @@ def encode(m: Tensor, second: BlockScaled, words: Tensor | None = None) -> Ratio
     """Quantize a matrix.
 
     Args:
-        m: (R, K) float32, K a multiple of 16.
+        m: (R, K) float32, rows of a multiple of 16 elements.
         second: the second moment as it is stored.
         words: (R, K) int32, of `torch_fp8.quantization.linear_int8.turned_words`, whose upper half
             is the threshold; None: to nearest.
