@@ -133,8 +133,8 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
             * ``recipe``: recipe of FP8. Default: ``auto``, which is measured on a card: tensorwise
               on paper.
             * ``save_attention``: what attention saves at the FP8 levels, ``bf16``, ``qkv`` or
-              ``qkvo``.
-              Default: ``"bf16"``.
+              ``qkvo``. Default: ``"bf16"``.
+            * ``moment_bits``: bits of Adam's first moment at O2 and O3, 8 or 4. Default: 8.
             * ``checkpointing``: whether layers are computed again in backward. Default: False.
             * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
               ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
@@ -300,6 +300,8 @@ def _config_text(setup: Setup, level: str) -> str:
     named: dict[str, Any] = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
     if setup.save_attention != "bf16":
         named["save_attention"] = setup.save_attention
+    if setup.moment_bits != 8 and level != "O1":
+        named["moment_bits"] = setup.moment_bits
     if setup.skip:
         named["skip"] = [*DEFAULT_SKIP, *setup.skip]
     return json.dumps({"opt_level": level, **named})

@@ -47,6 +47,7 @@ class Setup:
         rank: the rank of LoRA's adapters.
         skip: patterns of modules that stay in BF16 beside those of the default.
         save_attention: what attention saves in FP8 at the FP8 levels.
+        moment_bits: the bits of Adam's first moment at O2 and O3.
     """
 
     config: Any
@@ -69,6 +70,7 @@ class Setup:
     rank: int
     skip: tuple[str, ...] = ()
     save_attention: str = "bf16"
+    moment_bits: int = 8
 
     @property
     def tokens(self) -> int:
@@ -87,6 +89,7 @@ class Setup:
             opt_level=level,
             skip=(*DEFAULT_SKIP, *self.skip),
             save_attention=self.save_attention,
+            moment_bits=8 if level == "O1" else self.moment_bits,
         )
 
 
@@ -109,6 +112,7 @@ def make_setup(
     roles: tuple[str, ...] = ROLES,
     rank: int = 16,
     save_attention: str = "bf16",
+    moment_bits: int = 8,
 ) -> Setup:
     """Check the arguments of `torch_fp8.plan` and fill in what was not said.
 
@@ -152,7 +156,7 @@ def make_setup(
     _check_choice("recipe", recipe, ("auto", *RECIPES))
     check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
     _check_choice("method", method, METHODS)
-    FP8Config(save_attention=save_attention)
+    FP8Config(save_attention=save_attention, moment_bits=moment_bits)
     if isinstance(roles, str):
         roles = (roles,)
     for role in roles:
@@ -186,6 +190,7 @@ def make_setup(
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,
         save_attention=save_attention,
+        moment_bits=moment_bits,
     )
 
 

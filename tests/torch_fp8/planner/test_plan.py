@@ -345,3 +345,14 @@ def test_attention_in_fp8_saves_less():
     assert alone.saved - shared.saved == alone.forward - shared.forward == in_bf16
     with pytest.raises(ValueError, match="save_attention='kv' is unknown"):
         make_setup(config, **SMALL, save_attention="kv")
+
+
+def test_a_first_moment_in_4_bits_takes_less():
+    setups = [make_setup(config_of("llama"), **SMALL, moment_bits=bits) for bits in (8, 4)]
+    eight, four = (counts.standing_bytes(setup, "policy", "O2") for setup in setups)
+    assert eight.weights == four.weights
+    assert 0.75 < (four.moments + four.scales) / (eight.moments + eight.scales) < 0.95
+    at_o1 = (counts.standing_bytes(setup, "policy", "O1") for setup in setups)
+    assert len(set(at_o1)) == 1
+    assert json.loads(plan_config(setups[1], "O2"))["moment_bits"] == 4
+    assert "moment_bits" not in json.loads(plan_config(setups[1], "O1"))
