@@ -8,8 +8,9 @@ from torch import nn
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.state import is_large
 from torch_fp8.quantization import ratio_int4
-from torch_fp8.quantization.wording import counted
+from torch_fp8.quantization.wording import counted, first_of
 
 
 def check_model(config: FP8Config, model: nn.Module | None) -> None:
@@ -37,5 +38,13 @@ def choose_moments(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[
     betas = [tuple(map(float, group["betas"])) for _, group, p in indexed if p in ratios]
     coarse = dict.fromkeys(str(pair) for pair in betas if not ratio_int4.holds(*pair))
     weights = counted(sum(ratio_int4.holds(*pair) for pair in betas), "weight")
-    notes = (f"both moments have 8 bits with betas {', '.join(coarse)}",) if coarse else ()
-    return {"states": f"8-bit states, a first moment in 4 bits for {weights}", "notes": notes}
+    notes = [f"both moments have 8 bits with betas {', '.join(coarse)}"] if coarse else []
+    large = {w for layer in layers for w in layer.fp8_weights if is_large(w)}
+    names = [name for name, p in model.named_parameters() if p in large - ratios]
+    if names:
+        notes.append(
+            f"both moments of {counted(len(names), 'weight')} ({first_of(names)}) have 8 bits: "
+            "their rows are no multiples of 16, or cut"
+        )
+    states = f"8-bit states, a first moment in 4 bits for {weights} of FP8 layers"
+    return {"states": states, "notes": tuple(notes)}

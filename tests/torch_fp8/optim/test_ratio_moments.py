@@ -74,7 +74,8 @@ def test_weights_of_fp8_layers_have_it_and_nothing_else():
     model, optimizer, report = new_training(FOUR)
     train(model, optimizer, range(2))
     assert in_4_bits(model, optimizer) == {"up.weight", "odd.weight"}
-    assert "a first moment in 4 bits for 2 weights" in str(report)
+    assert "a first moment in 4 bits for 2 weights of FP8 layers" in str(report)
+    assert "both moments of 1 weight (down.weight) have 8 bits" in str(report)
     # 152 is no multiple of 16, the small one has 2,048 elements
     assert isinstance(optimizer.state[model.down.weight]["exp_avg"], Float8Moment)
     assert optimizer.state[model.small.weight]["exp_avg"].__class__ is torch.Tensor
