@@ -215,7 +215,7 @@ class Float8Optimizer(ConvertedOptimizer):
                 packed["state"][i] = state
                 if residual is not None:
                     state["residual"] = residual
-        ratio = any(map(is_ratio, packed["state"].values()))
+        ratio = any(is_ratio(state) for i, state in packed["state"].items() if i in parameters)
         formats = STATE_FORMATS | (RATIO_FORMATS if ratio else {})
         # Not in state or param_groups, where torch.distributed.checkpoint asks a file for each key.
         packed[OPTIONS_KEY] = {
