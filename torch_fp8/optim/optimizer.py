@@ -152,8 +152,8 @@ class Float8Optimizer(ConvertedOptimizer):
         """Return whether the first moment of a parameter has 4 bits."""
         if self.fp8_config.moment_bits == 8 or not ratio_int4.holds(*map(float, group["betas"])):
             return False
-        if "step" not in self.state[parameter]:
-            self.choose_ratios()
+        if parameter not in self.fp8_ratios and not self.state.get(parameter):
+            self.choose_ratios()  # before its first step, which may be one within backward
         return parameter in self.fp8_ratios
 
     def choose_ratios(self) -> set[Tensor]:
