@@ -117,6 +117,8 @@ def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> N
         elif large:
             target = Float8Moment.zeros(local(parameter), format)
             target.store(shard)
+            if name == "exp_avg":
+                local(state["exp_avg_sq"]).first = None  # that it was a ratio to
         else:
             target = shard.to(local(parameter).device, dtype)
         state[name] = with_data(parameter, target, tuple(parameter.shape))

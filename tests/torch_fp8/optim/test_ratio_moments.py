@@ -98,6 +98,8 @@ def test_betas_may_change_in_mid_training():
         before = optimizer.state[model.up.weight]["exp_avg"].clone()
         train(model, optimizer, range(2, 3))
         assert in_4_bits(model, optimizer) == names
+        first, second = moments(optimizer, model.up.weight)
+        assert second.first is (first if names else None)
         after = optimizer.state[model.up.weight]["exp_avg"].clone()
         assert torch.nn.functional.cosine_similarity(before, after, dim=-1).mean() > 0.7
 
