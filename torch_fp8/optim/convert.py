@@ -5,7 +5,6 @@
 import warnings
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +103,8 @@ def convert_optimizer(
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
     moments = choose_moments(optimizer, model)
-    for _, group, parameter in optimizer.indexed_parameters():
-        _quantize_state(optimizer, group, parameter)
+    for _, _, parameter in optimizer.indexed_parameters():
+        _quantize_state(optimizer, parameter)
     num_split, float32 = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,
@@ -342,8 +341,8 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
         )
 
 
-def _quantize_state(optimizer: Float8Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
     """Turn the stock state of a parameter, from steps before the conversion, into ours."""
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" in state:
-        settle_moments(parameter, state, ratio=optimizer.has_ratio(parameter, group))
+        settle_moments(parameter, state, ratio=optimizer.has_ratio(parameter))

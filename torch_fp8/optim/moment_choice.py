@@ -8,7 +8,7 @@ from torch import nn
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.state import is_large
+from torch_fp8.optim.state import is_large, takes_ratio
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.wording import counted, first_of
 
@@ -34,13 +34,13 @@ def choose_moments(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[
         return {}
     layers = [module for module in model.modules() if isinstance(module, RunsFP8)]
     optimizer.fp8_ratio_layers = tuple(map(weakref.ref, layers))
-    ratios, indexed = optimizer.choose_ratios(), optimizer.indexed_parameters()
-    betas = [tuple(map(float, group["betas"])) for _, group, p in indexed if p in ratios]
-    coarse = dict.fromkeys(str(pair) for pair in betas if not ratio_int4.holds(*pair))
-    weights = counted(sum(ratio_int4.holds(*pair) for pair in betas), "weight")
-    notes = [f"both moments have 8 bits with betas {', '.join(coarse)}"] if coarse else []
+    weights = counted(len(optimizer.choose_ratios()), "weight")
     large = {w for layer in layers for w in layer.fp8_weights if is_large(w)}
-    names = [name for name, p in model.named_parameters() if p in large - ratios]
+    able = {w for w in large if takes_ratio(w)}
+    betas = [tuple(g["betas"]) for g in optimizer.param_groups if not able.isdisjoint(g["params"])]
+    coarse = dict.fromkeys(str(pair) for pair in betas if not ratio_int4.holds(*map(float, pair)))
+    notes = [f"both moments have 8 bits with betas {', '.join(coarse)}"] if coarse else []
+    names = [name for name, p in model.named_parameters() if p in large - able]
     if names:
         notes.append(
             f"both moments of {counted(len(names), 'weight')} ({first_of(names)}) have 8 bits: "

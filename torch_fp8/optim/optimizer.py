@@ -78,7 +78,7 @@ class Float8Optimizer(ConvertedOptimizer):
         fp8_released: the parameters that were stepped in backward, since ``step``.
         fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
         fp8_ratio_layers: layers whose weights may have a first moment of 4 bits.
-        fp8_ratios: the weights that may, as their layers had them last.
+        fp8_ratios: the weights that have, as layers and groups were last.
     """
 
     fp8_released: set[Tensor]
@@ -113,7 +113,7 @@ class Float8Optimizer(ConvertedOptimizer):
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
-            ratio = in_4_bits and self.has_ratio(parameter, group)
+            ratio = in_4_bits and self.has_ratio(parameter)
             state = self._state_of(parameter, ratio=ratio)
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
             if halves is not None:
@@ -148,19 +148,18 @@ class Float8Optimizer(ConvertedOptimizer):
             settle_moments(parameter, state, ratio=ratio)
         return state
 
-    def has_ratio(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+    def has_ratio(self, parameter: Tensor) -> bool:
         """Return whether the first moment of a parameter has 4 bits."""
-        if self.fp8_config.moment_bits == 8 or not ratio_int4.holds(*map(float, group["betas"])):
-            return False
         if parameter not in self.fp8_ratios and not self.state.get(parameter):
             self.choose_ratios()  # before its first step, which may be one within backward
         return parameter in self.fp8_ratios
 
     def choose_ratios(self) -> set[Tensor]:
-        """Find, and return, the weights of FP8 layers whose first moment can have 4 bits."""
+        """Find, and return, the weights of FP8 layers whose first moment has 4 bits."""
         layers = [layer for ref in self.fp8_ratio_layers if isinstance(layer := ref(), RunsFP8)]
-        weights = [w for layer in layers for w in layer.fp8_weights]
-        self.fp8_ratios = {w for w in weights if takes_ratio(w)}
+        weights = {w for layer in layers for w in layer.fp8_weights if takes_ratio(w)}
+        groups = [g for g in self.param_groups if ratio_int4.holds(*map(float, g["betas"]))]
+        self.fp8_ratios = {p for group in groups for p in group["params"] if p in weights}
         return self.fp8_ratios
 
     def set_config(self, config: FP8Config) -> None:
@@ -262,9 +261,7 @@ class Float8Optimizer(ConvertedOptimizer):
         for group in self.param_groups:
             group.pop(OPTIONS_KEY, None)
         ours = any(saved_options(state_dict))
-        self.choose_ratios()
-        groups = self.indexed_parameters()  # with the betas that were loaded
-        ratios = {p for _, group, p in groups if self.has_ratio(p, group)}
+        ratios = self.choose_ratios()  # with the betas that were loaded
         for _, parameter, entry in loaded:
             bits, halves = self.residual_bits(parameter), halves_of(parameter)
             if halves is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 from torch_fp8.checkpoint.stock_states import convert_optimizer_file
+from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import encode as encode_8_bits
@@ -87,6 +88,10 @@ def test_betas_that_are_too_coarse_keep_8_bits(betas):
     train(model, optimizer, range(2))
     assert not in_4_bits(model, optimizer)
     assert f"both moments have 8 bits with betas {betas}" in str(report)
+    assert "a first moment in 4 bits for 0 weights" in str(report)
+    other, eight, _ = new_training(FP8Config())
+    pairs = (model, [optimizer]), (other, [eight])
+    assert len({expected_bytes_per_param(*pair) for pair in pairs}) == 1
 
 
 def test_betas_may_change_in_mid_training():
