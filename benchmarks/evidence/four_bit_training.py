@@ -69,10 +69,10 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the differences of the small models as docs/results.md has them."""
-    found = differences([row for row in rows if row["experiment"] == "small-models"])
+    small = differences([row for row in rows if row["experiment"] == "small-models"])
     lines = []
     for model in small_models_loss.MODELS:
-        cells = [found[model, f"{rate:g}"] for rate in sorted(RATES)]
+        cells = [small[model, f"{rate:g}"] for rate in sorted(RATES)]
         shown = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error, _ in cells]
         lines.append(f"| {model} | {' | '.join(shown)} |")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import triton.language as tl
 class Record(NamedTuple):
     """What the kernels know of one matrix, in fields of 64 bits: addresses, integers, float32 bits.
 
-    An even number of them: what follows the table is aligned, too, and needs no kernel of its own.
+    The number of fields is even, so that what follows the table in memory is aligned to 16 bytes.
     """
 
     weight: int

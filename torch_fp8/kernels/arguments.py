@@ -111,7 +111,7 @@ class StepScalars(NamedTuple):
 
     Attributes:
         keys: the keys of its random words.
-        first_keys, first_turn: what names the thresholds of a first moment in 4 bits
+        first_keys, first_turn: the keys and the turn of the thresholds of a first moment in 4 bits
             (`torch_fp8.quantization.linear_int8.threshold_keys`).
     """
 

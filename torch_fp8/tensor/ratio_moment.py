@@ -23,7 +23,8 @@ class RatioMoment(QuantizedState):
     """A first moment with int8 codes (R, K / 2), two to a byte, and uint8 scales (R, K / 8).
 
     Attributes:
-        written: what was written since the last step, float32, or nothing; aliases share it.
+        written: list of the float32 tensor that users wrote since the last step, empty if they
+            wrote none; aliases share the list.
     """
 
     codes: RatioInt4
