@@ -46,10 +46,9 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         caches: payload caches of some weights, which are cast anew.
     """
     prepared = []
-    stepped = [entry for entry in entries if entry[2].device.type != "meta"]
-    numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
+    numbers = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
-    for index, group, parameter, state in stepped:
+    for index, group, parameter, state in entries:
         shard = local(parameter)
         halves = shard.halves if isinstance(shard, SplitWeight) else None
         weight = shard if halves is None else halves.high
@@ -73,7 +72,7 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     for matrix, _, _, write_back in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
-    for (_, _, parameter, _), (matrix, *_) in zip(stepped, prepared, strict=True):
+    for (_, _, parameter, _), (matrix, *_) in zip(entries, prepared, strict=True):
         for cache, spec in _alive(caches, parameter):
             cache.refill(parameter, spec, matrix.amax, matrix.payload)
 
@@ -109,6 +108,8 @@ def _with_payload(
 
 
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
+    if device.type == "meta":
+        return  # states and residuals are there, to be counted
     entries = [(matrix, scalars) for matrix, scalars, _, _ in prepared]
     multipliers: list[Tensor | None] = [None] * len(entries)
     if config.update_clipping:

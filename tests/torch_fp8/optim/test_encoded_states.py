@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.checkpoint.stock_states import convert_optimizer_file
@@ -185,26 +186,34 @@ def test_shards_have_codes_of_the_parameters_sharding(one_rank):
     assert all(torch.equal(value, again[name]) for name, value in entry.items())
 
 
-def test_bytes_of_a_checkpoint_are_those_that_the_docs_name():
-    """Llama-3.1-8B, its layers' shapes without memory: weights in float32 and the states."""
-    hidden, inner, kv, vocabulary, layers = 4096, 14336, 1024, 128256, 32
-    shapes = [(vocabulary, hidden)] * 2 + [(hidden,)]
-    of_block = [(hidden, hidden)] * 2 + [(kv, hidden)] * 2 + [(inner, hidden)] * 2
-    shapes += layers * [*of_block, (hidden, inner), (hidden,), (hidden,)]
-    weights = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-    assert sum(p.numel() for p in weights) == 8_030_261_248
-    totals = {}
-    for states in ("float32", "fp8"):
-        optimizer = torch.optim.AdamW(weights)
-        convert_optimizer(optimizer, FP8Config(checkpoint_states=states))
-        for p in weights:
-            p.grad = torch.empty_like(p)
-        optimizer.step()
-        totals[states] = 4 * 8_030_261_248 + _num_bytes(optimizer.state_dict())
-    assert {name: round(total / 1e9, 1) for name, total in totals.items()} == {
-        "float32": 96.4,
-        "fp8": 48.7,
-    }
+@pytest.mark.parametrize(
+    ("dtype", "options", "gigabytes"),
+    [
+        (torch.float32, {"checkpoint_states": "float32"}, 96.4),
+        (torch.float32, {}, 48.7),
+        (torch.float32, {"moment_bits": 4}, 45.8),
+        (torch.bfloat16, {}, 40.7),
+        (torch.bfloat16, {"moment_bits": 4, "residual_bits": 4}, 33.8),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_checkpoint_are_those_that_the_docs_name(dtype, options, gigabytes):
+    """Llama-3.1-8B, its layers' shapes without memory: the weights and the optimizer's states."""
+    shapes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shapes, **heads)).to(dtype)
+    config = FP8Config(**{"checkpoint_states": "fp8", **options})
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    optimizer.step()
+    weights = model.state_dict().values()
+    assert sum(w.numel() for w in weights) == 8_030_261_248
+    total = sum(w.nbytes for w in weights) + _num_bytes(optimizer.state_dict())
+    assert round(total / 1e9, 1) == gigabytes
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path):
