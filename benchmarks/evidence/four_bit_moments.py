@@ -206,6 +206,7 @@ def _dynamic_exponent() -> Tensor:
 
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]) / 6
+EXPONENTS = _dynamic_exponent()
 FORMATS: dict[str, Store] = {
     "8 bits": _e4m3,
     "float32": lambda m, v, step: m,
@@ -213,7 +214,7 @@ FORMATS: dict[str, Store] = {
     "ratio 16": _ratio(16),
     "ratio 32": _ratio(32),
     "ratio random 16": _ratio(16, random=True),
-    "exponent": _mapped(_dynamic_exponent(), 128),
+    "exponent": _mapped(EXPONENTS, 128),
     "e2m1": _mapped(torch.cat([-_E2M1[1:], _E2M1]), 32, power_of_two=True),
 }
 

@@ -27,6 +27,8 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 STEPS = 3000
 LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS = 3e-3, 4, 128, 256
+SHAPE = 128, 2
+"""The hidden size and the number of layers."""
 
 
 def main() -> None:
@@ -49,12 +51,26 @@ def main() -> None:
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
 
 
-def pretrain(config: FP8Config | None, seed: int, steps: int, perturbed: int = 0) -> dict:
-    """Train from scratch and return losses, bytes per parameter and seconds."""
+def pretrain(
+    config: FP8Config | None,
+    seed: int,
+    steps: int,
+    perturbed: int = 0,
+    shape: tuple[int, int] = SHAPE,
+) -> dict:
+    """Train from scratch and return losses, bytes per parameter and seconds.
+
+    Args:
+        config: the configuration; None trains in BF16.
+        seed: number from which weights and the order of the data come.
+        steps: number of the optimizer's steps.
+        perturbed: millionths by which the embedding is multiplied.
+        shape: hidden size and number of layers.
+    """
     started = time.perf_counter()
     tokens, held_out, vocab_size = corpus()
     torch.manual_seed(seed)
-    model = tiny_llama.build(vocab_size, 128, 2, pad_token_id=0, eos_token_id=1)
+    model = tiny_llama.build(vocab_size, *shape, pad_token_id=0, eos_token_id=1)
     with torch.no_grad():
         model.get_input_embeddings().weight *= 1 + perturbed * 1e-6
     if config is not None:

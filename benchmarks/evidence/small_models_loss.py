@@ -112,14 +112,21 @@ def main() -> None:
     print_summary(read_rows(arguments.csv))
 
 
-def train(name: str, run: str, seed: int, steps: int = STEPS) -> float:
+def train(
+    name: str,
+    run: str,
+    seed: int,
+    steps: int = STEPS,
+    after_step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+) -> float:
     """Return the loss after training.
 
     Args:
-        name: of MODELS.
-        run: of RUNS.
-        seed: of weights, data and dropout.
-        steps: of the optimizer.
+        name: name in MODELS.
+        run: name in RUNS.
+        seed: number from which weights, data and dropout come.
+        steps: number of the optimizer's steps.
+        after_step: function that is called after each step.
     """
     torch.manual_seed(seed)
     model = MODELS[name]()
@@ -142,6 +149,8 @@ def train(name: str, run: str, seed: int, steps: int = STEPS) -> float:
         loss_of(name, model, tokens, hidden).backward()
         for optimizer in optimizers:
             optimizer.step()
+            if after_step is not None:
+                after_step(model, optimizer)
             optimizer.zero_grad()
     model.eval()
     with torch.no_grad():

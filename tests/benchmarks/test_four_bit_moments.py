@@ -1,9 +1,10 @@
 """A first moment in 4 bits: what is recorded, and a short run measured."""
 
 import pytest
+import torch
 
 from benchmarks.evidence import four_bit_moments as bench
-from benchmarks.evidence import four_bit_training, small_models_loss
+from benchmarks.evidence import four_bit_training, pretraining, small_models_loss
 from benchmarks.rows import RESULTS, ROOT, read_rows
 
 
@@ -58,14 +59,32 @@ def test_what_is_recorded_is_what_is_measured():
 def test_losses_of_ten_seeds_are_those_of_the_page(monkeypatch):
     rows = read_rows(RESULTS / "four_bit_training.csv")
     assert four_bit_training.table(rows) in (ROOT / "docs" / "results.md").read_text()
-    assert {seeds for _, _, seeds in four_bit_training.differences(rows).values()} == {10}
+    for (experiment, *_), (_, _, seeds) in four_bit_training.differences(rows).items():
+        assert seeds == four_bit_training.SEEDS[experiment]
 
 
 def test_a_loss_is_measured(monkeypatch):
     monkeypatch.setattr(small_models_loss, "LEARNING_RATE", 2e-3)
     monkeypatch.setitem(small_models_loss.RUNS, "four bits", (None, None))
     train = small_models_loss.train
-    monkeypatch.setattr(small_models_loss, "train", lambda *run: train(*run, steps=3))
-    losses = [four_bit_training.loss("llama", 1.0, 0, bits) for bits in (8, 4)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
-    assert losses[0] != losses[1]
+    monkeypatch.setattr(
+        small_models_loss, "train", lambda *run, **options: train(*run, steps=3, **options)
+    )
+    losses = [
+        float(four_bit_training.measure("small-models", "llama", "1", "0", bits)["loss"])
+        for bits in ("8", "4", "exponent")
+    ]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=0.02)
+    assert len(set(losses)) == 3
+
+
+def test_fine_tuning_is_measured(monkeypatch):
+    tokens = torch.randint(64, (2, 4096), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(pretraining, "corpus", lambda: (*tokens, 64))
+    monkeypatch.setattr(pretraining, "STEPS", 2)
+    monkeypatch.setattr(pretraining, "EVAL_WINDOWS", 16)
+    monkeypatch.setattr(four_bit_training, "FINE_TUNING_STEPS", 3)
+    monkeypatch.setattr(four_bit_training, "FINE_TUNING_RATE", 1e-4)
+    result = four_bit_training.measure("fine-tuning", "llama, 0.5M", "1", "0", "4")
+    assert 0.95 < float(result["cosine"]) < 1
+    assert 0.95 < float(result["norm"]) < 1.05
