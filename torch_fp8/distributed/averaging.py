@@ -72,19 +72,19 @@ def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float)
     """
     ranks = dist.get_world_size(group)
     groups, plain = by_form(runs)
-    values, others = joined(buffer, groups, GROUP_SIZE), joined(buffer, plain, 1)
+    values, others = joined(buffer, groups, GROUP_SIZE), joined(buffer, plain, 1)  # both flat
     sizes = values.numel(), others.numel()
     layout = messages.split_layout(*sizes, ranks)
     values = values if values.dtype in WIRE_DTYPES else values.float()
     sent = messages.pack_flat(values, others, layout, ranks)
     del values, others
-    received = torch.empty_like(sent)
+    received = torch.empty_like(sent)  # (N, B) bytes: row r is rank r's
     work = all_to_all(received, sent, group, async_op=True)
     yield
 
     work.wait()  # now average the part that this rank owns, and send it to all
     sent, received = messages.reduce_and_repack(received, layout, factor), sent
-    work = all_gather(received, sent, group, async_op=True)
+    work = all_gather(received, sent, group, async_op=True)  # (1, B) of each -> (N, B)
     yield
 
     work.wait()

@@ -132,7 +132,7 @@ class LayerScaling:
             layer: the layer.
             scales: (3, 4) float32, as in the buffer; nobody writes to it any more.
         """
-        own = scales[:, 0].unbind()
+        own = scales[:, 0].unbind()  # (3,): input, weight, gradient
         for source, scale in zip(self._all_sources(layer), (*own, *own[:2]), strict=True):
             if source.scale is not None and is_capturing(scale.device):
                 source.scale.copy_(scale)  # where the casts of a CUDA graph of a whole step read it
@@ -171,7 +171,7 @@ class LayerScaling:
 def pushed_history(layer: Any) -> Tensor:
     """Return the histories (3, H) with what was recorded since the last step of an optimizer."""
     history, _, amaxes, grad_amax = scaling_buffers(layer)
-    recorded = torch.cat([amaxes, grad_amax])
+    recorded = torch.cat([amaxes, grad_amax])  # (2,), (1,) -> (3,)
     return push_amax(history, recorded, layer.fp8.config.amax_compute_algo)
 
 
@@ -209,6 +209,7 @@ def restore_scales(layers: Iterable[Any]) -> None:
         layers: all of one model.
     """
     for members in _by_kind(layers).values():
+        # (L, 3, H)
         histories = torch.stack([scaling_buffers(layer)[0] for layer in members])
         _take_scales(members, scales_of(members[0], histories))
 
@@ -239,7 +240,7 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
         list, zip(*(scaling_buffers(layer) for layer in layers), strict=True)
     )
     pairs = zip(amaxes, grad_amaxes, strict=True)
-    recorded = torch.cat([slot for pair in pairs for slot in pair]).view(-1, 3)
+    recorded = torch.cat([slot for pair in pairs for slot in pair]).view(-1, 3)  # (L, 3)
     for dim in range(0 if mesh is None else mesh.ndim):
         # Backends differ in the maximum of a number and NaN, not in that of a number and infinity.
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -253,7 +254,7 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
 
 def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
     """Have layers cast with scales (L, 3) from now on."""
-    of_each = scales[..., None].repeat(1, 1, 4).unbind()
+    of_each = scales[..., None].repeat(1, 1, 4).unbind()  # (L, 3) -> L of (3, 4), see `BUFFERS`
     torch._foreach_copy_([scaling_buffers(layer)[1] for layer in layers], of_each)
     for layer, own in zip(layers, of_each, strict=True):
         layer.fp8.scaling.take(layer, own)
@@ -267,7 +268,7 @@ def scales_of(layer: Any, histories: Tensor) -> Tensor:
         layer: one of them.
     """
     config, recipe = layer.fp8.config, layer.fp8.recipe
-    past = past_amax(histories, config.amax_compute_algo)
+    past = past_amax(histories, config.amax_compute_algo)  # (L, 3)
     past = torch.where(past > 0, past, past.amax(0))
     formats = recipe.input.format, recipe.weight.format, recipe.grad_output.format
     columns = zip(past.unbind(1), formats, strict=True)

@@ -197,6 +197,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         options: BlockOptions,
     ) -> Tensor:
         gemms, dtype = _Gemms(options.grouped, offs), options.out_dtype
+        # (T, H): each token once, before its rows are gathered
         x8, _, _ = Quantizer(options.grouped.recipe.input)(x, rowwise=True, columnwise=False)
         assert x8 is not None
         score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
@@ -207,7 +208,7 @@ class ExpertBlockFunction(torch.autograd.Function):
             h, score, offs, bias, options.form, saves and not is_dropped
         )
         if is_dropped:
-            half = h[:, : h.shape[1] // 2]
+            half = h[:, : h.shape[1] // 2]  # (R, I)
             halves = [*saved_stand_ins(half), *saved_stand_ins(half)]
         assert q is not None
         assert scale is not None
@@ -238,7 +239,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         token, row, offs = saved["token"], saved["row"], saved["offs"]
         gemms, wants = _Gemms(options.grouped, offs), ctx.needs_input_grad
         spec = options.grouped.recipe.grad_output
-        g8, _, _ = Quantizer(spec)(grad_output, rowwise=True, columnwise=False)
+        g8, _, _ = Quantizer(spec)(grad_output, rowwise=True, columnwise=False)  # (T, H)
         assert g8 is not None
         grads: list[Tensor | None] = [None] * 10
         g = gather_rows(g8, token)  # (R, H)
@@ -260,7 +261,7 @@ class ExpertBlockFunction(torch.autograd.Function):
             del a_t, g_t
         if wants[X]:
             rows = gemms.rows(dh8, saved["first"], ctx.dtypes[X], FIRST, dgrad=True)
-            grads[X] = combine_rows(rows, row)
+            grads[X] = combine_rows(rows, row)  # (R, H) -> (T, H)
             del rows
         if wants[FIRST] or wants[BIAS]:
             dh_t = transpose_groups(dh8, offs)  # (2I, R)
@@ -271,7 +272,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         if wants[BIAS]:
             grads[BIAS] = gemms.bias_gradient(dh_t, ctx.dtypes[BIAS])
         if wants[SCORES]:
-            grads[SCORES] = dscore[row].to(ctx.dtypes[SCORES])
+            grads[SCORES] = dscore[row].to(ctx.dtypes[SCORES])  # (R,) -> (T, k)
         return tuple(grads)
 
 

@@ -28,7 +28,7 @@ def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
     scale = x.scale.new_empty(experts, cols, 1)
     for i in range(experts):  # one expert at a time exists in float32
         values = dequantize(x._replace(qdata=x.qdata[i], scale=x.scale[i]))
-        turned = quantize(values.t(), spec)
+        turned = quantize(values.t(), spec)  # (C, R) with a scale (C, 1)
         qdata[i].view(torch.uint8).copy_(turned.qdata.view(torch.uint8))
         scale[i] = turned.scale
     return x._replace(qdata=qdata, scale=scale)
@@ -42,6 +42,7 @@ def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
     """
     experts, rows, cols = x.qdata.shape
     ends = torch.arange(1, experts + 1, device=x.qdata.device, dtype=torch.int32) * rows
+    # (E * R, C): an expert's rows are its group
     flat = x._replace(qdata=x.qdata.flatten(0, 1), scale=x.scale.reshape(-1, 1))
     turned = transpose_groups(flat, ends)  # (C, E * R) with scales (E, C)
     codes = turned.qdata.view(torch.uint8).view(cols, experts, rows)

@@ -269,17 +269,18 @@ class Float8BatchedExperts(Float8Experts):
             return output
         first, second = self.fp8_weight_names
         num_experts, hidden = getattr(self, first).shape[0], hidden_states.shape[-1]
-        x = hidden_states.reshape(num_experts, -1, hidden)
+        x = hidden_states.reshape(num_experts, -1, hidden)  # (E, T, H)
         if self._counts():
             self.fp8.tokens.add_rows(x)
         tokens = x.shape[1]
         padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
+        # (E * T', H), T' a multiple of 16
         rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)
         ends = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32)
         offs = ends * padded
         rows = self._activated(self._grouped(rows, first, offs, None), None)
         rows = self._grouped(rows, second, offs, None)
-        rows = rows.view(num_experts, padded, -1)[:, :tokens]
+        rows = rows.view(num_experts, padded, -1)[:, :tokens]  # (E, T, H)
         return rows.reshape(-1, rows.shape[-1]).to(hidden_states.dtype)
 
     def _activate(self, rows: Tensor, score: Tensor | None) -> Tensor:

@@ -136,14 +136,14 @@ class GroupedLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         recipe = options.recipe
-        payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)
+        payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)  # (T, K)
         assert payload is not None
-        weight8 = weight_operand(weight, options, dgrad=False)
+        weight8 = weight_operand(weight, options, dgrad=False)  # (E, N, K)
         for observer in options.observers:
             observer.input(x, payload, offs, token)
             observer.weight(weight, weight8, options.transposed)
-        y = scaled_grouped_matmul(
-            payload if token is None else gather_rows(payload, token),
+        y = scaled_grouped_matmul(  # (R, N)
+            payload if token is None else gather_rows(payload, token),  # (R, K)
             weight8,
             offs,
             "rows",
@@ -177,16 +177,16 @@ class GroupedLinearFunction(torch.autograd.Function):
         if wants_wgrad:
             weight_dtype = weight_grad_dtype(ctx, 1, weight_dtype, own_dtype)
         grad_input = grad_weight = None
-        g, _, _ = Quantizer(recipe.grad_output)(
+        g, _, _ = Quantizer(recipe.grad_output)(  # (R, N)
             grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
         )
         for observer in options.observers if g is not None else ():
             observer.grad_output(grad_output, g, offs, None)
         if wants_dgrad:
             assert g is not None
-            grad_input = scaled_grouped_matmul(
+            grad_input = scaled_grouped_matmul(  # (R, K)
                 g,
-                weight_operand(saved["weight"], options, dgrad=True),
+                weight_operand(saved["weight"], options, dgrad=True),  # (E, K, N)
                 offs,
                 "rows",
                 input_dtype,
@@ -194,16 +194,16 @@ class GroupedLinearFunction(torch.autograd.Function):
                 emulate=options.emulate,
             )
             if "row" in saved:
-                grad_input = combine_rows(grad_input, saved["row"])
+                grad_input = combine_rows(grad_input, saved["row"])  # (R, K) -> (T, K)
         if fp8_wgrad:
             assert g is not None
             x8 = QuantizedTensor(saved["x"], saved["x_scale"], g.granularity)
-            x_t = transpose_groups(x8, offs, saved.get("token"))
-            g_t = transpose_groups(g, offs)
+            x_t = transpose_groups(x8, offs, saved.get("token"))  # (T, K) -> (K, R)
+            g_t = transpose_groups(g, offs)  # (R, N) -> (N, R)
             grad_weight = weight_gradient(x_t, g_t, offs, weight_dtype, options)
         elif wants_wgrad:
             x, dense = saved["x"], plain(grad_output)
-            x = x if "token" not in saved else spread_rows(x, saved["token"])
+            x = x if "token" not in saved else spread_rows(x, saved["token"])  # (R, K)
             a, b = (x, dense) if options.transposed else (dense, x)
             product = F.grouped_mm(a.to(dense.dtype).t(), b.to(dense.dtype), offs=offs)
             grad_weight = cast(product, weight_dtype)
@@ -255,7 +255,7 @@ class SpreadFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
         ctx.save_for_backward(row)
-        return spread_rows(x, token)
+        return spread_rows(x, token)  # (T, K) -> (R, K)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -272,7 +272,7 @@ class CombineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, row: Tensor) -> Tensor:
         ctx.save_for_backward(token)
-        return combine_rows(rows, row)
+        return combine_rows(rows, row)  # (R, K) -> (T, K)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

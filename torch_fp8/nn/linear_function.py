@@ -151,9 +151,9 @@ def linear_in_graph(
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
     written_in_backward(buffers[-1:])
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
     y = linear(rows, weight, bias, rows.shape, options, *buffers)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
 
 
 @torch.compiler.allow_in_graph
@@ -175,7 +175,7 @@ def served_in_graph(
     out_dtype = output_dtype(x)
     if only_shape_matters(x):
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
     text, ready = casts
     options = _options(text, x.dtype, out_dtype, False, ready)
     a, _, _ = options.quantizers_of(buffers).input(rows, rowwise=True, columnwise=False)
@@ -223,9 +223,9 @@ def _fprop(
         # One scale for the whole weight serves both layouts: backward need not look for it.
         w_scale = w.scale if w.granularity == "tensorwise" else None
         operands = CastOperands(payloads, w, w_scale)
-    y = scaled_matmul(
-        operands.input.rowwise,
-        operands.weight,
+    y = scaled_matmul(  # (M, N)
+        operands.input.rowwise,  # (M, K), along K
+        operands.weight,  # (N, K), along K
         dtype,
         bias=bias,
         fast_accum=recipe.fprop.fast_accum,
@@ -247,6 +247,7 @@ def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad, grad_input, grad_bias = plain(grad_output), None, None
     if wants_dgrad:
         weight = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))["weight"].to(grad.dtype)
+        # (..., N) @ (N, K)
         product = grad @ (weight.t() if ctx.options.quantizers.weight.transposed else weight)
         grad_input = product.to(ctx.dtypes[0]).view(ctx.input_shape)
     if wants_bias:
@@ -276,7 +277,7 @@ class LinearFunction(torch.autograd.Function):
         saved = {
             "weight": weight if wants_dgrad else None,
             "w_scale": operands.weight_scale,
-            "x": payloads.qdata,
+            "x": payloads.qdata,  # (K, M) along M, or (M, K) in BF16, or what `source` keeps
             "x_scale": payloads.scale,
             "inverse": operands.inverse if fp8_wgrad else None,
         }
@@ -309,7 +310,9 @@ class LinearFunction(torch.autograd.Function):
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
+            # (K, N), along N
             w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
+        # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias
         g, g_t, grad_bias = ctx.grad_output.in_backward(ctx.buffers)(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )
@@ -317,7 +320,7 @@ class LinearFunction(torch.autograd.Function):
             options.quantizers.observer.backward(grad_output, g, g_t, saved.get("weight"), w)
         if g is not None:
             assert w is not None
-            grad_input = scaled_matmul(
+            grad_input = scaled_matmul(  # (M, N) @ (K, N)^T
                 g, w, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
             ).view(ctx.input_shape)
         if g_t is not None:
@@ -326,16 +329,16 @@ class LinearFunction(torch.autograd.Function):
                 x_t = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
             else:
                 x_t = ctx.input_source.columnwise(saved["x"], saved.get("x_scale"))
-            a, b = (x_t, g_t) if for_weight.transposed else (g_t, x_t)
+            a, b = (x_t, g_t) if for_weight.transposed else (g_t, x_t)  # (K, M), (N, M)
             tokens, fast_accum = math.prod(ctx.input_shape[:-1]), recipe.wgrad.fast_accum
-            grad_weight = scaled_matmul(
+            grad_weight = scaled_matmul(  # (N, M) @ (K, M)^T, over the tokens
                 a, b, weight_dtype, tokens, fast_accum=fast_accum, emulate=emulate
             )
             if recipe.smooth:
                 inverse = saved["inverse"]
                 grad_weight.mul_(inverse[:, None] if for_weight.transposed else inverse)
         elif wants_wgrad:
-            dense = matrix(grad_output)
+            dense = matrix(grad_output)  # (M, N)
             x = saved["x"].to(dense.dtype)  # (M, K)
             product = x.t() @ dense if for_weight.transposed else dense.t() @ x
             grad_weight = cast(product, weight_dtype)

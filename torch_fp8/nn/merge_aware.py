@@ -162,13 +162,13 @@ class MergedLinear(torch.autograd.Function):
         if layer.fp8.observer is not None:
             layer.fp8.observer.backward(grad_output, g8, None, None, None)
         if wants_x:
-            w = transposed(QuantizedTensor(qdata, scale, ctx.granularity))
+            w = transposed(QuantizedTensor(qdata, scale, ctx.granularity))  # (K, N)
             emulate, fast = layer.fp8.emulate, dgrad.fast_accum
             assert g8 is not None
             assert w is not None
             grad_x = scaled_matmul(g8, w, ctx.dtype, fast_accum=fast, emulate=emulate)
             grad_x = grad_x.view(ctx.shape)
-        g = matrix(grad_output).to(x.dtype)
+        g = matrix(grad_output).to(x.dtype)  # (M, N); A is (r, K), B is (N, r)
         if wants_a:
             grad_a = ((g @ b.to(x.dtype)).t() @ x).to(a.dtype) * ctx.scaling
         if wants_b:

@@ -48,12 +48,12 @@ def operand(
     elif scale.ndim == 0:
         return x
     if x.granularity == "rowwise":
-        scale = _pad(scale, qdata.shape[0] - rows, 0, 1.0)
+        scale = _pad(scale, qdata.shape[0] - rows, 0, 1.0)  # (R, 1)
     elif x.granularity in BLOCK_SHAPE:
         block_rows, block_cols = BLOCK_SHAPE[x.granularity]
         num_rows, num_cols = -(-qdata.shape[0] // block_rows), -(-qdata.shape[1] // block_cols)
         scale = _pad(scale, num_rows - scale.shape[0], num_cols - scale.shape[1], 1.0)
-        scale = _LAY_OUT[x.granularity](scale)
+        scale = _LAY_OUT[x.granularity](scale)  # (R / block_rows, C / block_cols)
     return QuantizedTensor(qdata, scale, x.granularity)
 
 
@@ -110,7 +110,7 @@ def _column_major(scale: Tensor) -> Tensor:
     """
     if scale.stride() == (1, scale.shape[0]):
         return scale
-    scale = scale.t().contiguous().t()
+    scale = scale.t().contiguous().t()  # strides (L, 1) -> (1, R)
     return scale.as_strided(scale.shape, (1, scale.shape[0])) if scale.shape[1] == 1 else scale
 
 
@@ -134,6 +134,7 @@ def _swizzled_e8m0(scale: Tensor) -> Tensor:
     exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
     exponent = _pad(exponent, more, -blocks % 4, 0)
     rows, cols = exponent.shape
+    # (tile row, 4, 32, tile column, 4) -> (tile row, tile column, 32, 4, 4)
     tiles = exponent.view(rows // 128, 4, 32, cols // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(torch.float8_e8m0fnu)
 

@@ -47,6 +47,7 @@ def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
     """
     (tokens, top_k), device = top_k_index.shape, top_k_index.device
     num_slots = tokens * top_k
+    # (T, k) -> (T * k,), by expert; tokens of an expert stay in their order
     expert, order = top_k_index.reshape(-1).long().clamp(max=num_experts).sort(stable=True)
     ones = torch.ones_like(expert)
     counts = ones.new_zeros(num_experts + 1).scatter_add_(0, expert, ones)
@@ -54,9 +55,10 @@ def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
     begin, ends = F.pad(padded.cumsum(0), (1, 0)), counts.cumsum(0)  # (E + 1,)
     within = torch.arange(num_slots, device=device) - (ends - counts)[expert]
     position = begin[expert] + within
-    row = torch.empty_like(order).scatter_(0, order, position)
+    row = torch.empty_like(order).scatter_(0, order, position)  # (T * k,): where each entry lies
     num_rows = multiple_of_16(num_slots) + GEMM_ALIGNMENT * num_experts
     of_expert = torch.where(expert < num_experts, order, num_slots)
+    # (R,): the entry of each row, T * k for padding
     slot = order.new_full((num_rows,), num_slots).scatter_(0, position, of_expert)
     token = torch.div(slot, max(top_k, 1), rounding_mode="floor")
     return Route(slot, token, row.view(tokens, top_k), begin[1:].int())

@@ -64,7 +64,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
     Returns:
         (R, K) FP8 and (R, 1) float32; a row of padding has zeros and the scale 1.
     """
-    codes = F.pad(qdata.view(torch.uint8), (0, 0, 0, 1))[token]
+    codes = F.pad(qdata.view(torch.uint8), (0, 0, 0, 1))[token]  # (T + 1, K) -> (R, K)
     return codes.view(qdata.dtype), F.pad(scale, (0, 0, 0, 1), value=1.0)[token]
 
 
@@ -93,13 +93,13 @@ def transpose_payload(
     if token is not None:
         qdata, scale = gather_payload.reference(qdata, scale, token)
     format, num_groups = format_of(qdata.dtype), offs.shape[0]
-    group = group_of_rows(offs, qdata.shape[0])[:, None]
+    group = group_of_rows(offs, qdata.shape[0])[:, None]  # (R, 1)
     values = (qdata.float() * scale).masked_fill_(group == num_groups, 0)
     group = group.expand_as(values)
-    amax = values.new_zeros(num_groups + 1, values.shape[1])
+    amax = values.new_zeros(num_groups + 1, values.shape[1])  # the last one for the rest
     amax = amax.scatter_reduce(0, group, values.abs(), "amax")
     scales = scale_from_amax(amax, format, power_of_two=True)
-    codes = cast_saturating(values, scales.gather(0, group), format)
+    codes = cast_saturating(values, scales.gather(0, group), format)  # (R, K)
     return codes.t().contiguous(), scales[:-1].contiguous()
 
 
@@ -119,7 +119,7 @@ def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
     """
     if not row.shape[1]:
         return rows.new_zeros(row.shape[0], rows.shape[1])
-    total = rows[row[:, 0]].float()
+    total = rows[row[:, 0]].float()  # (T, K)
     for entry in row.unbind(1)[1:]:
         total = total + rows[entry].float()
     return total.to(rows.dtype)

@@ -174,6 +174,7 @@ def _quantize_blocks(
     rows, cols = x.shape
     num_rows, num_cols = (-(-size // n) for size, n in zip((rows, cols), block, strict=True))
     padded = F.pad(x, (0, num_cols * block[1] - cols, 0, num_rows * block[0] - rows))
+    # (R, C) -> (rows of blocks, rows in one, columns of blocks, columns in one)
     blocks = padded.reshape(num_rows, block[0], num_cols, block[1])
     amax = blocks.abs().amax((1, 3)) if x.numel() else x.new_zeros(num_rows, num_cols)
     scale = scale_from_amax(amax, format, power_of_two)
@@ -219,5 +220,5 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
             scale = new_group_scales(scale, *qdata.shape).copy_(scale)
         return qdata, scale
 
-    columns = F.pad(x.t(), (0, more)) if more else x.t()
+    columns = F.pad(x.t(), (0, more)) if more else x.t()  # (C, R), zeros behind the tokens
     return (*one(x, options.rowwise), *one(columns, options.columnwise))

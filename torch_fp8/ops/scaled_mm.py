@@ -93,7 +93,7 @@ def _multiply(
     emulate: bool,
 ) -> Tensor:
     """Multiply on any device; the result may be a view of a padded one."""
-    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
+    rows, cols = a.qdata.shape[0], b.qdata.shape[0]  # R, S
     if not (rows and cols and contracted):
         zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias
@@ -181,7 +181,7 @@ def _scaled_mm_cpu(
     if _CPU_HAS_OPERATOR:
         return _scaled_mm(a, _arguments(b), out_dtype, fast_accum, bias)
     return torch._scaled_mm(
-        *(a.qdata, b.qdata.t(), a.scale, b.scale),
+        *(a.qdata, b.qdata.t(), a.scale, b.scale),  # (R, C), (C, S) with strides (1, C)
         bias=bias,
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
@@ -218,8 +218,8 @@ def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
 
 
 def _arguments(b: QuantizedTensor) -> _Arguments:
-    scale = b.scale.t() if b.granularity == "rowwise" else b.scale
-    return b.qdata.t(), [scale], _SCALING[b.granularity]
+    scale = b.scale.t() if b.granularity == "rowwise" else b.scale  # (S, 1) -> (1, S)
+    return b.qdata.t(), [scale], _SCALING[b.granularity]  # (C, S), strides (1, C)
 
 
 def _scaled_mm(
@@ -265,7 +265,7 @@ def multiply_laid_out(
         laid_out_a = operand(a, contracted, is_b=False)
     in_epilogue = bias if in_gemm else None
     if in_epilogue is not None and b.qdata.shape[0] != cols:
-        in_epilogue = F.pad(in_epilogue, (0, b.qdata.shape[0] - cols))
+        in_epilogue = F.pad(in_epilogue, (0, b.qdata.shape[0] - cols))  # (S,) -> padded
     options = native_dtype, fast_accum, in_epilogue
     known = refused_rows.padded
     multiple = known.get(refused_rows.sizes(laid_out_a, b, *options)) if known else None
@@ -284,7 +284,7 @@ def multiply_laid_out(
             lambda multiple: _padded_product(a, laid_out, multiple, *options),
         )
     if output.shape != (rows, cols):
-        output = output[:rows, :cols]
+        output = output[:rows, :cols]  # a view, with the padded row stride
     if native_dtype != out_dtype:
         output = output.to(out_dtype)
     return output if bias is None or in_gemm else output + bias

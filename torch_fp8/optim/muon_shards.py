@@ -45,7 +45,7 @@ def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
     row, _, _ = shard_origin(weight)
     whole = _orthogonal(_gathered(weight, update), group)
     shard.mul_(1 - rate * group["weight_decay"])
-    rows = whole[row : row + len(shard)].to(shard.dtype)
+    rows = whole[row : row + len(shard)].to(shard.dtype)  # (R, K) -> (R / ranks, K)
     shard.add_(rows, alpha=-rate * _adjustment(weight.shape, group["adjust_lr_fn"]))
 
 
@@ -55,6 +55,7 @@ def _gathered(weight: Tensor, update: Tensor) -> Tensor:
     message = torch.cat([codes, scale.view(torch.int8)], _COLUMNS)  # (R / ranks, K + 2 groups)
     shape = weight.shape[0], message.shape[_COLUMNS]
     whole: Any = with_data(weight, message, shape)
+    # (R, K) and (R, 2 groups)
     codes, scale = whole.full_tensor().split([codes.shape[1], 2 * scale.shape[1]], _COLUMNS)
     return decode(LinearInt8(codes, scale.contiguous().view(torch.bfloat16))).bfloat16()
 
@@ -63,7 +64,7 @@ def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
     """Run the steps of Newton-Schulz, in BF16 as ``torch.optim.Muon`` does."""
     a, b, c = group["ns_coefficients"]
     tall = x.shape[0] > x.shape[1]
-    y = x.T if tall else x
+    y = x.T if tall else x  # wide, so that the Gram matrix is the smaller one
     y = y / y.norm().clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
         gram = y @ y.T

@@ -69,6 +69,7 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
     """
     rows, cols = x.shape
     groups = -(-cols // GROUP)
+    # (R, K) -> (R, G, 64)
     padded = F.pad(x, (0, groups * GROUP - cols)).view(rows, groups, GROUP)
     amax = padded.abs().amax(-1) if x.numel() else padded.new_zeros((rows, groups))
     scale = (amax / LARGEST).bfloat16()

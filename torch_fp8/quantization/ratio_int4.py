@@ -88,7 +88,7 @@ def root_of(second: BlockScaled) -> Tensor:
 def decode(x: RatioInt4) -> Tensor:
     """Decode to (R, K) float32, with one rounding."""
     cols = x.second_qdata.shape[1]
-    codes = unpack(x.qdata, 4, cols)
+    codes = unpack(x.qdata, 4, cols)  # (R, K / 2) -> (R, K)
     scale = _scale(x.scale.to(torch.int32)).repeat_interleave(GROUP, 1)[:, :cols]
     value = torch.where(codes == NAN, torch.nan, codes.float())
     return value * scale * root_of(x.second)
@@ -108,7 +108,7 @@ def encode(m: Tensor, second: BlockScaled, words: Tensor | None = None) -> Ratio
     ratio = torch.where(root > 0, m * (1 / root), 0.0)
     finite = ratio.abs() < torch.inf
     groups = torch.where(finite, ratio, 0.0).view(rows, cols // GROUP, GROUP)  # (R, K / 8, 8)
-    amax = groups.abs().amax(-1, keepdim=True) if m.numel() else groups[..., :1]
+    amax = groups.abs().amax(-1, keepdim=True) if m.numel() else groups[..., :1]  # (R, K / 8, 1)
     scale = _byte(amax * SEVENTH)
     if words is None:
         # The largest code of what was read may be 6: the scale that loses less is the one it had.

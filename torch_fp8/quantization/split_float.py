@@ -38,7 +38,7 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
         word = i
     else:
         offset = (1 << dropped) >> 1 if random is None else random & ((1 << dropped) - 1)
-        word = (i + offset) >> dropped
+        word = (i + offset) >> dropped  # sign, exponent, 7 + k bits of the mantissa
     high = (word + ((1 << bits) >> 1)) >> bits
     finite = (i & _ABS) < _INF
     quiet = torch.where((i & _ABS) > _INF, i | _QUIET, i) >> 16
@@ -60,7 +60,7 @@ def join(weight: Tensor, residual: Tensor | None, bits: int, exact: bool = False
         exact: whether the residual is of this very weight. An Inf with a negative one then is a
             number above BF16's largest, as k = 16 splits it.
     """
-    word = weight.view(torch.int16).to(torch.int32) << bits
+    word = weight.view(torch.int16).to(torch.int32) << bits  # room for the residual below
     if residual is not None:
         word = word + residual.to(torch.int32)
     joined = (word << (16 - bits)).view(torch.float32)
@@ -91,7 +91,7 @@ def pack(residual: Tensor, bits: int) -> Tensor:
         return residual.to(torch.int16)
     if bits == 8:
         return residual.to(torch.int8)
-    even, odd = residual[:, 0::2], residual[:, 1::2]
+    even, odd = residual[:, 0::2], residual[:, 1::2]  # (R, ceil(K / 2)), (R, K // 2)
     odd = torch.nn.functional.pad(odd, (0, even.shape[1] - odd.shape[1]))
     return ((even & 0xF) | (odd << 4)).to(torch.int8)
 
@@ -101,7 +101,7 @@ def unpack(stored: Tensor, bits: int, cols: int) -> Tensor:
     stored = stored.to(torch.int32)
     if bits != 4:
         return stored
-    even, odd = (stored << 28) >> 28, stored >> 4
+    even, odd = (stored << 28) >> 28, stored >> 4  # low and high nibble, with their signs
     return torch.stack([even, odd], dim=-1).view(stored.shape[0], -1)[:, :cols]
 
 

@@ -98,10 +98,10 @@ class Halves:
         rows, cols = _matrix_shape(self.high)
         row, col, row_length = origin or (0, 0, cols)
         residual = empty_residual(self.high, self.step_bits)
-        matrix = self.high.view(rows, cols)
+        matrix = self.high.view(rows, cols)  # (R, C) bfloat16
         for part in row_parts(rows, cols) if self.high.numel() else ():
             assert self.residual is not None
-            wide = unpack(self.residual[part], self.bits, cols)
+            wide = unpack(self.residual[part], self.bits, cols)  # (r, C) int32
             joined = join(matrix[part], wide, self.bits, self.bits == EXACT_BITS)
             joined = saturated(joined, self.step_bits)
             index = element_index(

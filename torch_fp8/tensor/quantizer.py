@@ -67,7 +67,7 @@ class Quantizer(NamedTuple):
                 sums = cast(x.matrix().sum(0, dtype=torch.float32), sum_dtype)
             row, col = type(x).quantize(x, self, rowwise=rowwise, columnwise=columnwise)
             return row, col, sums
-        x = x.reshape(-1, x.shape[-1])
+        x = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
@@ -157,7 +157,7 @@ class WeightQuantizer(NamedTuple):
         if isinstance(weight, SplitWeight):
             weight = weight.halves.high
         row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
-        layout = col if flip else row
+        layout = col if flip else row  # (N, K), whichever way the weight is stored
         assert layout is not None
         return layout
 
@@ -206,7 +206,7 @@ class WeightQuantizer(NamedTuple):
             if isinstance(weight, SplitWeight):
                 weight = weight.halves.high
             row, col = quantize_layouts(weight, options)
-        layout = row if flip else col
+        layout = row if flip else col  # (K, N)
         assert layout is not None
         return layout
 
@@ -250,7 +250,7 @@ class Quantizers(NamedTuple):
         """
         if not buffers:
             return self
-        scales, amaxes, _ = buffers
+        scales, amaxes, _ = buffers  # (3, 4); (2,) of input and weight; (1,) of the gradient
         # Backward keeps them, whoever renews the buffer in between.
         known = scales.clone()[:, 0].unbind() if ready else (None,) * 3
         slots = (*(amaxes.unbind() if training else (None,) * 2), None)
@@ -316,7 +316,7 @@ def quantize_input(
             output = getattr(x if x._base is None else x._base, SAVED_OUTPUT, None)
             if output is not None and not is_traced():
                 output.take(x, col)
-        return InputPayloads(row, col.qdata, col.scale, None)
+        return InputPayloads(row, col.qdata, col.scale, None)  # (K, M), along M
     return InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
 
 
@@ -324,7 +324,7 @@ def matrix(x: Tensor) -> Tensor:
     """x (..., C) as a plain tensor (R, C)."""
     if isinstance(x, QuantizableTensor):
         return x.matrix()
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1])  # a view where strides allow
 
 
 def amax_of(x: Tensor) -> Tensor:

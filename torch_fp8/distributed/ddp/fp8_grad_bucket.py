@@ -82,8 +82,8 @@ class GradientBucket:
         gradient.
         """
         self._work.wait()
-        codes = self._layout.codes(self._received)
-        scales = self._layout.scales(self._received)
+        codes = self._layout.codes(self._received)  # (ranks, 32 G)
+        scales = self._layout.scales(self._received)  # (ranks, G)
         flags = self._layout.plain(self._received)
         if len(self._parameters) > 1:
             codes, scales = codes.reshape(-1), scales.reshape(-1)
@@ -137,6 +137,7 @@ def _take(source: Tensor, part: slice, target: Tensor, multiple: int) -> None:
     if source.ndim > 1 and source.numel() == target.numel():
         target.view(source.shape).copy_(source)
         return
+    # (R, K rounded up)
     padded = source.reshape(-1)[part].view(rows, -(-cols // multiple) * multiple)
     target.copy_(padded[:, :cols])
 

@@ -155,6 +155,7 @@ class WeightGather:
         top = first % 128
         bottom = -(top + shard.shape[0]) % 128
         padded = F.pad(shard.abs(), (0, cols - shard.shape[1], top, bottom))
+        # (N / 128, 128, K / 128, 128) -> (N / 128, K / 128)
         amax = padded.view(-1, 128, cols // 128, 128).amax((1, 3)).float()
         target[first // 128 : first // 128 + amax.shape[0]] = amax
 
@@ -210,7 +211,7 @@ class WeightGather:
         assert scale is not None
         last_row = self.fsdp_param._orig_size[0] - 1
         rows = torch.arange(shard.shape[0], device=shard.device) + self._first_row()
-        scale = scale[rows.clamp(max=last_row) // 128]
+        scale = scale[rows.clamp(max=last_row) // 128]  # (rows of the shard, K / 128)
         scale = scale.repeat_interleave(BLOCK_SHAPE["block_128x128"][1], 1)[:, : shard.shape[1]]
         qdata = cast_saturating(shard.float(), scale, self.spec.format)
         return QuantizedTensor(qdata, scale, "block_128x128")
@@ -225,7 +226,7 @@ class WeightGather:
         rows, cols = self.fsdp_param._orig_size
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
         if len(outputs) == 2:
-            scale = outputs[1].view(rows, -1)
+            scale = outputs[1].view(rows, -1)  # (N, scales of a row)
         elif scale.is_cuda:  # the tensor may belong to the stream in which FSDP casts
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:

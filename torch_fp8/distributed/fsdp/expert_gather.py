@@ -140,6 +140,7 @@ class ExpertGather(WeightGather):
         experts, rows, cols = self.fsdp_param._orig_size
         shape = (experts, cols, rows) if flipped else (experts, rows, cols)
         qdata = outputs[0].view(shape).view(self.spec.format.dtype)
+        # (E, longer of R and C) -> (E, rows of this layout, 1)
         scale = outputs[1].view(torch.float32).view(experts, -1)[:, : shape[1], None]
         if out is None:
             payload = StackedPayload(qdata, scale, self.spec, flipped=flipped)

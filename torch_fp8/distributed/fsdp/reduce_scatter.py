@@ -72,8 +72,9 @@ class Float8ReduceScatter(ReduceScatter):
             return self._stock(output_tensor, input_tensor, group, op, async_op)
         factor = factor_of(op, dist.get_world_size(group))
         runs = self.structures.of(output_tensor.numel())
+        # (N * E,) -> (N, E) -> (N, B) bytes: row r goes to rank r
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), runs)
-        received = torch.empty_like(messages)
+        received = torch.empty_like(messages)  # row r comes from rank r, each of this rank's shards
         work = all_to_all(received, messages, group, async_op)
         pending = _Pending(work, received, runs, output_tensor, factor)
         if async_op:
@@ -106,7 +107,7 @@ def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:
     if parts.dtype == torch.float16:
         parts = parts.float()
     grouped, plain = by_form(runs)
-    values = joined(parts, grouped, GROUP_SIZE)
+    values = joined(parts, grouped, GROUP_SIZE)  # (N, elements in groups)
     if missing := -values.shape[1] % GROUP_SIZE:
         values = F.pad(values, (0, missing))
     return pack(values, joined(parts, plain, 1) if plain else None)

@@ -96,7 +96,7 @@ class Gather:
     ) -> None:
         self.message, self.shards, self.spec, self.scale = message, shards, spec, scale
         ranks = dist.get_world_size(shards.group)
-        self._output = message.new_empty(ranks, message.numel())
+        self._output = message.new_empty(ranks, message.numel())  # row r is rank r's
         self._work = all_gather(self._output, message, group=shards.group, async_op=True)
         self._result: QuantizedTensor | None = None
 
@@ -122,6 +122,7 @@ class Gather:
         """(ranks, bytes of a part) -> the whole with `last` bytes in a row, without the padding."""
         dim = self.shards.dim
         merged = [*self.shards.part[:-1], last]
+        # (ranks, ..., part, ...) -> (..., ranks, part, ...) -> (..., whole, ...)
         whole = parts.view(parts.shape[0], *merged).movedim(0, dim)
         merged[dim] *= parts.shape[0]
         whole = whole.reshape(merged)
