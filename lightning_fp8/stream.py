@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from torch_fp8.optim.embedding_dtype import keep_output_dtype
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-
 
 class WeightsDtype:
     """A hook before torch's norms, which on the CPU refuse float32 with a BF16 weight.
@@ -21,7 +19,7 @@ class WeightsDtype:
     """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        weight = module.weight
+        weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16:
             return args
         if not args or not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
@@ -34,7 +32,8 @@ def keep_stream(model: nn.Module) -> None:
     release_stream(model)
     keep_output_dtype(model, set(model.parameters()))
     for module in model.modules():
-        if isinstance(module, _NORMS):
+        # running_mean: batch and instance norms, whose common class torch does not name publicly.
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) or hasattr(module, "running_mean"):
             module.register_forward_pre_hook(WeightsDtype())
 
 

@@ -24,21 +24,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    _len_torch_dispatch_stack,
-)
 
-_TORCH_PASSES = (
-    torch.utils.checkpoint._CachingTorchDispatchMode,
-    torch.utils.checkpoint._CachedTorchDispatchMode,
-)
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
 
@@ -107,8 +98,7 @@ def is_transformed() -> bool:
         _warn_of_transforms()
         return True
     if _symbolic_trace._is_fx_tracing_flag:  # by make_fx, too
-        functional = torch._C._TorchDispatchModeKey.FUNCTIONAL
-        return torch._C._get_dispatch_mode(functional) is None
+        return not is_traced()
     return torch.jit.is_tracing()
 
 
@@ -174,14 +164,3 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 PLAIN = (Tensor, FakeTensor)
 """Classes of tensors that are nothing else, or stand for one that is."""
-
-
-def torch_selective_pass() -> bool:
-    """Whether a pass of torch's own ``create_selective_checkpoint_contexts`` runs now.
-
-    Its second pass looks up by their names the operators that it has saved: both have to issue the
-    same.
-    """
-    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack() or is_traced():
-        return False
-    return any(isinstance(mode, _TORCH_PASSES) for mode in _get_current_dispatch_mode_stack())

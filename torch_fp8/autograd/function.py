@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import _get_proxies
+from torch.fx.experimental.proxy_tensor import _get_proxies, get_proxy_mode
 
 from torch_fp8.autograd.current_pass import is_traced
 
@@ -120,11 +119,7 @@ def only_shape_matters(x: Tensor) -> bool:
     AOTAutograd, which traces the operators within, makes it under modes of its own. What stands in
     for the result is `shape_of_result`, which is traced in less time.
     """
-    if type(x) is not FakeTensor:
-        return False
-    modes = torch._C._TorchDispatchModeKey
-    lookups = torch._C._get_dispatch_mode, _get_dispatch_mode_pre_dispatch  # the latter: of export
-    return not any(look(mode) for look in lookups for mode in (modes.PROXY, modes.FUNCTIONAL))
+    return type(x) is FakeTensor and get_proxy_mode() is None
 
 
 class _ShapeOfResult(torch.autograd.Function):

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torch_fp8.autograd.current_pass import is_traced
+
 CASTS = (
     "amax",
     "quantize_2d",
@@ -52,7 +54,7 @@ def selective_checkpoint_contexts() -> tuple[Any, Any]:
     Raises:
         RuntimeError: the region runs in eager mode.
     """
-    if not _is_traced():
+    if not is_traced():
         raise RuntimeError(
             "torch_fp8.selective_checkpoint_contexts is for regions that torch.compile compiles. "
             "This one runs in eager mode: compile the model, or leave context_fn out, which keeps "
@@ -60,12 +62,6 @@ def selective_checkpoint_contexts() -> tuple[Any, Any]:
         )
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
     return contexts
-
-
-def _is_traced() -> bool:
-    """Whether torch.compile's tracing runs the region, first without recording a graph."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.PROXY, keys.FUNCTIONAL))
 
 
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -190,7 +190,7 @@ def adopt_checkpoints(
     ``split_weights=False``.
 
     Args:
-        model: any; parts of it with a ``config._name_or_path``, as transformers has it, are looked
+        model: any; parts of it with a ``config.name_or_path``, as transformers has it, are looked
             at: a folder, or a model of the hub in its cache.
         config: its `opt_level` and `residual_bits` count.
         trained: whether an optimizer will take residuals; if not, all weights count as frozen.
@@ -287,7 +287,7 @@ def _opened(module: nn.Module, folder: Path) -> _Source | None:
 
 def folder_of(config: Any) -> Path | None:
     """Return the folder that a host's model was loaded from; None: there is none here."""
-    name = getattr(config, "_name_or_path", None)
+    name = getattr(config, "name_or_path", None)
     if not isinstance(name, str) or not name:
         return None
     if Path(name).is_dir():

@@ -221,7 +221,7 @@ def built_without_data(cls: Any, path: Path) -> nn.Module:
             "or a function without arguments that returns the model"
         )
     if config is not None:
-        model.config._name_or_path = model.name_or_path = str(path)
+        model.config.name_or_path = model.name_or_path = str(path)
     if callable(getattr(model, "tie_weights", None)):
         model.tie_weights()
     return model

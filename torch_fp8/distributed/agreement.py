@@ -279,7 +279,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _store() -> Any:
     """Return the default process group's store; None with a backend that has none (MPI)."""
-    return dist.distributed_c10d._get_default_store()
+    world = dist.group.WORLD
+    return None if world is None else world.get_group_store()
 
 
 def _gathered(description: Mapping[str, str], group: Any, note: str) -> Compared | None:

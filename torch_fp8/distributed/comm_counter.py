@@ -94,7 +94,7 @@ _COLLECTIVES: dict[str, dict[str, _Collective]] = {
     "_c10d_functional_autograd": _FUNCTIONAL,
     "_dtensor": {"shard_dim_alltoall": _Collective("all-to-all", "input")},
 }
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_DISPATCH = Tensor.__torch_dispatch__
 _TRACED = (FakeTensor, FunctionalTensor)
 _BATCH = "batch_p2p_ops"  # a _c10d_functional operator that sends and receives at once
 

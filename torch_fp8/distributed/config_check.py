@@ -127,8 +127,7 @@ def _compare(
 
 def _card(group: Any) -> str:
     """Return the card with which this rank trains, and its compute capability."""
-    kinds = {device.type for device in group._device_types}
-    has_card = "cuda" in kinds and torch.cuda.is_available()
+    has_card = "cuda" in dist.get_backend_config(group) and torch.cuda.is_available()
     return card_name(torch.device("cuda" if has_card else "cpu"))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.current_pass import torch_selective_pass
+from torch_fp8.autograd.current_pass import is_traced
 from torch_fp8.monitor.statistics import clip_statistics, operand_statistics, worst
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
@@ -201,10 +201,12 @@ class LayerObserver:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Operators in here leave nothing for autograd, nor in a pass of a checkpoint."""
+    """Operators in here leave nothing for autograd, and no dispatch mode of a checkpoint or of
+    another watcher sees them.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if torch_selective_pass():
+        if not is_traced():
             stack.enter_context(_disable_current_modes())
         yield
 

@@ -95,8 +95,8 @@ class LayerScaling:
         if not _layers and _hooks:
             _hooks.pop().remove()
         for name in BUFFERS:
-            layer._buffers.pop(name, None)
-            layer._non_persistent_buffers_set.discard(name)
+            if name in layer._buffers:
+                delattr(layer, name)
 
     def track(self, layer: Any) -> None:
         """Renew the layer's scales after each step of an optimizer, for as long as it lives."""

@@ -36,7 +36,7 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Granularity
 
 # torch 2.11 has this operator for CUDA only; there the CPU has its predecessor, tensorwise.
-_CPU_HAS_OPERATOR = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+_CPU_HAS_OPERATOR = torch.__version__ >= "2.12"
 _CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_OPERATOR else ("tensorwise",)
 
 _SCALING: dict[str, list[int]] = {

@@ -142,7 +142,8 @@ def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
     cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
     optimizer.__class__ = cls
     optimizer.__dict__["_fp8_base"] = base
-    optimizer._patch_step_function()  # hooks and the profiler are put around step once per class
+    # torch puts hooks and the profiler around step once per class, as of an unpickled object.
+    Optimizer.__setstate__(optimizer, {})
     wrapped = optimizer.__dict__.get("step")
     if getattr(wrapped, "_wrapped_by_lr_sched", False):
         optimizer.__dict__["step"] = _scheduler_wrapper(optimizer, cls.step)

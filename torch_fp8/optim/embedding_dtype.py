@@ -31,7 +31,17 @@ instead, compiled code joins the halves of the weight, and autocast rounds them.
 """
 
 
-class Float32Output:
+class _Hook:
+    """A hook of ours.
+
+    Attributes:
+        handle: torch's handle, which removes it.
+    """
+
+    handle: Any
+
+
+class Float32Output(_Hook):
     """A forward hook that turns an output in the weight's BF16 into float32; no-op for other
     weights.
     """
@@ -44,7 +54,7 @@ class Float32Output:
         return output.float() if _is_narrow(module) else output
 
 
-class HalfWeight:
+class HalfWeight(_Hook):
     """A forward pre-hook that lets a module multiply by, or look up, the BF16 half of its weight.
 
     Not outside autocast, where stock would multiply float32, nor within
@@ -62,15 +72,12 @@ class HalfWeight:
             module.__dict__["weight"] = half(weight)
 
 
-class WholeWeight:
+class WholeWeight(_Hook):
     """A forward hook that ends what `HalfWeight` began, also where the forward raised."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if "weight" in module.__dict__:
             del module.__dict__["weight"]
-
-
-_HOOKS = (Float32Output, HalfWeight, WholeWeight)
 
 
 def multiply_half(linear: nn.Module) -> None:
@@ -80,8 +87,9 @@ def multiply_half(linear: nn.Module) -> None:
 
 
 def _use_half(module: nn.Module) -> None:
-    module.register_forward_pre_hook(HalfWeight(), with_kwargs=True)
-    module.register_forward_hook(WholeWeight(), always_call=True)
+    before, after = HalfWeight(), WholeWeight()
+    before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    after.handle = module.register_forward_hook(after, always_call=True)
 
 
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
@@ -94,7 +102,8 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS) and module.weight in split and not _hooks(module):
             _use_half(module)
-            module.register_forward_hook(Float32Output())
+            output = Float32Output()
+            output.handle = module.register_forward_hook(output)
             count += 1
     return count
 
@@ -119,11 +128,8 @@ def bf16_stream(model: nn.Module) -> Iterator[None]:
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
     """Remove the hooks where the weight is no longer BF16, or `everywhere`."""
     for module in model.modules():
-        for key, hooks in _hooks(module):
-            if everywhere or not _is_narrow(module):
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        for hook in _hooks(module) if everywhere or not _is_narrow(module) else ():
+            hook.handle.remove()
 
 
 def _is_narrow(module: nn.Module) -> bool:
@@ -132,7 +138,7 @@ def _is_narrow(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and stored(weight).dtype == torch.bfloat16
 
 
-def _hooks(module: nn.Module) -> list[tuple[int, dict[int, Any]]]:
-    """Return our hooks of a module: the key of each, and the dict that holds it."""
-    registered: list[dict[int, Any]] = [module._forward_hooks, module._forward_pre_hooks]
-    return [(key, of) for of in registered for key, hook in of.items() if isinstance(hook, _HOOKS)]
+def _hooks(module: nn.Module) -> list[_Hook]:
+    """Return our hooks of a module."""
+    registered = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return [hook for hook in registered if isinstance(hook, _Hook)]

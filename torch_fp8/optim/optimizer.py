@@ -10,10 +10,9 @@ BF16 gradient a weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, 
 16.
 """
 
-import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -67,8 +66,6 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.split_weight import halves_of, stored
-
-_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 class Float8Optimizer(ConvertedOptimizer):
@@ -192,16 +189,11 @@ class Float8Optimizer(ConvertedOptimizer):
         ``param_groups`` are options of ours and the residuals of weights that were not stepped.
         Hooks run as in stock: post hooks see, and may change, what is returned.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        with self._without_hooks(), torch.no_grad():
-            packed = self._to_checkpoint(super().state_dict())
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, packed)
-            packed = packed if changed is None else changed
-        return packed
+        with self.register_state_dict_post_hook(type(self)._to_checkpoint, prepend=True):
+            return super().state_dict()
 
-    def _to_checkpoint(self, packed: dict[str, Any]) -> dict[str, Any]:
+    @torch.no_grad()
+    def _to_checkpoint(self, packed: dict[str, Any]) -> None:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
         encoded = self.fp8_config.checkpoint_states == "fp8"
         for i, state in packed["state"].items():
@@ -226,7 +218,6 @@ class Float8Optimizer(ConvertedOptimizer):
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
         residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}
         packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
-        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or Adam; ours goes on bit for bit.
@@ -240,22 +231,30 @@ class Float8Optimizer(ConvertedOptimizer):
                 format (`torch_fp8.optim.checkpoint`); the entry is named, and nothing is
                 loaded.
         """
-        state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        bits = check_state_dict(state_dict, self.param_groups, self.fp8_config.residual_bits)
-        with self._without_hooks(), torch.no_grad():
-            self._from_checkpoint(state_dict, bits)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        ours: list[Any] = []
 
-    def _from_checkpoint(self, state_dict: dict[str, Any], saved_bits: int) -> None:
-        parameters = [p for _, _, p in self.indexed_parameters()]
-        loaded = list(entries(state_dict, parameters))
-        ids = {saved_id for saved_id, _, _ in loaded}
-        others = {i: value for i, value in state_dict["state"].items() if i not in ids}
-        super().load_state_dict({**state_dict, "state": others})
+        def without_ours(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            bits = check_state_dict(given, self.param_groups, self.fp8_config.residual_bits)
+            loaded = list(entries(given, [p for _, _, p in self.indexed_parameters()]))
+            ours.extend((given, bits, loaded))
+            ids = {saved_id for saved_id, _, _ in loaded}
+            return {**given, "state": {i: s for i, s in given["state"].items() if i not in ids}}
+
+        with (
+            self.register_load_state_dict_pre_hook(without_ours),
+            self.register_load_state_dict_post_hook(
+                lambda _: self._from_checkpoint(*ours), prepend=True
+            ),
+        ):
+            super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _from_checkpoint(
+        self,
+        state_dict: dict[str, Any],
+        saved_bits: int,
+        loaded: list[tuple[Any, Tensor, dict[str, Any]]],
+    ) -> None:
         for _, saved in saved_options(state_dict):
             self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
         for group in self.param_groups:
@@ -279,17 +278,6 @@ class Float8Optimizer(ConvertedOptimizer):
                 continue
             large, ratio = is_large(parameter), parameter in ratios
             self.state[parameter] = from_checkpoint(parameter, entry, large=large, ratio=ratio)
-
-    @contextlib.contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        """Run no hooks in stock methods called within: ours run them on what is complete."""
-        names = [f"_optimizer_{hook}_hooks" for hook in _HOOKS]
-        own = {name: self.__dict__[name] for name in names}
-        self.__dict__.update({name: type(hooks)() for name, hooks in own.items()})
-        try:
-            yield
-        finally:
-            self.__dict__.update(own)
 
     def __getstate__(self) -> dict[str, Any]:
         layers = [layer for ref in self.fp8_ratio_layers if (layer := ref())]

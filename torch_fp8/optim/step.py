@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adam import adam
 
 from torch_fp8.config import FP8Config
@@ -282,11 +281,9 @@ def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
     """
     if not isinstance(parameter, DTensor):
         return 0, 0, matrix_shape(parameter.shape)[1]
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    (chunk,) = parameter.__create_chunk_list__()
     row_length = matrix_shape(parameter.shape)[1]
-    element = sum(o * s for o, s in zip(offset, parameter.stride(), strict=True))
+    element = sum(o * s for o, s in zip(chunk.offsets, parameter.stride(), strict=True))
     return element // row_length, element % row_length, row_length
 
 

@@ -36,9 +36,7 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
             "this process is in a process group of torch.distributed, and planning for several "
             "GPUs makes one of its own: plan before init_process_group, or in another process"
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    dist.init_process_group("fake", rank=0, world_size=number)
     try:
         yield init_device_mesh("cpu", (number,))
     finally:

@@ -12,7 +12,6 @@ does so with a warning where a layer owns it.
 """
 
 import functools
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +144,14 @@ class Float8FrozenWeight(QuantizableTensor):
             self.payload = own.of_bytes(value.qdata.clone(), value.scale.clone())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of the bytes, for whoever counts or compares memory.
+        """Return a storage on the memory of the bytes, by which memory is counted and compared.
 
-        torch.compile, which wants a storage as large as it takes the tensor to be, gets its own.
+        Each call returns another: tracing takes tensors of one storage for views of each other.
         """
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        qdata = self.payload.qdata
+        if type(qdata) is not Tensor:  # it is traced
             return super().untyped_storage()
-        return self.payload.qdata.untyped_storage()
+        return qdata.untyped_storage() if qdata.is_meta else qdata.untyped_storage()[:]
 
     def data_ptr(self) -> int:
         """Return the address of the bytes."""

@@ -17,7 +17,7 @@ from torch_fp8.optim.residual import residual_of
 
 class _Config:
     def __init__(self, path):
-        self._name_or_path = str(path)
+        self.name_or_path = str(path)
 
 
 class _Inner(nn.Module):
@@ -190,7 +190,7 @@ def test_models_of_the_hub_are_found_in_its_cache(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     model, _ = _loaded(snapshot)
-    model.config._name_or_path, model.config._commit_hash = "org/name", "abc"
+    model.config.name_or_path, model.config._commit_hash = "org/name", "abc"
     found = huggingface_hub.try_to_load_from_cache
     monkeypatch.setattr(
         huggingface_hub,
@@ -199,5 +199,5 @@ def test_models_of_the_hub_are_found_in_its_cache(tmp_path, monkeypatch):
     )
     (report,) = adopt_checkpoints(model, FP8Config())
     assert report.num_exact == 2
-    model.config._name_or_path = "org/another"
+    model.config.name_or_path = "org/another"
     assert adopt_checkpoints(model, FP8Config()) == []

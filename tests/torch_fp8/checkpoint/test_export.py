@@ -537,7 +537,7 @@ def test_the_tokenizer_comes_along(tmp_path, given):
     (source / "tokenizer.json").write_text("of the folder")
     (source / "tokenizer_config.json").write_text("{}")
     (source / "optimizer.pt").write_text("no")
-    model.config._name_or_path = str(source)
+    model.config.name_or_path = str(source)
     export(model, tmp_path / "out", tokenizer=Tokenizer() if given else None)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     text = (tmp_path / "out" / "tokenizer.json").read_text()

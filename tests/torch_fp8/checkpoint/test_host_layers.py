@@ -93,7 +93,7 @@ def test_scales_that_the_host_has_rounded_are_those_of_the_file(tmp_path):
     layer.weight_scale = nn.Parameter(scale.bfloat16())
     inner = nn.Module()
     inner.up_proj = layer
-    inner.config, inner.base_model_prefix = SimpleNamespace(_name_or_path=str(tmp_path)), ""
+    inner.config, inner.base_model_prefix = SimpleNamespace(name_or_path=str(tmp_path)), ""
     outer = nn.Sequential(inner)
     config = {"quantization_config": compressed("channel")}
     tensors = {"up_proj.weight": qdata, "up_proj.weight_scale": scale}

@@ -33,6 +33,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_weight import stored
 
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
@@ -76,8 +77,7 @@ class WeightGather:
     @property
     def _asked(self) -> Tensor:
         """The local tensor, which FSDP asks for what it sends."""
-        asked: Tensor = self.fsdp_param._sharded_local_tensor
-        return asked
+        return local(self.fsdp_param.sharded_param)
 
     @property
     def attached(self) -> bool:

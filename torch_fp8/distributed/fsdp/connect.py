@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from torch_fp8.config import FP8Config
 from torch_fp8.distributed.config_check import check_same_config, check_same_parts
@@ -256,10 +255,10 @@ def _connect_scatter(
     if not hasattr(group.mesh_info, "shard_process_group"):
         skipped.append((name, "its gradients are replicated, not sharded"))
         return False
-    if type(group._reduce_scatter_comm) is not DefaultReduceScatter:
+    if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
         skipped.append((name, "it has a reduce-scatter of the user's"))
         return False
-    group._reduce_scatter_comm = Float8ReduceScatter(group, exchanges)
+    group._reduce_scatter_comm = Float8ReduceScatter(group, name, exchanges)
     return True
 
 
@@ -307,4 +306,4 @@ def _disconnect(model: nn.Module) -> None:
     for group in fsdp_groups(model):
         disconnect_replicas(group)
         if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
-            group._reduce_scatter_comm = DefaultReduceScatter()
+            group._reduce_scatter_comm = group._reduce_scatter_comm.stock

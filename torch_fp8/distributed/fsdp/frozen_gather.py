@@ -25,6 +25,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_payload import FrozenPayload, quantize_stacked
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -189,7 +190,7 @@ def connect_frozen(groups: list[Any]) -> int:
             if not is_frozen(param):
                 continue
             held += 1
-            if not isinstance(param._sharded_local_tensor, Float8FrozenWeight):
+            if not isinstance(local(param.sharded_param), Float8FrozenWeight):
                 are_experts = isinstance(module, Float8Experts)
                 kind = FrozenExpertGather if are_experts else FrozenGather
                 gathered.append(kind(param, group, module))

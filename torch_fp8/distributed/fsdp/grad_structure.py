@@ -38,10 +38,11 @@ class GroupStructures:
 
     Args:
         param_group: FSDP's.
+        name: qualified name of the module that it belongs to.
     """
 
-    def __init__(self, param_group: Any) -> None:
-        self._param_group = param_group
+    def __init__(self, param_group: Any, name: str) -> None:
+        self._param_group, self._name = param_group, name
         self._plain: dict[int, list[Run]] = {}
 
     def of(self, numel: int) -> list[Run]:
@@ -54,10 +55,9 @@ class GroupStructures:
         if sum(size for size, _ in sizes) == numel:
             return structure_of(sizes)
         if numel not in self._plain:
-            name = self._param_group._module_fqn or "the root"
             warnings.warn(
-                f"some parameters of {name!r} got no gradient: those of the others, which FSDP "
-                "does not name, are reduced in BF16 this time; in FP8 with "
+                f"some parameters of {self._name!r} got no gradient: those of the others, which "
+                "FSDP does not name, are reduced in BF16 this time; in FP8 with "
                 "set_reduce_scatter_unused_params(True), from torch 2.13 on",
                 stacklevel=2,
             )

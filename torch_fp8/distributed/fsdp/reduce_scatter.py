@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from torch_fp8.distributed.averaging import (
     WIRE_DTYPES,
@@ -36,17 +34,23 @@ from torch_fp8.ops.messages import pack, unpack_sum
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 
-class Float8ReduceScatter(ReduceScatter):
+class Float8ReduceScatter:
     """FSDP2's reduce-scatter for the gradients of one parameter group, in FP8.
+
+    It has the two methods of torch's ``ReduceScatter``.
+
+    Attributes:
+        stock: the reduce-scatter that the group had before.
 
     Args:
         param_group: FSDP's.
+        name: qualified name of the module that it belongs to.
         exchanges: whether gradients are scattered in 8 bits; else as without us.
     """
 
-    def __init__(self, param_group: Any, exchanges: Exchanges) -> None:
-        self._exchanges, self._stock = exchanges, DefaultReduceScatter()
-        self.structures = GroupStructures(param_group)
+    def __init__(self, param_group: Any, name: str, exchanges: Exchanges) -> None:
+        self._exchanges, self.stock = exchanges, param_group._reduce_scatter_comm
+        self.structures = GroupStructures(param_group, name)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -69,7 +73,7 @@ class Float8ReduceScatter(ReduceScatter):
             async_op: return at once, with something to ``wait`` for.
         """
         if not self._exchanges["scatter"]:
-            return self._stock(output_tensor, input_tensor, group, op, async_op)
+            return self.stock(output_tensor, input_tensor, group, op, async_op)
         factor = factor_of(op, dist.get_world_size(group))
         runs = self.structures.of(output_tensor.numel())
         # (N * E,) -> (N, E) -> (N, B) bytes: row r goes to rank r

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -139,7 +139,7 @@ def reshard(model: nn.Module) -> None:
 
 def param_groups(module: FSDPModule) -> list:
     """FSDP2's groups of parameters that are gathered together; one before torch 2.13."""
-    state = module._get_fsdp_state()
+    state: Any = fully_shard.state(module)
     groups = getattr(state, "_fsdp_param_groups", None)
     return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g]
 
