@@ -59,14 +59,24 @@ def rooms(root: Path = ROOT) -> dict[str, list[Path]]:
     return files
 
 
-def private_names(root: Path = ROOT) -> dict[str, list[str]]:
-    """Return the files that read each private name of another project, by name."""
-    sources = {
+def trees(root: Path = ROOT) -> dict[str, ast.Module]:
+    """Return the syntax tree of each file of our packages, by its path."""
+    return {
         path.relative_to(root).as_posix(): ast.parse(path.read_text())
         for package in PACKAGES
         for path in sorted((root / package).rglob("*.py"))
     }
-    own = {name for tree in sources.values() for name in _defined(tree)}
+
+
+def own_names(root: Path = ROOT) -> set[str]:
+    """Return the names that our packages define."""
+    return {name for tree in trees(root).values() for name in _defined(tree)}
+
+
+def private_names(root: Path = ROOT) -> dict[str, list[str]]:
+    """Return the files that read each private name of another project, by name."""
+    sources = trees(root)
+    own = own_names(root)
     readers: dict[str, list[str]] = defaultdict(list)
     for path, tree in sources.items():
         for name in sorted(_read(tree) - own):

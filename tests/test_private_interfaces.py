@@ -2,78 +2,44 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
+from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parent.parent
+from scripts.house_figures import ROOT, own_names, private_names, trees
+
 PAGE = ROOT / "docs" / "private-interfaces.md"
-PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
-OURS = (*PACKAGES, "_fp8")
 
 
-def _is_private(name):
-    return name.startswith("_") and not name.startswith("__")
-
-
-def _trees():
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path, ast.parse(path.read_text())
-
-
-def _own_names():
-    """Private names that the packages define themselves, be it as attributes."""
-    own = set()
-    for _, tree in _trees():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                own.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                own.add(node.attr)
-            elif isinstance(node, ast.alias) and node.asname:
-                own.add(node.asname)
-    return own
-
-
-def private_interfaces():
-    """The private names of others that the packages use: names, and modules that are imported."""
-    own, found = _own_names(), set()
-    for _, tree in _trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(OURS):
-                parts = str(node.module).split(".")
-                found |= {part for part in parts if _is_private(part)}
-                found |= {alias.name for alias in node.names if _is_private(alias.name)}
-            elif isinstance(node, ast.Import):
-                parts = [part for alias in node.names for part in alias.name.split(".")]
-                found |= {part for part in parts if _is_private(part) and part[:4] != "_fp8"}
-            elif isinstance(node, ast.Attribute) and _is_private(node.attr):
-                found |= {node.attr} - own
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-                names = [x.value for x in node.args[1:2] if isinstance(x, ast.Constant)]
-                found |= {name for name in names if _is_private(name)} - own
-    return found
+def _names(text):
+    """The private names within backquotes."""
+    parts = [part for name in re.findall(r"`([^`]+)`", text) for part in name.split(".")]
+    return {part for part in parts if part.startswith("_") and not part.startswith("__")}
 
 
 @pytest.fixture(scope="module")
 def named():
     """The private names in the first column of the page's tables."""
-    cells = re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M)
-    parts = [
-        part
-        for cell in cells
-        for name in re.findall(r"`([^`]+)`", cell)
-        for part in name.split(".")
-    ]
-    return {part for part in parts if _is_private(part)}
+    return _names(" ".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M)))
 
 
 def test_each_private_interface_has_its_reason(named):
-    assert sorted(private_interfaces() - named) == []
+    assert sorted(private_names().keys() - named) == []
 
 
 def test_the_page_names_no_interface_that_is_not_used(named):
-    assert sorted(named - private_interfaces()) == []
+    assert sorted(named - private_names().keys()) == []
+
+
+def test_names_of_torch_that_ours_hide_are_on_the_page():
+    attributes = (n for t in trees().values() for n in ast.walk(t) if isinstance(n, ast.Attribute))
+    of_others = {n.attr for n in attributes if getattr(n.value, "id", "") not in ("self", "cls")}
+    layer = nn.Linear(1, 1)
+    things = (torch, torch.ops.aten.add.Tensor, layer, torch.optim.SGD(layer.parameters()))
+    classes = (torch.Tensor, DistributedDataParallel, PrepareModuleInput, ColwiseParallel)
+    torchs = {name for thing in (*things, *classes) for name in dir(thing)}
+    hidden = {name for name in of_others & torchs & own_names() if re.match("_[^_]", name)}
+    assert sorted(hidden - _names(PAGE.read_text())) == []

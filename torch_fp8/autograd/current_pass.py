@@ -56,7 +56,7 @@ class RunsFP8(nn.Module):
     """The part of a converted module that knows whether its forwards run in FP8.
 
     Attributes:
-        fp8: what conversion has left in the module, and `torch_fp8.revert` deletes.
+        fp8: state that conversion adds to the module and `torch_fp8.revert` deletes.
     """
 
     fp8: Any
@@ -117,7 +117,7 @@ def is_traced() -> bool:
 
 
 def saves_nothing() -> bool:
-    """Whether whatever autograd saves now is dropped: in the first pass of a checkpoint.
+    """Return whether autograd drops what is saved now, as in the first pass of a checkpoint.
 
     Not where other saved-tensor hooks lie above those of the checkpoint, as of offloading, nor
     where it was given a ``context_fn``, which may keep results of operators for the second pass.
@@ -155,9 +155,12 @@ def _enclosed(function: Any, name: str) -> Any:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor of one element that passes for one of this shape and dtype on the device of `like`.
+    """Return a placeholder for ``save_for_backward``, which nobody reads, where `saves_nothing`.
 
-    For ``save_for_backward`` where `saves_nothing`; nobody ever reads it.
+    Args:
+        shape: sizes of the tensor that it stands for; it has one element, with strides of 0.
+        dtype: dtype of that tensor.
+        like: tensor on its device.
     """
     return like.new_empty(1, dtype=dtype).expand(tuple(shape))
 

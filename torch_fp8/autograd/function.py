@@ -86,11 +86,11 @@ def is_returned(ctx: Any, i: int) -> bool:
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """A function's result in another shape, and no view: autograd refuses to have these written to.
+    """Reshape an autograd function's result, and make no view: users may not write to such views.
 
     Args:
-        result: a tensor that nobody else holds.
-        shape: with as many elements.
+        result: tensor of any shape that nobody else holds.
+        shape: sizes of the returned tensor, with as many elements.
     """
     # Eager code calls the operator itself: its wrapper in Python is the host's time.
     call = _unsafe_view if torch.compiler.is_compiling() else _unsafe_view._op
@@ -99,7 +99,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def as_text(value: Any) -> str:
-    """How something is computed, without tensors, as one constant on which torch.compile guards.
+    """Serialize options without tensors to a string, a constant that torch.compile guards on.
 
     What Dynamo leaves as one call of its graph (``torch.compiler.allow_in_graph``) takes tensors
     and constants, and is traced without its Python.
@@ -109,7 +109,7 @@ def as_text(value: Any) -> str:
 
 @functools.cache
 def of_text(text: str) -> Any:
-    """What `as_text` was given."""
+    """Return the options that `as_text` has serialized; the same object for the same text."""
     return pickle.loads(text.encode("latin1"))
 
 
@@ -137,7 +137,7 @@ def shape_of_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor 
 
 
 def written_in_backward(tensors: Sequence[Tensor]) -> None:
-    """Have a compiled backward take tensors as they are then, whoever has written them since.
+    """Let a compiled backward read tensors that are written after forward, as they are then.
 
     It keeps them beside ``ctx.save_for_backward``; torch tells these apart where Dynamo itself
     traces an autograd function (``AutogradFunctionApply``), but not where AOTAutograd does.

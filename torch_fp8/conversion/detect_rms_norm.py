@@ -81,15 +81,11 @@ class _Trial:
 
 
 @functools.lru_cache(maxsize=64)
+@_disable_current_modes()  # a model of fake tensors is tried on real ones
 def _tried(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
     """Return the spec whose results equal those of the module's own forward on the CPU, in all
     dtypes.
     """
-    with _disable_current_modes():  # a model of fake tensors is tried on real ones
-        return _try(trial, eps_name)
-
-
-def _try(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
     eps = getattr(trial.module, eps_name)
     generator = torch.Generator().manual_seed(0)
     # A row of the order of eps tells where it is added.

@@ -51,16 +51,8 @@ def child_environment() -> dict[str, str]:
 def hosts() -> list[Result]:
     """Check all hosts; those installed and extended are imported, each in its own process."""
     installed = [host for host in POINTS if is_installed(host)]
-    running: set[subprocess.Popen[str]] = set()
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        try:
-            reports = pool.map(lambda host: _extended(host, running), installed)
-            looked = dict(zip(installed, reports, strict=True))
-        except BaseException:  # interrupted: nobody waits for them
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running):
-                process.kill()
-            raise
+        looked = dict(zip(installed, pool.map(_extended, installed), strict=True))
     results = []
     for host, names in _DISTRIBUTIONS.items():
         if host in looked:
@@ -71,9 +63,9 @@ def hosts() -> list[Result]:
     return results
 
 
-def _extended(host: str, running: set[subprocess.Popen[str]]) -> list[Result]:
+def _extended(host: str) -> list[Result]:
     version = distribution_version(*_DISTRIBUTIONS[host])
-    report = _look(host, running)
+    report = _look(host)
     if isinstance(report, str):
         return [Result(SECTION, host, FAILED, f"{version or 'version unknown'}, {report}")]
     version = report["version"] or version or "version unknown"
@@ -108,29 +100,23 @@ def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
     return Result(SECTION, full, FAILED, "; ".join([detail, *about]))
 
 
-def _look(host: str, running: set[subprocess.Popen[str]]) -> dict[str, Any] | str:
+def _look(host: str) -> dict[str, Any] | str:
     """Return what `host_points` prints, or in words why it printed nothing."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=child_environment(),
-    )
-    running.add(process)
     try:
-        printed, errors = process.communicate(timeout=_LIMIT_S)
+        process = subprocess.run(
+            [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=child_environment(),
+            timeout=_LIMIT_S,
+        )
     except subprocess.TimeoutExpired:
         return f"importing it took more than {_LIMIT_S} s"
-    finally:
-        process.kill()
-        process.communicate()
-        running.discard(process)
     try:
-        report: dict[str, Any] = json.loads(printed)
+        report: dict[str, Any] = json.loads(process.stdout)
     except ValueError:
-        last = one_line((errors.strip() or "nothing was printed").splitlines()[-1])
+        last = one_line((process.stderr.strip() or "nothing was printed").splitlines()[-1])
         return f"importing it ended the process with status {process.returncode}: {last}"
     return report

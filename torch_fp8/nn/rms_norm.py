@@ -302,9 +302,9 @@ class _Produced(_Unread):
         col = col and quantizer is not None and quantizer.columnwise_usage
         cast: CastOptions | None = None
         if quantizer is not None and quantizer.spec.granularity.startswith("block"):
-            cast = quantizer.known_options(rowwise=True, columnwise=col)
+            cast = quantizer.known_options(columnwise=col)
         elif quantizer is not None and options.reader is not None:
-            cast = options.reader.known_options(rowwise=True, columnwise=col)
+            cast = options.reader.known_options(columnwise=col)
         if cast is None:
             rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
         else:

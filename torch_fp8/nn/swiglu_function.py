@@ -82,7 +82,7 @@ def cast_and_save(
         gate, up: (R, C).
         quantizer: what the layer behind casts with; in blocks, or tensorwise with a known scale.
     """
-    options = quantizer.known_options(rowwise=True, columnwise=quantizer.columnwise_usage)
+    options = quantizer.known_options(columnwise=quantizer.columnwise_usage)
     results = swiglu_quantize(gate, up, None, options, True)
     return as_layouts(results[:4], options), results[4:8]
 

@@ -209,15 +209,13 @@ def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> Optimizer
     """Update `report` with what wrapping can change: the number of 8-bit gradients, and hooks."""
     if not isinstance(optimizer, ConvertedOptimizer):
         return report
-    parameters = optimizer.indexed_parameters()
-    count = sum(optimizer.has_fp8_gradient(parameter) for _, _, parameter in parameters)
-    why = optimizer.fp8_why_bf16_gradients
-    restored = optimizer.fp8_hooks_restored
     return replace(
         report,
-        num_fp8_gradients=count,
-        why_bf16_gradients=why,
-        num_hooks_restored=restored,
+        num_fp8_gradients=sum(
+            optimizer.has_fp8_gradient(p) for *_, p in optimizer.indexed_parameters()
+        ),
+        why_bf16_gradients=optimizer.fp8_why_bf16_gradients,
+        num_hooks_restored=optimizer.fp8_hooks_restored,
     )
 
 

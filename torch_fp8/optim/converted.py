@@ -28,6 +28,7 @@ class ConvertedOptimizer(Optimizer):
         fp8_layers: layers whose weights get 8-bit gradients.
         fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
+        fp8_released: parameters that were stepped in backward, since ``step``.
         fp8_reducers: reducers of 8-bit gradients over ranks, one for each DDP module.
     """
 
@@ -35,12 +36,14 @@ class ConvertedOptimizer(Optimizer):
     fp8_layers: tuple["weakref.ref[RunsFP8]", ...]
     fp8_why_bf16_gradients: str | None
     fp8_hooks_restored: int
+    fp8_released: set[Tensor]
     fp8_reducers: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
     _fp8_attributes: ClassVar[tuple[str, ...]] = (
         "fp8_config",
         "fp8_why_bf16_gradients",
         "fp8_hooks_restored",
+        "fp8_released",
         "_fp8_base",
     )
 
@@ -50,6 +53,7 @@ class ConvertedOptimizer(Optimizer):
         self.__dict__.setdefault("fp8_layers", ())
         self.__dict__.setdefault("fp8_why_bf16_gradients", None)
         self.__dict__.setdefault("fp8_hooks_restored", 0)
+        self.__dict__.setdefault("fp8_released", set())
         for _, _, parameter in self.indexed_parameters():
             halves = halves_of(parameter)
             if halves is not None:

@@ -75,14 +75,7 @@ class MomentumLending(Lending):
 
 
 class MuonOptimizer(SplitOptimizer):
-    """The class that `convert_optimizer` puts in front of Muon.
-
-    Attributes:
-        fp8_released: parameters that were stepped in backward, since ``step``.
-    """
-
-    fp8_released: set[Tensor]
-    _fp8_attributes = (*SplitOptimizer._fp8_attributes, "fp8_released")
+    """The class that `convert_optimizer` puts in front of Muon."""
 
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step some of `indexed_parameters` in backward, as the next ``step`` would."""
@@ -93,7 +86,6 @@ class MuonOptimizer(SplitOptimizer):
     def set_config(self, config: FP8Config) -> None:
         """Take over what of a configuration applies, gradient release too."""
         super().set_config(config)
-        self.__dict__.setdefault("fp8_released", set())
         released = config.gradient_release and releases(self)
         self.fp8_config = replace(self.fp8_config, gradient_release=released)
         self._step_supports_amp_scaling = released

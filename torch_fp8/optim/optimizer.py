@@ -72,17 +72,14 @@ class Float8Optimizer(ConvertedOptimizer):
     """The class that `convert_optimizer` puts in front of Adam and AdamW.
 
     Attributes:
-        fp8_released: the parameters that were stepped in backward, since ``step``.
         fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
         fp8_ratio_layers: layers whose weights may have a first moment of 4 bits.
         fp8_ratios: the weights that have, as layers and groups were last.
     """
 
-    fp8_released: set[Tensor]
     fp8_caches: Caches
     fp8_ratio_layers: tuple["weakref.ref[RunsFP8]", ...]
     fp8_ratios: set[Tensor]
-    _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_released")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -164,7 +161,6 @@ class Float8Optimizer(ConvertedOptimizer):
         super().set_config(config)
         self.fp8_caches = {}
         self.fp8_ratio_layers, self.fp8_ratios = (), set()
-        self.__dict__.setdefault("fp8_released", set())
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
         # only where they are gone by then does the step tell it that it cannot.
         self._step_supports_amp_scaling = config.gradient_release

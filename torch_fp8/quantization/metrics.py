@@ -2,14 +2,11 @@
 
 A global SQNR alone is blind: with rows spread over 2^-8..2^8, tensorwise E4M3 reads 31.5 dB in all
 while its worst row has 10.9 dB and 3.5 % of the elements are flushed to zero
-(benchmarks/results/numerics.csv). So the worst row, the flushed and the saturated fraction stand
-beside it.
+(benchmarks/results/numerics.csv). So the worst row and the flushed fraction stand beside it.
 """
 
 import torch
 from torch import Tensor
-
-from torch_fp8.quantization.formats import Format
 
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
@@ -34,11 +31,6 @@ def underflow_fraction(reference: Tensor, actual: Tensor) -> float:
     """Compute the share of the non-zero elements of `reference` that are zero in `actual`."""
     nonzero = reference != 0
     return ((actual == 0) & nonzero).sum().item() / max(nonzero.sum().item(), 1)
-
-
-def saturation_fraction(qdata: Tensor, format: Format) -> float:
-    """Compute the share of an FP8 payload's elements that sit at the format's largest magnitude."""
-    return (qdata.float().abs() == format.max).sum().item() / max(qdata.numel(), 1)
 
 
 def _power(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:

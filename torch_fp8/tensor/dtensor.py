@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
     shard: Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard
 
@@ -38,5 +38,5 @@ def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None
 
 
 def waited(x: Tensor) -> Tensor:
-    """A tensor itself, where a collective of torch's may still be filling it."""
+    """Wait for the collective that still fills a tensor, if one does, and return the tensor."""
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x

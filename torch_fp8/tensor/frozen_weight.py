@@ -91,7 +91,7 @@ class Float8FrozenWeight(QuantizableTensor):
         return self.of_whole(self.payload.dequantize())
 
     def of_whole(self, whole: Tensor) -> Tensor:
-        """This view of another tensor (R, C)."""
+        """Apply the chain of this view to a whole tensor (R, C)."""
         for step in self.chain:
             whole = step(whole)
         return whole
@@ -261,13 +261,13 @@ def frozen_payloads(
     columnwise: bool,
     grad_output: Tensor | None,
 ) -> Payloads:
-    """The weight (R, C) quantized along C, and its transpose (C, R) quantized along R.
+    """Return the payload (R, C) with its scales, and the transpose (C, R) that dgrad multiplies.
 
     Args:
-        weight: whole.
-        spec: how the asking layer casts; its scales must be those of the weight.
-        rowwise, columnwise: what is asked for.
-        grad_output: in a backward; see `torch_fp8.ops.quantize.transposed`.
+        weight: whole weight (R, C).
+        spec: format and granularity that the layer asks for, which must be those of the weight.
+        rowwise, columnwise: whether the payload, and the transpose, is wanted; else it is None.
+        grad_output: gradient in a backward, or None; see `torch_fp8.ops.quantize.transposed`.
     """
     stored = _stored(weight)
     if spec.granularity != stored.granularity:

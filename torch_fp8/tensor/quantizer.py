@@ -108,10 +108,10 @@ class Quantizer(NamedTuple):
             return self
         return self._replace(source=ScaleSource(self.source.scale, buffers[-1][0]))
 
-    def known_options(self, *, rowwise: bool, columnwise: bool) -> CastOptions:
-        """Return a cast that needs not see what it casts: in blocks, or with a known scale."""
+    def known_options(self, *, columnwise: bool) -> CastOptions:
+        """Return a rowwise cast whose scale is known before: given, or one for each block."""
         scale, slot = self.source.scale, self.source.slot
-        return CastOptions.of(self.spec, scale, slot, rowwise=rowwise, columnwise=columnwise)
+        return CastOptions.of(self.spec, scale, slot, rowwise=True, columnwise=columnwise)
 
     @torch.no_grad()
     def shared_scale(self, x: Tensor) -> Tensor | None:

@@ -32,7 +32,7 @@ def planted(tmp_path, monkeypatch, forked_python):
     def tell(code, python=forked_python):
         (folder / "utils.py").write_text(textwrap.dedent(code))
         monkeypatch.setattr(sys, "executable", python)
-        return hosts._extended("trl", set())
+        return hosts._extended("trl")
 
     return tell
 

@@ -72,7 +72,7 @@ def test_a_break_in_a_compiled_layer_is_told(monkeypatch):
 
     original = Float8Linear.forward
     monkeypatch.setattr(Float8Linear, "forward", forward)
-    with pytest.raises(RuntimeError, match=r"[1-9] breaks: .*graph_break"):
+    with pytest.raises(RuntimeError, match="graph_break"):
         recipes.check_compiled("tensorwise")
 
 

@@ -48,12 +48,6 @@ class Shards(NamedTuple):
         size = -(-self.shape[self.dim] // dist.get_world_size(self.group))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
-        full, rank = self.part[self.dim], dist.get_rank(self.group)
-        size = min(max(self.shape[self.dim] - rank * full, 0), full)
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
-
 
 def pack_shard(
     quantized: QuantizedTensor, shape: torch.Size, shards: Shards, spec: CastSpec
@@ -62,7 +56,7 @@ def pack_shard(
 
     Args:
         quantized: part as a matrix, with a scale that is equal on all ranks if tensorwise.
-        shape: shape (..., C) of the part, ``shards.local_shape()``.
+        shape: shape (..., C) of the part.
         shards: where it belongs.
         spec: format and granularity.
     Returns:
@@ -269,7 +263,7 @@ def gather_activation(
     """Cast this rank's part and start to gather all of them.
 
     Args:
-        shard: (..., C) float32, bfloat16 or float16, of ``shards.local_shape()``.
+        shard: (..., C) float32, bfloat16 or float16, this rank's part.
         shards: where it belongs.
         spec: format and granularity.
         scale: () float32, equal on all ranks, for tensorwise; else None.
