@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from torch_fp8.quantization.split_float import split
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -23,10 +23,10 @@ def saved_by_name(ctx: Any) -> dict[str, Tensor]:
     """Return what `save_by_name` saved, as forward cast it.
 
     Forward casts the BF16 half of a `SplitWeight`. Of hooks that copy (`save_on_cpu`) its float32
-    value comes back, which is rounded to BF16 here.
+    value comes back, which is split again: ties round up, so that the half is the same.
     """
     saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
     for name in ctx.split_names:
         if not isinstance(saved[name], SplitWeight):
-            saved[name] = saved[name].to(torch.bfloat16)
+            saved[name] = split(saved[name], bits=0)[0]
     return saved
