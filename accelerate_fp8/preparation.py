@@ -93,13 +93,16 @@ class Preparation:
         if model not in self._reports:
             return
         self._runs_fp8 = True
-        if not evaluation_mode:
-            refuse_unsavable(model, self.config)
         vars(model)["_fp8_saving"] = Saving(self)
         if evaluation_mode:
             self.evaluated.note(model)
             self._announce_evaluation(model)
-        elif model not in self._announced and all(model is not other for other in self._waiting):
+        else:
+            self._await_summary(model)
+
+    def _await_summary(self, model: nn.Module) -> None:
+        refuse_unsavable(model, self.config)
+        if model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
 
     def release(self, model: nn.Module) -> None:
@@ -173,7 +176,7 @@ class Preparation:
             report = self.communication[model] = connect_fsdp(sharded, self.config)
             if evaluation_mode:
                 name = type(model).__name__.removeprefix("FSDP")
-                log_visibly(f"FP8: {name}, prepared for evaluation: {report}")
+                log_visibly(f"FP8: {name}, prepared with evaluation_mode=True: {report}")
 
     @contextlib.contextmanager
     def saving_checkpoint(self, is_one: bool) -> Iterator[None]:
@@ -191,6 +194,11 @@ class Preparation:
         try:
             yield
             if outermost:
+                # transformers prepares a model that it has sharded itself for evaluation, and
+                # trains it.
+                for model in list(self._reports):
+                    if self.optimizers.that_train(accelerator, model):
+                        self._await_summary(model)
                 for model in self._waiting:
                     self._announced[model] = None
                     optimizers = self.optimizers.that_train(accelerator, model)
@@ -222,8 +230,8 @@ class Preparation:
         report = self._reports[model]
         total = report.num_converted + len(report.skipped)
         log_visibly(
-            f"FP8: {type(model).__name__}, prepared for evaluation: {report.num_converted} of "
-            f"{total} linear layers, recipe {report.recipe.name}"
+            f"FP8: {type(model).__name__}, prepared with evaluation_mode=True: "
+            f"{report.num_converted} of {total} linear layers, recipe {report.recipe.name}"
         )
 
 

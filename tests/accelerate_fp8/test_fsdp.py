@@ -112,7 +112,7 @@ def test_configuration_file_shards_unmodified_code(
     line = "ranks     FSDP2: 14 weights gathered in FP8, gradients of 2 modules scattered in FP8"
     assert line in done.stderr
     if "dpo" in kinds:
-        prepared = "LlamaForCausalLM, prepared for evaluation"
+        prepared = "LlamaForCausalLM, prepared with evaluation_mode=True"
         assert f"{prepared}: 14 of 15 linear layers, recipe tensorwise" in done.stderr
         assert f"{prepared}: FSDP2: 14 weights gathered in FP8" in done.stderr
 

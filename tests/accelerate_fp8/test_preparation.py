@@ -103,3 +103,16 @@ def test_a_frozen_feature_extractor_passes(fp8: Any) -> None:
     made = generator(torch.randn(4, 16))[:, :3]
     fp8.backward(extractor(made).pow(2).mean())
     assert generator[0].weight.grad is not None
+
+
+def test_a_model_that_is_trained_though_prepared_for_evaluation_has_a_summary(
+    fp8: Any, messages: Callable[[], list[str]]
+) -> None:
+    # as transformers prepares a model that it has sharded itself
+    model = fp8.prepare_model(make_gan()[0], evaluation_mode=True)
+    assert "prepared with evaluation_mode=True" in messages()[-1]
+    fp8.prepare(torch.optim.AdamW(model.parameters()))
+    assert "model     Generator" in messages()[-1]
+    assert "bytes per parameter" in messages()[-1]
+    fp8.prepare(torch.optim.AdamW(model.parameters()))
+    assert sum("model     Generator" in message for message in messages()) == 1

@@ -40,6 +40,7 @@ from torch_fp8.nn.grouped_linear_function import (
     weight_gradient,
     weight_operand,
 )
+from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.expert_gate import (
     expert_gate_backward,
     expert_gate_quantize,
@@ -225,8 +226,7 @@ class ExpertBlockFunction(torch.autograd.Function):
                 saved["first"] = first
             if ctx.needs_input_grad[FIRST]:
                 saved |= {"x": x8.qdata, "x_scale": x8.scale}
-        ctx.saved_names = tuple(saved)
-        ctx.save_for_backward(*saved.values())
+        save_by_name(ctx, saved)
         ctx.options, ctx.name = options, options.grouped.name
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, first, second, bias, scores))
         return y
@@ -234,7 +234,7 @@ class ExpertBlockFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        saved = saved_by_name(ctx)
         options: BlockOptions = ctx.options
         token, row, offs = saved["token"], saved["row"], saved["offs"]
         gemms, wants = _Gemms(options.grouped, offs), ctx.needs_input_grad

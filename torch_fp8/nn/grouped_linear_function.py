@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.function import is_returned, once_differentiable
 from torch_fp8.nn.expert_storage import transposed_stacked
+from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.moe_route import Route, spread_rows
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
@@ -158,9 +159,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             saved["x"] = matrix(x).to(out_dtype)
         elif wants_wgrad:
             saved["x"], saved["x_scale"] = payload.qdata, payload.scale
-        present = {name: t for name, t in saved.items() if t is not None}
-        ctx.saved_names = tuple(present)
-        ctx.save_for_backward(*present.values())
+        save_by_name(ctx, saved)
         ctx.options, ctx.name = options, options.name
         ctx.dtypes = x.dtype, grad_dtype, weight.dtype
         return y
@@ -168,7 +167,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        saved = saved_by_name(ctx)
         options: GroupedOptions = ctx.options
         recipe, offs = options.recipe, saved["offs"]
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]

@@ -25,6 +25,7 @@ from torch_fp8.autograd.function import (
     shape_of_result,
     written_in_backward,
 )
+from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
@@ -281,10 +282,7 @@ class LinearFunction(torch.autograd.Function):
             "x_scale": payloads.scale,
             "inverse": operands.inverse if fp8_wgrad else None,
         }
-        # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
-        present = {name: t for name, t in saved.items() if t is not None}
-        ctx.saved_names = tuple(present)
-        ctx.save_for_backward(*present.values())
+        save_by_name(ctx, saved)
         dtype = gradient_dtype(weight)
         ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
         ctx.weight_dtype = weight.dtype
@@ -296,7 +294,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_by(_differentiable)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        saved = saved_by_name(ctx)
         options: LinearOptions = ctx.options
         recipe, emulate = options.recipe, options.emulate
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]

@@ -57,6 +57,14 @@ def is_large(parameter: Tensor) -> bool:
     return large and parameter.dtype in _DTYPES and not parameter.is_sparse
 
 
+def small_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which a small parameter is stepped: float32 if its own has fewer bits.
+
+    In float16 the eps of AdamW is zero, and so is most of the second moment.
+    """
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def takes_ratio(parameter: Tensor) -> bool:
     """Return whether the first moment of a parameter can have 4 bits: it is large, a rank has whole
     rows, and these are multiples of 16.
@@ -95,7 +103,7 @@ def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> N
         ValueError: a moment has another shape than the parameter.
     """
     large = is_large(parameter)
-    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+    dtype = small_dtype(parameter)
     # The second one first, to which the first one may be a ratio.
     for name, format in reversed(MOMENT_FORMATS.items()):
         value = state[name]
@@ -180,7 +188,7 @@ def from_checkpoint(
     if not large or not shards_rows(parameter) or is_ratio(entry) != ratio:
         entry = decoded(entry)
     if not large:
-        dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        dtype = small_dtype(parameter)
         return {
             "step": step,
             **{

@@ -15,7 +15,7 @@ from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.alignment import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
-from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment
+from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment, small_dtype
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.linear_int8 import threshold_keys
 from torch_fp8.quantization.ratio_int4 import RatioInt4
@@ -174,13 +174,13 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
             high, residual = split_matrix(weight, SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
             set_residual(parameter, residual, SMALL_RESIDUAL_BITS)
+        elif weight is not local(parameter):
+            local(parameter).copy_(weight)
 
 
 def new_small_state(parameter: Tensor) -> State:
-    """Return zero moments in float32, or in the parameter's dtype if that is neither BF16 nor
-    float32.
-    """
-    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+    """Return zero moments, in float32 if the parameter's dtype has fewer bits."""
+    dtype = small_dtype(parameter)
     like = parameter.detach()
     return {
         "step": torch.zeros((), dtype=torch.float32, device="cpu"),
@@ -191,7 +191,7 @@ def new_small_state(parameter: Tensor) -> State:
 
 def _full_precision(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
-        return local(parameter)
+        return local(parameter).to(small_dtype(parameter))
     settled_residual(parameter, SMALL_RESIDUAL_BITS)  # on the weight's device
     return join_weight(parameter)
 

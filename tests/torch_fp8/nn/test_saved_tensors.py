@@ -1,0 +1,43 @@
+"""Hooks that copy what is saved leave the gradients as they are."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+from tests.moe_experts import batch, experts
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+
+
+def _linear():
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), (torch.randn(32, 64),)
+
+
+def _experts():
+    model = nn.Module()
+    model.experts = experts()
+    return model, batch(32)
+
+
+@pytest.mark.parametrize("build", [_linear, _experts])
+def test_a_copy_of_a_saved_weight_is_cast_as_its_half_was(build):
+    torch.manual_seed(0)
+    model, (x, *rest) = build()
+    config = FP8Config(recipe="rowwise")
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    forward = model.experts if rest else model
+    x = x.bfloat16().requires_grad_()
+    gradients = []
+    for copies in (nullcontext(), save_on_cpu()):
+        with copies:
+            loss = forward(x, *rest).float().square().mean()
+        (gradient,) = torch.autograd.grad(loss, x)
+        gradients.append(gradient)
+    assert torch.equal(*gradients)
