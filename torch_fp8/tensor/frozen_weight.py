@@ -12,6 +12,7 @@ does so with a warning where a layer owns it.
 """
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,14 +145,13 @@ class Float8FrozenWeight(QuantizableTensor):
             self.payload = own.of_bytes(value.qdata.clone(), value.scale.clone())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage on the memory of the bytes, by which memory is counted and compared.
+        """Return the memory of the bytes, for whoever counts or compares memory.
 
-        Each call returns another: tracing takes tensors of one storage for views of each other.
+        torch.compile, which wants a storage as large as it takes the tensor to be, gets its own.
         """
-        qdata = self.payload.qdata
-        if type(qdata) is not Tensor:  # it is traced
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return super().untyped_storage()
-        return qdata.untyped_storage() if qdata.is_meta else qdata.untyped_storage()[:]
+        return self.payload.qdata.untyped_storage()
 
     def data_ptr(self) -> int:
         """Return the address of the bytes."""

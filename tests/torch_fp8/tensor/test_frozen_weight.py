@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import make_recipe
@@ -170,13 +169,6 @@ def test_its_memory_is_that_of_the_bytes():
     p = frozen()
     assert p.untyped_storage().nbytes() == p.numel()
     assert p.data_ptr() == p.qdata.data_ptr() == p.untyped_storage().data_ptr()
-
-
-def test_a_fake_tensor_can_be_made_of_it():
-    p = frozen()
-    fake = FakeTensorMode().from_tensor(p)  # which takes tensors of one storage for views
-    assert type(fake.qdata) is FakeTensor
-    assert (fake.shape, fake.dtype) == (p.shape, torch.bfloat16)
 
 
 def test_training_it_is_refused_by_name():
