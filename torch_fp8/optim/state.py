@@ -36,6 +36,7 @@ from torch_fp8.optim.encoded_states import (
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import MIN_NUMEL, matrix_shape
 from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 from torch_fp8.tensor.quantized_state import QuantizedState
 from torch_fp8.tensor.ratio_moment import RatioMoment
@@ -62,7 +63,7 @@ def small_dtype(parameter: Tensor) -> torch.dtype:
 
     In float16 the eps of AdamW is zero, and so is most of the second moment.
     """
-    return torch.promote_types(parameter.dtype, torch.float32)
+    return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
 
 
 def takes_ratio(parameter: Tensor) -> bool:
@@ -109,7 +110,10 @@ def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> N
         value = state[name]
         shard = local(value)
         in_4_bits = ratio and name == "exp_avg"
-        settled = isinstance(shard, Float8Moment) if large else value.dtype == dtype
+        if large:
+            settled = isinstance(shard, Float8Moment)
+        else:
+            settled = value.dtype == dtype and shard.__class__ is Tensor
         if in_4_bits:
             second = local(state["exp_avg_sq"])
             settled = isinstance(shard, RatioMoment) and shard.is_beside(second)
@@ -128,7 +132,7 @@ def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> N
             if name == "exp_avg":
                 local(state["exp_avg_sq"]).first = None  # that it was a ratio to
         else:
-            target = shard.to(local(parameter).device, dtype)
+            target = plain(shard).to(local(parameter).device, dtype)
         state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 

@@ -174,7 +174,7 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
             high, residual = split_matrix(weight, SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
             set_residual(parameter, residual, SMALL_RESIDUAL_BITS)
-        elif weight is not local(parameter):
+        elif parameter.dtype == torch.float16:
             local(parameter).copy_(weight)
 
 
@@ -191,7 +191,8 @@ def new_small_state(parameter: Tensor) -> State:
 
 def _full_precision(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
-        return local(parameter).to(small_dtype(parameter))
+        weight = local(parameter)
+        return weight.float() if weight.dtype == torch.float16 else weight
     settled_residual(parameter, SMALL_RESIDUAL_BITS)  # on the weight's device
     return join_weight(parameter)
 
