@@ -174,11 +174,11 @@ def print_summary(rows: list[dict[str, Any]]) -> None:
 
 def table(rows: list[dict[str, Any]], bits: str = "4") -> str:
     """Return the differences of the small models as docs/results.md has them."""
-    found = differences(rows)
+    by_case = differences(rows)
     lines = []
     for model in small_models_loss.MODELS:
         keys = [("small-models", model, f"{rate:g}", bits) for rate in sorted(RATES)]
-        values = [found[key] for key in keys if key in found]
+        values = [by_case[key] for key in keys if key in by_case]
         shown = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error, _ in values]
         lines.append(f"| {model} | {' | '.join(shown)} |")
     return "\n".join(lines)

@@ -132,8 +132,8 @@ class LayerScaling:
             layer: the layer.
             scales: (3, 4) float32, as in the buffer; nobody writes to it any more.
         """
-        own = scales[:, 0].unbind()  # (3,): input, weight, gradient
-        for source, scale in zip(self._all_sources(layer), (*own, *own[:2]), strict=True):
+        known = scales[:, 0].unbind()  # three of (): input, weight, gradient
+        for source, scale in zip(self._all_sources(layer), (*known, *known[:2]), strict=True):
             if source.scale is not None and is_capturing(scale.device):
                 source.scale.copy_(scale)  # where the casts of a CUDA graph of a whole step read it
             else:
