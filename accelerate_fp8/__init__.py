@@ -1,12 +1,13 @@
 """FP8 training for Hugging Face Accelerate, transformers, TRL and PEFT, with one flag.
 
 With this distribution installed, ``accelerate launch --mixed_precision fp8 script.py`` and
-``Accelerator(mixed_precision="fp8")`` run their linear layers through the engine `torch_fp8`; no
-script imports this package. It has two uses by hand:
+``Accelerator(mixed_precision="fp8")`` run their linear layers through the engine `torch_fp8`;
+scripts need not import this package. You can import it for two purposes:
 
-* ``accelerate_fp8.FP8Kwargs(FP8Config(...))`` in ``Accelerator(kwargs_handlers=[...])``, for a
-  choice that belongs into the script;
-* ``import accelerate_fp8`` where torch's autoload is off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
+* pass ``accelerate_fp8.FP8Kwargs(FP8Config(...))`` in ``Accelerator(kwargs_handlers=[...])`` to
+  choose the configuration in the script;
+* ``import accelerate_fp8`` registers the flag if torch's autoload is off
+  (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,8 @@ _fp8_autoload.load("accelerate_fp8")
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: this package is imported while Accelerate is half imported, and by those who do not
-    # use FP8.
+    # Lazily, because this package is imported while Accelerate is only half imported, and in runs
+    # without FP8.
     if name == "FP8Config":
         from torch_fp8 import FP8Config
 

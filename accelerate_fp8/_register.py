@@ -1,11 +1,11 @@
-"""The points of Accelerate, transformers, TRL and PEFT that are extended; `_fp8_autoload` calls
-this on an import.
+"""The extension points in Accelerate, transformers, TRL and PEFT; `_fp8_autoload` calls these
+functions on an import.
 
-Each function may be called twice, and raises AttributeError before it changed anything if an
-upstream name has moved: the host then works as without us. A wrapper keeps what it wraps as
-``_fp8_original``. Nothing is imported here but the standard library, for Accelerate is half
-imported at that time; what the wrapped methods do is in `accelerate_fp8.accelerator` and
-`accelerate_fp8.trainer`.
+Each function may be called twice. If an upstream name has moved, it raises AttributeError before it
+changes anything, and the host works as without this package. A wrapper keeps the wrapped function
+as ``_fp8_original``. This module imports only the standard library, because Accelerate is half
+imported when it runs; `accelerate_fp8.accelerator` and `accelerate_fp8.trainer` contain the
+functions that the wrapped methods call.
 """
 
 import functools
@@ -25,7 +25,7 @@ from accelerate_fp8._wrappers import (
     wrap,
 )
 
-# Modules that copy names of others; rebound where they were imported before us.
+# Modules that copy names of others; the copies are replaced if they were imported before us.
 _COPIES = (
     "accelerate.utils",
     "accelerate.state",
@@ -35,10 +35,10 @@ _COPIES = (
 
 
 def extend_imports(module: ModuleType) -> None:
-    """Extend ``is_fp8_available``: FP8 no longer needs any of Accelerate's optional libraries.
+    """Extend ``is_fp8_available``: FP8 no longer needs one of Accelerate's optional libraries.
 
-    The launcher and AcceleratorState ask it before they accept the flag; an explicitly chosen
-    library that is missing is still refused by its recipe handler.
+    The launcher and AcceleratorState call it before they accept the flag. If the user chooses a
+    library explicitly and it is missing, its recipe handler still refuses it.
     """
     original = module.is_fp8_available
     if hasattr(original, "_fp8_original"):
@@ -57,8 +57,8 @@ def extend_imports(module: ModuleType) -> None:
 def extend_state(module: ModuleType) -> None:
     """Extend ``check_cuda_fp8_capability`` for AcceleratorState: no silent FP16 on older cards.
 
-    The environment is looked at again, too: `notebook_launcher` asks for FP8 in it when torch was
-    imported long ago.
+    Also read the environment again, because `notebook_launcher` requests FP8 there long after torch
+    was imported.
     """
     if too_old("accelerate"):
         return
@@ -84,7 +84,7 @@ def extend_state(module: ModuleType) -> None:
 
 
 def extend_accelerator(module: ModuleType) -> None:
-    """Extend the methods of Accelerator that choose the FP8 backend and prepare models and
+    """Extend Accelerator's methods that choose the FP8 backend and prepare models and
     optimizers.
     """
     cls = module.Accelerator
@@ -110,7 +110,7 @@ def extend_accelerator(module: ModuleType) -> None:
 
 
 def extend_config_questions(module: ModuleType) -> None:
-    """Extend the menu of ``accelerate config``: this engine is the first of its FP8 backends."""
+    """Extend the menu of ``accelerate config``: list this engine first among the FP8 backends."""
     ask, convert_backend = module._ask_options, module._convert_fp8_backend
     if too_old("accelerate") or hasattr(ask, "_fp8_original"):
         return
@@ -129,7 +129,7 @@ def extend_config_questions(module: ModuleType) -> None:
 
 
 def extend_training_args(module: ModuleType) -> None:
-    """Extend ``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's
+    """Extend ``TrainingArguments.__post_init__``: ``bf16=True`` does not override the launcher's
     FP8.
     """
     refusal = too_old("transformers")
@@ -145,8 +145,8 @@ def extend_training_args(module: ModuleType) -> None:
 
 
 def extend_trainer(module: ModuleType) -> None:
-    """Extend Trainer's Accelerator, its checkpoints, which do not go through ``save_state``, and
-    its DataParallel.
+    """Extend the Trainer's Accelerator, its checkpoints (saved without ``save_state``) and
+    DataParallel.
     """
     if too_old("transformers"):
         return
@@ -169,9 +169,7 @@ def extend_generation(module: ModuleType) -> None:
 
 
 def extend_modeling(module: ModuleType) -> None:
-    """Extend ``PreTrainedModel.save_pretrained`` for a model that is trained with split weights,
-    or that transformers dequantized.
-    """
+    """Extend ``PreTrainedModel.save_pretrained`` for split weights and dequantized models."""
     wrap(
         module,
         wrapped(module.__name__),
@@ -184,7 +182,7 @@ def extend_modeling(module: ModuleType) -> None:
 
 
 def extend_tuners(module: ModuleType) -> None:
-    """Extend ``merge`` and ``unmerge`` of PEFT's layers, for bases that are stored as FP8 alone."""
+    """Extend ``merge`` and ``unmerge`` of PEFT's layers for bases that are stored only in FP8."""
     base: Any = module.BaseTunerLayer
     names = {"BaseTuner._unload_and_optionally_merge": "unload"}
     wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
@@ -208,7 +206,7 @@ def extend_tuners(module: ModuleType) -> None:
 
 
 def extend_adapter_state(module: ModuleType) -> None:
-    """Extend PEFT's ``get_peft_model_state_dict``: bases that are stored as FP8 are not read."""
+    """Extend PEFT's ``get_peft_model_state_dict`` so that it does not read bases stored in FP8."""
     names = {"get_peft_model_state_dict": "adapter_state"}
     wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
 
@@ -223,7 +221,7 @@ def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def extend_trl_models(module: ModuleType) -> None:
-    """Extend ``prepare_fsdp``, which shards reference and teacher models without asking
+    """Extend ``prepare_fsdp``, with which TRL shards reference and teacher models past
     Accelerate.
     """
     if too_old("trl"):
@@ -239,15 +237,17 @@ def extend_trl_models(module: ModuleType) -> None:
             args[0] if args else kwargs["accelerator"], (), {}
         ),
     )
-    for name, holder in list(sys.modules.items()):  # trainers that were imported before us
+    for name, holder in list(sys.modules.items()):  # trainers imported before us hold copies
         copied = name.startswith("trl.") and vars(holder).get("prepare_fsdp") is original
         if copied:
             vars(holder)["prepare_fsdp"] = module.prepare_fsdp
 
 
 def extend_rollouts(module: ModuleType) -> None:
-    """Extend GRPOTrainer and RLOOTrainer, whose rollouts run the FP8 of training and are compared
-    with it, and VLLMGeneration, to which the engine hands the weights.
+    """Extend TRL's trainers with rollouts, and its weight sync to vLLM.
+
+    Rollouts of GRPOTrainer and RLOOTrainer run the FP8 of training and are compared with it.
+    VLLMGeneration gets its weights from the engine.
     """
     if too_old("trl"):
         return

@@ -1,6 +1,6 @@
-"""The releases of the hosts that the tests ran with; docs/versions.md says which tests.
+"""The tested releases of the hosts; docs/versions.md lists the tests.
 
-Older ones are refused where FP8 is asked for. Newer ones are not: they may well work.
+Older releases are refused if FP8 is requested. Newer ones are not, because they may well work.
 """
 
 import re
@@ -13,11 +13,11 @@ TRIED = {
     "trl": ("0.24", "1.16"),
     "peft": ("0.18", "0.21"),
 }
-"""The lowest and highest minor version of each host."""
+"""The lowest and highest tested minor version of each host."""
 
 
 def refusal(host: str) -> str | None:
-    """Return one line about a host that is too old; None if it is not, or not known."""
+    """Return one line on a host that is too old; None if it is supported or unknown."""
     lowest, highest = TRIED[host]
     try:
         installed = version(host)
@@ -32,7 +32,7 @@ def refusal(host: str) -> str | None:
 
 
 def refuse_old_hosts() -> None:
-    """Raise ImportError if a host that was imported is too old."""
+    """Raise ImportError if an imported host is too old."""
     for host in TRIED:
         line = refusal(host) if host in sys.modules else None
         if line is not None:

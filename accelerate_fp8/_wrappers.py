@@ -1,6 +1,6 @@
-"""Wrappers of hosts' methods, and the questions that they ask before anything of ours is imported.
+"""Wrappers of hosts' methods that import the engine only if FP8 may be requested.
 
-Nothing is imported here but the standard library; see `accelerate_fp8._register`.
+This module imports only the standard library; see `accelerate_fp8._register`.
 """
 
 import functools
@@ -15,13 +15,13 @@ _BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
 def too_old(host: str) -> str | None:
-    """Return the refusal of a host that is too old; None: it is not."""
+    """Return the refusal of a host that is too old; None if it is supported."""
     line: str | None = import_module("accelerate_fp8._versions").refusal(host)
     return line
 
 
 def refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., bool]) -> None:
-    """Have a method of a host that is too old raise `line` where this engine's FP8 is asked for."""
+    """Make a method of a host that is too old raise `line` if this engine's FP8 is requested."""
     original = getattr(cls, name)
     if hasattr(original, "_fp8_original"):
         return
@@ -40,12 +40,12 @@ def refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., bool
 
 
 def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return False if surely no FP8 is asked for, so that a run in BF16 imports nothing of ours.
+    """Return False if FP8 is certainly not requested, so that a BF16 run imports nothing of ours.
 
     Args:
-        accelerator: the object whose method is called, also before its ``__init__``.
-        args: positional arguments of the method.
-        kwargs: keyword arguments of the method.
+        accelerator: the object whose method is called, possibly before its ``__init__``.
+        args: the positional arguments of the method.
+        kwargs: the keyword arguments of the method.
     """
     if "state" in accelerator.__dict__:  # constructed
         return "_fp8_preparation" in accelerator.__dict__
@@ -59,13 +59,13 @@ def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the arguments, or the launcher, ask for FP8."""
+    """Return whether the arguments or the launcher request FP8."""
     given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
     return launched_with_fp8() or any(value.lower() == "fp8" for value in given)
 
 
 def launched_with_fp8() -> bool:
-    """Return whether the launcher asked for FP8."""
+    """Return whether the launcher requested FP8."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8"
 
 
@@ -75,14 +75,15 @@ def wrap(
     package: str,
     wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
 ) -> None:
-    """Let ``package.function(original, self, ...)`` run for methods and functions; all or none.
+    """Wrap methods and functions with ``package.function(original, self, ...)``; all of them or
+    none.
 
     Args:
         holder: the module or class of the host.
         names: dotted names in it, with the functions that wrap them.
-        package: the module of the functions, imported when first wanted.
-        wanted: asked at each call with the first argument, args, kwargs; False: straight to the
-            original.
+        package: the module of the functions, imported when it is first needed.
+        wanted: a function called with the first argument, args and kwargs of each call; if it
+            returns False, the original runs directly.
     """
     originals = []
     for dotted, function in names.items():

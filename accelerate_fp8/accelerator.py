@@ -1,6 +1,6 @@
-"""Accelerator's methods under this engine; `accelerate_fp8._register` puts them in place.
+"""Accelerator's methods under this engine; `accelerate_fp8._register` installs them.
 
-Each function takes the method that it wraps as its first argument, then the method's own.
+Each function takes the wrapped method as its first argument, followed by the method's arguments.
 """
 
 import functools
@@ -45,14 +45,14 @@ from torch_fp8.optim.whole_weights import whole_weights
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.__init__``: decide whose FP8 it is, and refuse early what cannot run.
+    """Extend ``Accelerator.__init__``: choose the FP8 backend, and refuse early what cannot run.
 
     Raises:
-        ImportError: a host that is too old.
-        ValueError: `FP8Kwargs` without ``mixed_precision="fp8"``, or beside another backend; a
-            precision that is nearly ``fp8``; an option or flag that cannot be honoured; DeepSpeed,
-            Megatron-LM, tensor parallelism; a device that cannot run the recipe; ranks with
-            different configurations; Transformer Engine as the engine's backend under FSDP.
+        ImportError: a host is too old.
+        ValueError: `FP8Kwargs` is given without ``mixed_precision="fp8"`` or with another backend;
+            the precision is misspelled; an option or flag is not supported; DeepSpeed, Megatron-LM
+            or tensor parallelism is used; the device cannot run the recipe; ranks have different
+            configurations; the engine's backend is Transformer Engine under FSDP.
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     explicit, others = _take_out(bound.arguments.get("kwargs_handlers") or [])
@@ -77,7 +77,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         return
     refuse_old_hosts()
     refuse_unsupported(bound.arguments)
-    # Before Accelerate, whose error on a CPU names neither FP8 nor tensor parallelism.
+    # Before Accelerate does: its error on a CPU mentions neither FP8 nor tensor parallelism.
     refuse_tensor_parallel(bound.arguments.get("parallelism_config"))
     config, notes = resolve_config(explicit.config if explicit is not None else None)
     config, lines = recipe_of_rollouts(config)
@@ -113,7 +113,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``Accelerator.prepare``: convert models and optimizers before either is wrapped.
 
-    The summary comes last, when the optimizers are known.
+    The summary is logged last, when the optimizers are known.
     """
     preparation = preparation_of(self)
     if preparation is None:
@@ -138,7 +138,7 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Extend ``Accelerator.prepare_model``: convert before autocast, DDP, FSDP or compilation wrap
+    """Extend ``Accelerator.prepare_model``: convert before autocast, DDP, FSDP or compilation wraps
     it.
     """
     preparation = preparation_of(self)
@@ -166,10 +166,10 @@ def prepare_model(
 def prepare_optimizer(
     original: Any, self: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
 ) -> Any:
-    """Extend ``Accelerator.prepare_optimizer``: convert where the model is known already.
+    """Extend ``Accelerator.prepare_optimizer``: convert if the optimizer's model is already known.
 
-    Accelerate places states on the device by a round trip through ``state_dict``, which has them in
-    float32; those of a converted optimizer follow their parameters by themselves.
+    Accelerate moves states to the device through ``state_dict``, which has them in float32. States
+    of a converted optimizer follow their parameters without that.
     """
     preparation = preparation_of(self)
     if preparation is None:
@@ -185,19 +185,20 @@ def prepare_optimizer(
 def clip_grad_norm_(
     original: Any, self: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """Extend ``Accelerator.clip_grad_norm_``: refuse under gradient release, unless it only
-    measures.
+    """Extend ``Accelerator.clip_grad_norm_``: refuse clipping under gradient release.
+
+    An infinite `max_norm`, which only measures, is allowed.
     """
     preparation = preparation_of(self)
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
         if preparation.config.gradient_release:
-            return torch.zeros((), dtype=torch.float32)  # the norm of the gradients that exist
+            return torch.zeros((), dtype=torch.float32)  # no gradient is left
     return original(self, parameters, max_norm, *args, **kwargs)
 
 
 def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: float) -> Any:
-    """Extend ``Accelerator.clip_grad_value_``: refuse under gradient release."""
+    """Extend ``Accelerator.clip_grad_value_``: refuse it under gradient release."""
     preparation = preparation_of(self)
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_value_", float(clip_value))
@@ -207,10 +208,10 @@ def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: floa
 
 
 def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.backward``: show the loss to the monitor, if there is one.
+    """Extend ``Accelerator.backward``: pass the loss to the monitor, if there is one.
 
     Raises:
-        ValueError: nothing that was prepared runs in FP8.
+        ValueError: no prepared model runs in FP8.
     """
     preparation = preparation_of(self)
     if preparation is not None:
@@ -225,7 +226,7 @@ def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
 def unwrap_model(
     original: Any, self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Extend ``Accelerator.unwrap_model``: without autocast, leave a stock model."""
+    """Extend ``Accelerator.unwrap_model``: without autocast, return a stock model."""
     preparation = preparation_of(self)
     bound = inspect.signature(original).bind(self, model, *args, **kwargs)
     if bound.arguments.get("keep_fp32_wrapper", True):
@@ -241,14 +242,16 @@ def unwrap_model(
 def get_state_dict(
     original: Any, self: Any, model: nn.Module, unwrap: bool = True
 ) -> dict[str, Any]:
-    """Extend ``Accelerator.get_state_dict``: return whole weights, on the CPU."""
+    """Extend ``Accelerator.get_state_dict``: return joined weights, on the CPU."""
     with whole_weights(model):
         whole: dict[str, Any] = original(self, model, unwrap)
     return whole
 
 
 def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.save_model``: export, with ``FP8Config(save_format=...)``."""
+    """Extend ``Accelerator.save_model``: export the model if ``FP8Config(save_format=...)`` is
+    set.
+    """
     preparation = preparation_of(self)
     if preparation is not None:
         given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
@@ -259,8 +262,8 @@ def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
-    """Extend ``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect after
-    it.
+    """Extend ``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect
+    afterwards.
     """
     preparation = preparation_of(self)
     if preparation is None:
@@ -293,8 +296,9 @@ def _of_type(objects: Iterable[Any], kind: type[Any]) -> list[Any]:
 def _device_to_be(
     accelerator: Any, model: nn.Module, device_placement: bool | None
 ) -> torch.device | None:
-    """Return where `model` will run; None: where its parameters are, spread by a ``device_map`` or
-    so.
+    """Return the device on which `model` will run.
+
+    None: the devices that its parameters are on, for example spread by a ``device_map``.
     """
     placed = accelerator.device_placement if device_placement is None else device_placement
     placed = placed or accelerator.distributed_type == DistributedType.FSDP
@@ -310,7 +314,7 @@ def _save_state_hook(
 
 
 def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
-    # Not `models`: Accelerate leaves those out that FSDP loads itself.
+    # Not `models`, from which Accelerate omits the models that FSDP loads itself.
     load_history(accelerator._models, input_dir, accelerator.process_index)
     adopt_sharded(accelerator._models, accelerator._optimizers, input_dir)
     accelerator._fp8_preparation.monitoring.load(input_dir)

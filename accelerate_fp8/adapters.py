@@ -1,9 +1,9 @@
-"""PEFT's layers over a base that is stored as FP8 alone: merging loses nothing.
+"""Lossless merging of PEFT adapters into a base that is stored only in FP8.
 
-Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
-first argument, then the method's own. A merged weight is ``dequant(W8) + delta``, added up in
-float32 and rounded to BF16 once; to FP8 a small delta would be lost. Unmerging gives back the very
-bytes, however often.
+`accelerate_fp8._register` installs these functions. Each takes the wrapped method as its first
+argument, followed by the method's arguments. A merged weight is ``dequant(W8) + delta``, added in
+float32 and rounded to BF16 once; FP8 would lose a small delta. Unmerging restores the exact bytes,
+however often it is done.
 """
 
 import inspect
@@ -21,12 +21,14 @@ def merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend a tuner layer's ``unmerge``: give the base its bytes back."""
+    """Extend a tuner layer's ``unmerge``: restore the base's bytes."""
     _within(original, self, *args, **kwargs)
 
 
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``BaseTuner._unload_and_optionally_merge``: nobody will unmerge the bases again."""
+    """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bytes, which are not needed
+    again.
+    """
     merges = bound_arguments(inspect.signature(original), self, *args, **kwargs).get("merge")
     modules: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
     held = [m for m in modules if m.fp8.frozen is not None]
@@ -44,8 +46,9 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def adapter_state(original: Any, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Extend ``get_peft_model_state_dict``, which takes the state of the whole model to choose
-    from: frozen weights are made BF16 only if they are chosen.
+    """Extend ``get_peft_model_state_dict``, which selects from the whole model's state.
+
+    Frozen weights are dequantized to BF16 only if they are selected.
     """
     with left_unread(model):
         state = original(model, *args, **kwargs)

@@ -1,8 +1,8 @@
 """The choice of the FP8 backend: this engine, unless the user chose torchao, Transformer Engine or
 MS-AMP.
 
-They are chosen, as Accelerate has it, by ``--fp8_backend``, by ``fp8_config.backend`` of a config
-file (both arrive as ``ACCELERATE_FP8_BACKEND``), or by one of their recipe handlers.
+As in Accelerate, users choose another backend by ``--fp8_backend``, by ``fp8_config.backend`` in a
+config file (both arrive as ``ACCELERATE_FP8_BACKEND``), or by a recipe handler.
 """
 
 import contextlib
@@ -18,24 +18,25 @@ from torch_fp8 import FP8Config
 BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
 _THEIRS = ("AO", "TE", "MSAMP")
 
-# True while an Accelerator that runs this engine is constructed; see `precision_kept`.
+# True during the construction of an Accelerator with this engine; see `precision_kept`.
 _keep_fp8: ContextVar[bool] = ContextVar("keep_fp8", default=False)
-# True while a trainer is constructed whose policy samples; see `sampling_trainer`.
+# True during the construction of a trainer that samples rollouts; see `sampling_trainer`.
 _samples: ContextVar[bool] = ContextVar("samples", default=False)
 
 
 class FP8Engine(str, enum.Enum):
     """The value of ``Accelerator.fp8_backend`` for this engine.
 
-    Equal to no member of Accelerate's FP8BackendType, so that none of its branches for a backend is
-    taken, while ``native_amp`` stays on: all between the linear layers runs in BF16 autocast.
+    It equals no member of Accelerate's FP8BackendType, so Accelerate takes none of its backend
+    branches, while ``native_amp`` stays on: everything between the linear layers runs in BF16
+    autocast.
     """
 
     TORCH_FP8 = "TORCH_FP8"
 
 
 def requested_precision(mixed_precision: object) -> str:
-    """Return the precision that ``Accelerator(mixed_precision=...)`` is going to have."""
+    """Return the precision that ``Accelerator(mixed_precision=...)`` will have."""
     from accelerate.state import AcceleratorState
 
     if mixed_precision is None:
@@ -46,10 +47,10 @@ def requested_precision(mixed_precision: object) -> str:
 
 
 def repair_backend_variable() -> None:
-    """Write ``ACCELERATE_FP8_BACKEND`` the way Accelerate reads it.
+    """Rewrite ``ACCELERATE_FP8_BACKEND`` to a form that Accelerate can read.
 
-    ``accelerate launch --fp8_backend ao`` exports "ao", and Accelerate 1.15 then fails with
-    "'ao' is not a valid FP8BackendType": its enum has "AO", which config files hold.
+    ``accelerate launch --fp8_backend ao`` exports "ao", and Accelerate 1.15 then fails with "'ao'
+    is not a valid FP8BackendType", because its enum has "AO", as config files do.
     """
     backend = os.environ.get(BACKEND_VARIABLE, "")
     if backend.upper() in _THEIRS:
@@ -60,10 +61,10 @@ def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
     """Return whether FP8 means this engine.
 
     Args:
-        handlers: ``kwargs_handlers`` without `FP8Kwargs`.
-        explicit: whether there was an `FP8Kwargs`.
+        handlers: the ``kwargs_handlers`` without `FP8Kwargs`.
+        explicit: whether an `FP8Kwargs` was given.
     Raises:
-        ValueError: `explicit`, and another backend was chosen too.
+        ValueError: `explicit` is set and another backend was chosen, too.
     """
     other = _other_backend(handlers)
     if other is None:
@@ -89,9 +90,9 @@ def _other_backend(handlers: Iterable[object]) -> str | None:
 
 @contextlib.contextmanager
 def precision_kept() -> Iterator[None]:
-    """Keep AcceleratorState, within, from turning FP8 into FP16 on a GPU below sm_89.
+    """Keep AcceleratorState from replacing FP8 by FP16 on a GPU below sm_89 in this context.
 
-    The engine then refuses such a card by name, or emulates where that was asked for.
+    The engine then refuses such a card by name, or emulates FP8 if that was requested.
     """
     token = _keep_fp8.set(True)
     try:
@@ -102,10 +103,10 @@ def precision_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sampling_trainer(samples: bool) -> Iterator[None]:
-    """Have ``auto`` of an Accelerator that is constructed within be a recipe for rollouts.
+    """Make ``auto`` a recipe for rollouts in an Accelerator that is constructed in this context.
 
     Args:
-        samples: whether the trainer's policy samples; False changes nothing.
+        samples: whether the trainer samples rollouts; False changes nothing.
     """
     token = _samples.set(samples)
     try:
@@ -115,9 +116,9 @@ def sampling_trainer(samples: bool) -> Iterator[None]:
 
 
 def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
-    """Return `config` with the recipe that a sampling trainer gets for ``auto``, and a line on it.
+    """Return `config` with the recipe for ``auto`` in a trainer that samples, and a note on it.
 
-    Tensorwise scales would have a token's log-probability depend on the rest of its batch.
+    With tensorwise scales a token's log-probability would depend on the rest of its batch.
     """
     if not _samples.get() or config.recipe != "auto":
         return config, []
@@ -129,15 +130,15 @@ def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
 
 
 def is_precision_kept() -> bool:
-    """Return whether `precision_kept` is in force."""
+    """Return whether a `precision_kept` context is active."""
     return _keep_fp8.get()
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for a way of distributing that this engine does not run under.
+    """Raise ValueError for a distribution strategy that this engine does not support.
 
     Args:
-        arguments: those of ``Accelerator.__init__``, by name.
+        arguments: the arguments of ``Accelerator.__init__``, by name.
     """
     from accelerate.state import AcceleratorState
 
@@ -158,7 +159,7 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
 
 
 def refuse_tensor_parallel(parallelism_config: Any) -> None:
-    """Raise ValueError if the weights are sharded across a tensor-parallel group."""
+    """Raise ValueError if weights are sharded across a tensor-parallel group."""
     if parallelism_config is not None and parallelism_config.tp_enabled:
         raise ValueError(
             f"mixed_precision='fp8' with the engine torch_fp8 does not run with tensor parallelism "

@@ -1,4 +1,4 @@
-"""DistributedDataParallel as Accelerate builds it, with the engine's options."""
+"""DistributedDataParallel as Accelerate creates it, with the engine's options."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 
 
 class _Handler:
-    """A stand-in for the user's DistributedDataParallelKwargs while a model is wrapped."""
+    """A replacement for the user's DistributedDataParallelKwargs while a model is wrapped."""
 
     def __init__(self, users: Any, options: dict[str, Any]) -> None:
         self._users, self._options = users, options
@@ -28,12 +28,12 @@ class _Handler:
 
 
 def wraps_in_ddp(accelerator: Any) -> bool:
-    """Return whether this Accelerator is going to wrap the models that it trains."""
+    """Return whether this Accelerator will wrap the models that it trains in DDP."""
     return str(accelerator.distributed_type.value).startswith("MULTI_")
 
 
 def refuse_sharded_elsewhere(accelerator: Any, model: nn.Module) -> None:
-    """Raise ValueError if a model comes sharded and would be wrapped in DistributedDataParallel."""
+    """Raise ValueError if a model is already sharded and would be wrapped in DDP."""
     if not wraps_in_ddp(accelerator):
         return
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -50,16 +50,17 @@ def refuse_sharded_elsewhere(accelerator: Any, model: nn.Module) -> None:
 def engine_options(
     accelerator: Any, model: nn.Module, optimizers: PreparedOptimizers
 ) -> Iterator[None]:
-    """Have Accelerate, within, wrap `model` with `torch_fp8.distributed.ddp.wrap.ddp_options`.
+    """Make Accelerate wrap `model` with the options of `ddp_options` in this context.
 
-    Accelerate's handler does not tell ``gradient_as_bucket_view=False`` from no choice.
+    The options are from `torch_fp8.distributed.ddp.wrap`. Accelerate's handler cannot distinguish
+    an explicit ``gradient_as_bucket_view=False`` from the default.
 
     Args:
-        accelerator: the one that is about to wrap `model`.
+        accelerator: the Accelerator that is about to wrap `model`.
         model: the model, on its device.
         optimizers: the optimizers known so far.
     Raises:
-        ValueError: ranks that have converted different weights.
+        ValueError: ranks have converted different weights.
     """
     users = accelerator.ddp_handler
     chosen = users.to_kwargs() if users is not None else {}
@@ -74,17 +75,17 @@ def engine_options(
 def connect_engine(
     accelerator: Any, model: nn.Module, prepared: nn.Module, optimizers: PreparedOptimizers
 ) -> DDPReport | None:
-    """Have gradients exchanged in FP8, and remember that `model` is wrapped.
+    """Have DDP exchange gradients in FP8, and remember that `model` is wrapped.
 
-    A hook of DistributedDataParallelKwargs, which is registered by now, wins.
+    A hook of DistributedDataParallelKwargs, already registered at this point, takes precedence.
 
     Args:
-        accelerator: the one that prepared `model`.
-        model: bare.
-        prepared: what Accelerate has made of `model`.
+        accelerator: the Accelerator that prepared `model`.
+        model: the unwrapped model.
+        prepared: Accelerate's wrapper of `model`.
         optimizers: see `engine_options`.
     Returns:
-        How gradients travel; None if `model` was not wrapped.
+        A report on how gradients travel; None if `model` was not wrapped.
     """
     ddp = getattr(prepared, "_orig_mod", prepared)
     if not isinstance(ddp, DistributedDataParallel):

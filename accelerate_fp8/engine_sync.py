@@ -1,11 +1,11 @@
-"""TRL's weight sync to vLLM under this engine: weights are handed over, nothing is merged in place.
+"""TRL's weight sync to vLLM under this engine, without merging adapters in place.
 
-Put in place by `accelerate_fp8._register`. TRL merges adapters into the base before each sync and
-takes them out again after it, and hands a colocated engine one tensor at a time. Here
+`accelerate_fp8._register` installs it. TRL merges adapters into the base before each sync, unmerges
+them afterwards, and passes a colocated engine one tensor at a time. Here
 `torch_fp8.weights_for_engine` yields all weights with the adapters folded into a copy of each, and
-the base is read alone. To a server they go through TRL's own client, between its start and its end
-of an update. A colocated engine gets one iterator over all of them, through vLLM's reload by
-layers, which quantizes each layer anew when its parts have come.
+only reads the base. A server gets them through TRL's own client, between the start and the end of
+an update. A colocated engine gets one iterator over all weights through vLLM's layerwise reload,
+which quantizes each layer again when all its parts have arrived.
 """
 
 import inspect
@@ -28,11 +28,11 @@ _OF_CHECKPOINTS = ("compressed-tensors", "modelopt")
 
 
 def sync_weights(original: Any, self: Any) -> None:
-    """Extend ``VLLMGeneration.sync_weights``: hand over the weights of a converted model.
+    """Extend ``VLLMGeneration.sync_weights``: send the weights of a converted model.
 
-    It stays TRL's under FSDP, whose weights are sharded, for layers that another library has
-    quantized, and for adapters that are no matrix that is added to a weight; these are merged in
-    place and taken out again, which gives a base in FP8 its very bytes back.
+    TRL's own sync runs under FSDP, whose weights are sharded, for layers that another library has
+    quantized, and for adapters that are not a matrix added to a weight. It merges these in place
+    and unmerges them, which restores the exact bytes of an FP8 base.
     """
     if preparation_of(self.accelerator) is None or not _is_handed_over(self):
         original(self)
@@ -60,7 +60,9 @@ def _is_handed_over(generation: Any) -> bool:
 
 
 def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a server is sent; to a colocated engine everything is handed, and nothing left."""
+    """Yield the weights for a server; a colocated engine gets all of them here, and none is
+    yielded.
+    """
     if generation.mode == "server":
         if generation.accelerator.is_main_process:
             config = generation.vllm_client.get_server_info().get("model_config", {})
@@ -83,10 +85,10 @@ def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights as an engine with this configuration takes them.
+    """Return the weights in the form that an engine with this configuration expects.
 
     Raises:
-        ValueError: it multiplies by weights that it does not make of those that it is handed.
+        ValueError: the engine would multiply by weights that it does not make from those it gets.
     """
     quantization = _of(config, "quantization")
     stored = _of(_of(config, "hf_config"), "quantization_config")
@@ -120,5 +122,5 @@ def _not_blockwise(model: Any) -> list[str]:
 
 
 def _of(config: Any, name: str) -> Any:
-    """Return a field of what a server tells as JSON, and an engine as an object."""
+    """Return a field of a configuration: a server's is JSON, an engine's is an object."""
     return config.get(name) if isinstance(config, dict) else getattr(config, name, None)

@@ -1,6 +1,6 @@
-"""``FP8Config(save_format=...)``: the hosts save models as inference engines load them.
+"""``FP8Config(save_format=...)``: hosts save models in a format that inference engines load.
 
-Checkpoints from which training goes on stay as they are: FP8 weights have no masters.
+Checkpoints for resuming training don't change, because FP8 weights have no master weights.
 """
 
 import os
@@ -16,10 +16,10 @@ from torch_fp8.checkpoint.fold_adapters import adapted_layers
 
 
 def refuse_sharded_saving(config: FP8Config, distributed_type: DistributedType) -> None:
-    """Refuse, before training, what could not be saved after it.
+    """Refuse, before training, a set-up whose model could not be saved afterwards.
 
     Raises:
-        ValueError: FSDP, under which no rank has whole weights.
+        ValueError: FSDP is used, under which no rank has whole weights.
     """
     if config.save_format is not None and distributed_type == DistributedType.FSDP:
         raise ValueError(
@@ -36,17 +36,17 @@ def save_exported(
     max_shard_size: int | str,
     is_main_process: bool,
 ) -> bool:
-    """Save a model in the format that was chosen, on the main process.
+    """Save a model in the configured format, on the main process.
 
     Args:
-        preparation: whose configuration counts.
-        model: a prepared model; wrappers are looked through.
-        folder: its other files stay.
-        max_shard_size: the size of the tensors in one file.
-        is_main_process: the others do nothing.
+        preparation: the Preparation whose configuration applies.
+        model: a prepared model, possibly inside wrappers.
+        folder: the folder; its other files stay.
+        max_shard_size: the maximum size of the tensors in one file.
+        is_main_process: whether this is the main process; others do nothing.
     Returns:
-        False if nothing is to be done: no format was chosen, the folder is a checkpoint to resume
-        from, adapters are saved by their own library, or nothing in the model can run in FP8.
+        False if there is nothing to do: no format is configured, the folder is a checkpoint for
+        resuming, adapters are saved by their own library, or nothing in the model can run in FP8.
     """
     format = preparation.config.save_format
     if format is None or preparation.saves_checkpoint or adapted_layers(model):
@@ -60,7 +60,7 @@ def save_exported(
 
 
 def bound_arguments(signature: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the defaults of those that were not given."""
+    """Return the arguments of a call by name, including the defaults."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)

@@ -1,8 +1,8 @@
-"""The configuration: from the script, from ``TORCH_FP8_CONFIG``, from Accelerate's own flags.
+"""The configuration: from the script, from ``TORCH_FP8_CONFIG``, or from Accelerate's own flags.
 
-``accelerate launch`` exports every ``--fp8_*`` flag as ``ACCELERATE_FP8_*``, given or not, and so
-does ``fp8_config`` of a config file, whose keys are spelled a little differently. A value equal to
-the launcher's default therefore counts as not given.
+``accelerate launch`` exports every ``--fp8_*`` flag as ``ACCELERATE_FP8_*``, whether it was given
+or not. So does ``fp8_config`` in a config file, with slightly different keys. A value equal to the
+launcher's default therefore counts as not given.
 
 | flag | here | launcher's default |
 |---|---|---|
@@ -31,22 +31,22 @@ _DELAYED = ("amax_history_len", "amax_compute_algo", "margin")
 
 
 class Flag(NamedTuple):
-    """A flag that was given: the name and text to show, and the option it stands for."""
+    """A flag that was given: its name and text for messages, and the option that it sets."""
 
     text: str
     value: Any
 
 
 class _Meaning(NamedTuple):
-    """The meaning of a launcher's variable, which is named without its prefix.
+    """The meaning of a launcher's variable, which is listed without its prefix.
 
     Attributes:
-        flag: the name that a user knows it by.
-        default: the launcher's, as parsed.
-        parse: text to value.
-        field: the field of FP8Config; None: cannot be honoured.
-        to_option: parsed value to the field's value.
-        refusal: why it cannot be honoured.
+        flag: the user's name for it.
+        default: the launcher's default, parsed.
+        parse: the function from text to value.
+        field: the field of FP8Config; None: not supported.
+        to_option: the function from the parsed value to the field's value.
+        refusal: the reason why it is not supported.
     """
 
     flag: str
@@ -58,13 +58,13 @@ class _Meaning(NamedTuple):
 
 
 def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
-    """Return the configuration, and a line for each thing given that is not applied.
+    """Return the configuration, and a line for each given option that is not applied.
 
-    An explicit FP8Config wins over ``TORCH_FP8_CONFIG``, which wins, option by option, over the
-    launcher's flags.
+    An explicit FP8Config overrides ``TORCH_FP8_CONFIG``, which overrides the launcher's flags
+    option by option.
 
     Raises:
-        ValueError: a flag that cannot be honoured, a bad value, options that contradict each other.
+        ValueError: a flag is not supported, a value is invalid, or options contradict each other.
     """
     flags = given_flags()
     environment = _environment_options()
@@ -88,11 +88,10 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
 
 
 def given_flags() -> dict[str, Flag]:
-    """Return Accelerate's FP8 flags that differ from the launcher's defaults, by field of
-    FP8Config.
+    """Return Accelerate's FP8 flags that differ from the launcher's defaults, by FP8Config field.
 
     Raises:
-        ValueError: a flag that cannot be honoured, or one option given two different values.
+        ValueError: a flag is not supported, or one option is given two different values.
     """
     flags: dict[str, Flag] = {}
     for variable, meaning in _MEANINGS.items():

@@ -1,9 +1,9 @@
-"""Models that were prepared for evaluation, and are stored as FP8 alone once nobody trains them.
+"""Models that were prepared for evaluation, and are stored only in FP8 if no optimizer trains them.
 
-``prepare_model(model, evaluation_mode=True)`` does not mean frozen: transformers' Trainer prepares
-the model that it will train so, to evaluate it before training. What proves it is that training
-begins, some optimizer is prepared, and none has a parameter of the model. Reference, reward and
-teacher models of TRL are of that kind.
+``prepare_model(model, evaluation_mode=True)`` does not mean that a model is frozen: transformers'
+Trainer prepares the model that it will train in this way, to evaluate it before training. A model
+counts as frozen when training begins, an optimizer has been prepared, and none has a parameter of
+the model. TRL's reference, reward and teacher models are of this kind.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -36,12 +36,12 @@ class EvaluationModels:
             self._waiting[model] = None
 
     def freeze(self, optimizers: Iterable[Optimizer]) -> dict[nn.Module, FreezeReport]:
-        """Store as FP8 alone what none of these optimizers trains, if there is one.
+        """Freeze the models that no optimizer trains, if there is an optimizer at all.
 
         Args:
-            optimizers: the user's own, as far as they were prepared.
+            optimizers: the user's own optimizers that were prepared so far.
         Returns:
-            What was frozen, by model.
+            A report for each frozen model.
         Raises:
             ValueError: an optimizer has parameters of a model that was frozen before.
         """
@@ -63,13 +63,13 @@ class EvaluationModels:
         return reports
 
     def share(self, trained: Iterable[nn.Module]) -> str | None:
-        """Keep one copy of frozen weights that are equal, such as the bases of a LoRA policy and
-        of its reference.
+        """Store equal frozen weights once, for example the bases of a LoRA policy and its
+        reference.
 
         Args:
-            trained: the models that were prepared to be trained.
+            trained: the models that were prepared for training.
         Returns:
-            A line that says how many weights share memory; None: nothing new does.
+            A line with the number of weights that share memory; None if there are no new ones.
         """
         if not self._frozen:
             return None

@@ -1,6 +1,6 @@
-"""FSDP2 as Accelerate applies it: its float32 shards are split.
+"""FSDP2 as Accelerate applies it, with split float32 shards.
 
-Accelerate itself makes every trainable parameter float32 before it shards them.
+Accelerate itself converts every trainable parameter to float32 before it shards.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ from torch_fp8.optim.embedding_dtype import restore_output_dtype
 def prepare_sharded(
     original: Any, accelerator: Any, optimizers: PreparedOptimizers, args: tuple[Any, ...]
 ) -> Any:
-    """Shard the model among `args` with its optimizers converted.
+    """Shard the model among `args`, and convert its optimizers.
 
     Args:
-        original: ``Accelerator._prepare_fsdp2``.
+        original: the method ``Accelerator._prepare_fsdp2``.
         accelerator: the Accelerator that prepares.
         optimizers: the record that keeps their reports.
         args: the arguments of ``prepare``.
@@ -36,7 +36,7 @@ def prepare_sharded(
         return original(accelerator, *args)
     config = optimizers.config
     refuse_accumulation(config, accelerator)
-    for optimizer in trained_by:  # of a loop that converted it: float32 again
+    for optimizer in trained_by:  # float32 again, if the loop itself converted it
         restore_weights(optimizer)
     restore_output_dtype(model)
     prepared = original(accelerator, *args)
@@ -48,8 +48,8 @@ def prepare_sharded(
 
 
 def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
-    """Take from a folder what its loading leaves: residuals of sharded weights, where it is an
-    older one, and the steps of their optimizers.
+    """Load residuals (older folders) and optimizer step counts that the hosts' loading leaves
+    out.
     """
     sharded = [m for m in models if any(isinstance(part, FSDPModule) for part in m.modules())]
     for model in sharded:

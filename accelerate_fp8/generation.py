@@ -1,4 +1,4 @@
-"""transformers' ``generate`` for models with FP8 layers, under any host and none."""
+"""transformers' ``generate`` for models with FP8 layers, with or without a host."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from torch_fp8.nn.rollout import rollout
 
 
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``GenerationMixin.generate``: nobody writes to a weight within."""
+    """Extend ``GenerationMixin.generate``: run it in a `torch_fp8.rollout` context."""
     with rollout(self):
         return original(self, *args, **kwargs)

@@ -11,21 +11,24 @@ from torch_fp8.config import given_config
 
 @dataclass(init=False)
 class FP8Kwargs(KwargsHandler):
-    """The handler that chooses this engine and its configuration, whatever the environment says.
+    """The kwargs handler that selects this engine and its configuration for one Accelerator.
 
     ``Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(FP8Config(recipe="rowwise"))])``
 
-    ``FP8Kwargs(recipe="rowwise")`` is the same.
+    ``FP8Kwargs(recipe="rowwise")`` is a short form of the same handler. It overrides
+    ``TORCH_FP8_CONFIG`` and the launcher's flags.
 
+    Args:
+        config: the configuration; None: that of ``TORCH_FP8_CONFIG`` and the launcher's flags, as
+            without a handler.
+        options: fields of FP8Config instead of `config`.
     Raises:
         TypeError: `config` is not an FP8Config.
         ValueError: an option or value is not valid; both `config` and options are given.
     """
 
     config: FP8Config | None = None
-    """The configuration; None: that of ``TORCH_FP8_CONFIG`` and the launcher's flags, as without a
-    handler.
-    """
+    """The configuration; None: that of ``TORCH_FP8_CONFIG`` and the launcher's flags."""
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         self.config = given_config(config, options, "FP8Kwargs")

@@ -1,8 +1,8 @@
-"""The scaling state in checkpoint folders: a small file of its own beside the weights.
+"""The scaling state (delayed scaling's history) in checkpoint folders, as a small separate file.
 
-That is delayed scaling's history. The weights' own files stay what stock libraries write and read.
-Each process has a file, for each sees other activations; a resume with more processes than files
-takes the first one's.
+The weights' own files remain those that stock libraries write and read. Each process has its own
+file, because each sees other activations. If more processes resume than there are files, the
+additional ones use the first file.
 """
 
 import os
@@ -23,7 +23,7 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
     """Write the histories of `models`, if they have any, in one atomic step.
 
     Args:
-        models: keyed by their position, then by qualified name.
+        models: the models; keys are their position and the layer's qualified name.
         directory: the folder of the checkpoint.
         process_index: the index of this process among all.
     """
@@ -33,7 +33,7 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
             state[f"{i}.{key}"] = value
     path = Path(directory) / _NAME.format(process_index)
     if not state:
-        path.unlink(missing_ok=True)  # a file of an earlier run in the same folder
+        path.unlink(missing_ok=True)  # left by an earlier run in the same folder
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -45,10 +45,10 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
 
 
 def load_history(models: Sequence[nn.Module], directory: str | Path, process_index: int) -> None:
-    """Restore what `save_history` wrote; without a file, histories start empty.
+    """Restore the result of `save_history`; without a file, histories start empty.
 
     Raises:
-        ValueError: the file is of other models or another length of history.
+        ValueError: the file belongs to other models or another history length.
     """
     path = Path(directory) / _NAME.format(process_index)
     if not path.is_file():

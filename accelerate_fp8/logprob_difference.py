@@ -1,11 +1,11 @@
-"""How far rollouts are from training: the mean difference of log-probabilities, and what follows.
+"""The difference between rollout and training log-probabilities, and its consequences.
 
-With a mean absolute difference d per token, and log-ratios that are independent and normal, their
-deviation is ``s = d sqrt(pi / 2)``. A sequence of T tokens then has a log-ratio whose deviation is
-``s sqrt(T)``, and its mean under the rollouts is ``-T s^2 / 2``. TRL's correction by sequences
-multiplies a sequence's gradient by the ratio, and throws it away where that is above a cap C. What
-is kept of the gradients' weight is ``Phi((log C - T s^2 / 2) / (s sqrt(T)))``. Real differences are
-correlated, so that this is a guide.
+Let d be the mean absolute difference per token. If log-ratios are independent and normal, their
+standard deviation is ``s = d sqrt(pi / 2)``. The log-ratio of a sequence of T tokens then has a
+deviation of ``s sqrt(T)``, and its mean under the rollouts is ``-T s^2 / 2``. TRL's sequence-level
+correction multiplies a sequence's gradient by the ratio, and drops the sequence if the ratio is
+above a cap C. The share of the gradients' weight that remains is ``Phi((log C - T s^2 / 2) / (s
+sqrt(T)))``. Real differences are correlated, so this is only a guide.
 """
 
 import math
@@ -17,24 +17,26 @@ import torch
 from torch import Tensor
 
 BOUND = 1.03
-"""The multiplicative error above which runs have been seen to drift apart (NeMo-RL's gate is from
-1.03 to 1.05)."""
+"""The multiplicative error above which runs have been seen to diverge (NeMo-RL's gate is 1.03 to
+1.05).
+"""
 BATCH_BOUND = 1.01
-"""The same where recipe tensorwise runs, whose scales depend on what else is in a batch: scales for
-each token stay below it."""
+"""The bound for recipe tensorwise, whose scales depend on the rest of a batch; scales for each
+token stay below it.
+"""
 LEAST_KEPT = 0.9
-"""The share of the gradients' weight below which a warning tells of sequences thrown away."""
+"""The share of the gradients' weight below which a warning reports dropped sequences."""
 _PER_TOKEN = ("rowwise", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured between two lines of the log, over all ranks.
+    """The measurements between two lines of the log, over all ranks.
 
     Attributes:
         mean: the mean of ``|log p - log q|`` per token.
-        tokens: the number of tokens of a sequence, on average.
-        dropped: the share of sequences whose importance ratio is zero; None: there are no ratios.
+        tokens: the average number of tokens of a sequence.
+        dropped: the share of sequences with importance ratio zero; None: there are no ratios.
     """
 
     mean: float
@@ -48,19 +50,19 @@ class Measured:
 
 
 class LogprobDifference:
-    """Sums of differences, on the device, from one line of the log to the next."""
+    """Sums of differences since the last line of the log, kept on the device."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
     @torch.no_grad()
     def add(self, sampled: Tensor, scored: Tensor, mask: Tensor, ratio: Tensor | None) -> None:
-        """Add what one batch shows.
+        """Add the differences of one batch.
 
         Args:
-            sampled, scored: (B, T) log-probabilities; NaN: not known.
+            sampled, scored: (B, T) log-probabilities; NaN: unknown.
             mask: (B, T) whether a token was sampled.
-            ratio: (B, 1) importance ratios of the sequences, (B, T) of tokens, or None.
+            ratio: importance ratios, (B, 1) of sequences or (B, T) of tokens, or None.
         """
         delta = (sampled - scored).float().abs()
         real = mask.bool() & delta.isfinite()
@@ -79,7 +81,8 @@ class LogprobDifference:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, accelerator: Any) -> Measured | None:
-        """Return what all ranks have added since the last time; None: nothing. All ranks call it.
+        """Return the sums of all ranks since the last call; None: there are none. All ranks call
+        it.
 
         Args:
             accelerator: the ranks' Accelerator.
@@ -98,12 +101,12 @@ class LogprobDifference:
 
 
 def kept_weight(mean: float, tokens: float, cap: float) -> float:
-    """Return the share of the gradients' weight that a correction by sequences keeps.
+    """Return the share of the gradients' weight that a sequence-level correction keeps.
 
     Args:
         mean: absolute difference of log-probabilities per token.
-        tokens: the tokens of a sequence.
-        cap: the largest ratio that is not thrown away.
+        tokens: the number of tokens of a sequence.
+        cap: the largest ratio that is not dropped.
     """
     deviation = mean * math.sqrt(math.pi / 2 * tokens)
     if deviation == 0:
@@ -112,12 +115,12 @@ def kept_weight(mean: float, tokens: float, cap: float) -> float:
 
 
 def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of what is to be said.
+    """Yield (kind, text) of warnings.
 
     Args:
-        measured: the result of `LogprobDifference`.
-        recipes: those that the layers run.
-        trainer: a TRL trainer, whose correction is looked at.
+        measured: the result of `LogprobDifference.take`.
+        recipes: the recipes of the layers.
+        trainer: the TRL trainer, whose correction is read.
     """
     finding = (
         f"FP8: rollouts differ from training by {measured.mean:.4f} in the log-probability of a "

@@ -1,8 +1,8 @@
 """The engine's monitor under Accelerate and transformers: where its numbers go, and its state.
 
-Under a Trainer they stand in its own log: an entry of ``log_history`` after each measured step,
-which the Trainer's trackers get, too; the bars and prints on the screen do not. In a loop of one's
-own they go to the Accelerator's trackers. Files go to the Trainer's ``output_dir`` or the
+Under a Trainer the numbers go to its log: an entry in ``log_history`` after each measured step,
+which the Trainer's trackers also get, but the progress bars and printed logs don't. In your own
+loop they go to the Accelerator's trackers. Files go to the Trainer's ``output_dir`` or the
 Accelerator's ``project_dir``.
 """
 
@@ -28,8 +28,8 @@ class Monitoring:
     """The monitors of one Accelerator's models.
 
     Args:
-        config: with ``monitor`` and what belongs to it.
-        say: logs a line.
+        config: the configuration, with ``monitor`` and the options that belong to it.
+        say: a function that logs a line.
     """
 
     def __init__(self, config: FP8Config, say: Callable[[str], None]) -> None:
@@ -53,7 +53,7 @@ class Monitoring:
         optimizers: list[Optimizer],
         ddp: Callable[[], nn.Module | None],
     ) -> None:
-        """Watch a model from now on, once its optimizers are known.
+        """Monitor a model from now on, after its optimizers are known.
 
         Raises:
             ValueError: see `Monitor`.
@@ -84,11 +84,11 @@ class Monitoring:
 
     @contextlib.contextmanager
     def observing(self, loss: Any, steps: int) -> Iterator[None]:
-        """Take the loss of the backward within; of several models, those that it trains do.
+        """Pass a loss to the monitors of those models that the backward in this context trains.
 
         Args:
-            loss: before it is divided by the steps of an accumulation.
-            steps: the steps of an accumulation.
+            loss: the loss before its division by the number of accumulation steps.
+            steps: the number of accumulation steps.
         """
         before = {m: _gradients(m) for m in self._monitors} if len(self._monitors) > 1 else {}
         yield
@@ -105,13 +105,13 @@ class Monitoring:
             trainer.add_callback(MonitorCallback(self))
 
     def count_from(self, step: int) -> None:
-        """Have monitors that have seen no step yet count from the host's, as its log does."""
+        """Start the step count of new monitors at the host's, as its log does."""
         for monitor in self._monitors.values():
             if step and not monitor.step:
                 monitor.load_state_dict({**monitor.state_dict(), "step": step})
 
     def to_trainer(self) -> None:
-        """Hand the Trainer what was measured in the step that has ended."""
+        """Pass the measurements of the finished step to the Trainer."""
         trainer, waiting = self._of_trainer(), self._waiting
         self._waiting = []
         if trainer is not None and waiting:
@@ -121,13 +121,13 @@ class Monitoring:
                 log_silently(trainer, series)
 
     def finish(self) -> None:
-        """Write what is left, and say what has happened, when a Trainer has ended."""
+        """Write the remaining losses and log a summary, when a Trainer has finished."""
         for monitor in self._monitors.values():
             monitor.flush()
             self._say(monitor.summary())
 
     def save(self, folder: str | Path, is_main_process: bool) -> None:
-        """Write what a resumed run goes on from beside a checkpoint, all ranks having the same."""
+        """Write the monitors' state, the same on all ranks, beside a checkpoint."""
         self.checkpoint = str(folder)
         states = [monitor.state_dict() for monitor in self._monitors.values()]
         if states and is_main_process:
@@ -136,7 +136,7 @@ class Monitoring:
             (Path(folder) / _STATE).write_text(json.dumps({**first, "others": others}))
 
     def load(self, folder: str | Path) -> None:
-        """Go on from what `save` wrote, also for a model that is prepared later."""
+        """Load the result of `save`, also for models that are prepared later."""
         path = Path(folder) / _STATE
         if self.config.monitor and path.is_file():
             first = json.loads(path.read_text())
@@ -170,7 +170,7 @@ class Monitoring:
 
 
 def _gradients(model: nn.Module) -> list[tuple[int, int]]:
-    """Return what changes when a backward adds to a model's gradients."""
+    """Return values that change when a backward adds to a model's gradients."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     return [(id(grad), grad._version) for grad in grads if grad is not None]
 

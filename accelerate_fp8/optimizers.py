@@ -1,7 +1,8 @@
 """Optimizers at levels O2 and O3: each is converted as soon as the models that it trains are known.
 
-Accelerate may see them in any order and in several calls of ``prepare``. Only weights that run
-under its autocast may become BF16, and only before DistributedDataParallel wraps them.
+Accelerate may get models and optimizers in any order and in several calls of ``prepare``. Only
+weights that run under its autocast may become BF16, and only before DistributedDataParallel wraps
+them.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -24,14 +25,16 @@ from torch_fp8.optim.state import is_large
 
 
 class WeakKeys(WeakKeyDictionary[Any, Any]):
-    """A WeakKeyDictionary that is pickled together with its keys; the stock one cannot be."""
+    """A WeakKeyDictionary that is pickled together with its keys; the stock one cannot be
+    pickled.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (), None, None, iter(list(self.items()))
 
 
 class PreparedOptimizers:
-    """The user's own optimizers that one Accelerator has prepared, and what became of each.
+    """The user's own optimizers that one Accelerator has prepared, with their reports.
 
     Attributes:
         config: the Accelerator's configuration.
@@ -41,7 +44,7 @@ class PreparedOptimizers:
         self.config = config
         self._reports: MutableMapping[Optimizer, OptimizerReport] = WeakKeys()
         self._unannounced: list[Optimizer] = []
-        # Model to its DistributedDataParallel, which Accelerate does not keep.
+        # Model -> its DistributedDataParallel, which Accelerate does not store.
         self._wrapped: MutableMapping[nn.Module, Any] = WeakKeys()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,23 +60,21 @@ class PreparedOptimizers:
         return self.config.opt_level != "O1"
 
     def set_wrapped(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        """Remember that DDP has made its buckets, which an optimizer that comes later finds as they
-        are.
-        """
+        """Remember a model's DDP; its buckets exist already when a later optimizer is prepared."""
         self._wrapped[model] = ref(ddp)
 
     def convert(
         self, accelerator: Any, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
     ) -> None:
-        """Convert the optimizers all of whose weights are known by now; others wait.
+        """Convert the optimizers whose weights are all known by now; others wait.
 
         Args:
-            accelerator: the one whose models and optimizers were prepared before.
-            models: models about to be prepared, not wrapped yet.
-            optimizers: optimizers about to be prepared.
+            accelerator: the Accelerator with the models and optimizers prepared before.
+            models: the models about to be prepared, not wrapped yet.
+            optimizers: the optimizers about to be prepared.
         Raises:
-            ValueError: an optimizer with an option that 8-bit states do not have; gradient release
-                where it cannot be.
+            ValueError: 8-bit states do not support an option of an optimizer, or the set-up does
+                not support gradient release.
         """
         if not self.enabled:
             return
@@ -89,16 +90,16 @@ class PreparedOptimizers:
             self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
 
     def record(self, optimizer: Optimizer, report: OptimizerReport) -> None:
-        """Keep the report of an optimizer for the next summary."""
+        """Store the report of an optimizer for the next summary."""
         self._reports[optimizer] = report
         self._unannounced.append(optimizer)
 
     def known(self) -> list[Optimizer]:
-        """Return the user's own optimizers that were converted, or left alone, so far."""
+        """Return the user's own optimizers that were processed so far, converted or not."""
         return list(self._reports)
 
     def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
-        """Return the reports of the optimizers that train `model`, and count them as announced."""
+        """Return the reports of the optimizers that train `model`, and mark them as announced."""
         reports = []
         for optimizer in self.that_train(accelerator, model):
             report = self._reports.get(optimizer)
@@ -111,7 +112,7 @@ class PreparedOptimizers:
         return reports
 
     def take_unannounced(self, accelerator: Any) -> list[str]:
-        """Return the reports that no summary has named yet, with the memory of their models."""
+        """Return the reports that no summary contains yet, with the memory of their models."""
         waiting, self._unannounced = self._unannounced, []
         lines = []
         for optimizer in waiting:
@@ -122,7 +123,7 @@ class PreparedOptimizers:
         return lines
 
     def that_train(self, accelerator: Any, model: nn.Module) -> list[Optimizer]:
-        """Return the user's own optimizers that hold a parameter of `model`, also those just
+        """Return the user's own optimizers with a parameter of `model`, including those just
         converted.
         """
         parameters = set(model.parameters())
@@ -135,40 +136,39 @@ class PreparedOptimizers:
         return [o for o in dict.fromkeys(prepared) if isinstance(o, Optimizer)]
 
     def is_converted(self, optimizer: Any) -> bool:
-        """Return whether a prepared optimizer, or the user's own, has 8-bit states."""
+        """Return whether an optimizer, prepared or the user's own, has 8-bit states."""
         return isinstance(bare(optimizer), Float8Optimizer)
 
     def restore(self, accelerator: Any, model: nn.Module) -> int:
-        """Restore the dtypes that the weights of `model` had; return the number of weights.
+        """Restore the original dtypes of the weights of `model`; return the number of weights.
 
-        Sharded weights stay as they are.
+        Sharded weights do not change.
         """
         if any(isinstance(p, DTensor) for p in model.parameters()):
             return 0
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Return the DistributedDataParallel around a model, if there is one."""
+        """Return the DistributedDataParallel around a model; None if there is none."""
         ddp = self._wrapped.get(model)
         return None if ddp is None else ddp()
 
     def _as_wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the DistributedDataParallel around a model, or the model itself where there is
-        none.
-        """
+        """Return the DistributedDataParallel around a model, or the model itself without one."""
         return self.wrapped(model) or model
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the user's own optimizer, which Accelerate wraps; what the user wrapped stays so."""
+    """Return the user's own optimizer, without Accelerate's wrapper but with the user's
+    wrappers.
+    """
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | None:
-    """Return the model, or several in a list, that hold every large weight of `optimizer`; else
-    None.
+    """Return the model with all large weights of `optimizer`, or several in a list; else None.
 
-    A weight of no model that was prepared is used outside of autocast, where BF16 would not do.
+    A weight that is in no prepared model is used outside autocast, where it must not be BF16.
     """
     parameters = set(_parameters(optimizer))
     missing = {p for p in parameters if is_large(p) and p.requires_grad}

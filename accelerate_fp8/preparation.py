@@ -1,4 +1,4 @@
-"""Preparation under this engine: conversion, and the start-up summary."""
+"""Preparation of models under this engine: conversion, and the start-up summary."""
 
 import contextlib
 import functools
@@ -32,12 +32,13 @@ class Preparation:
     """One Accelerator's use of the engine: its configuration, and the models that it prepared.
 
     Attributes:
-        config: resolved from the script, the environment and the launcher's flags.
-        optimizers: the optimizers that were prepared.
-        evaluated: the models that were prepared for evaluation.
-        monitoring: the monitors of the models that are trained.
-        communication: model to what travels between ranks in FP8, and why not.
-        saves_checkpoint: whether what is saved now is a checkpoint from which training goes on.
+        config: the configuration, resolved from the script, the environment and the launcher's
+            flags.
+        optimizers: the prepared optimizers.
+        evaluated: the models prepared for evaluation.
+        monitoring: the monitors of trained models.
+        communication: the report on what travels between ranks in FP8, by model.
+        saves_checkpoint: whether the save in progress is a checkpoint for resuming training.
     """
 
     saves_checkpoint = False
@@ -50,7 +51,7 @@ class Preparation:
         self.communication: MutableMapping[nn.Module, object] = WeakKeys()
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
-        self._taken_over: MutableMapping[nn.Module, bool] = WeakKeys()  # to be trained
+        self._taken_over: MutableMapping[nn.Module, bool] = WeakKeys()  # -> is trained
         self._left: MutableMapping[nn.Module, str] = WeakKeys()
         self._runs_fp8 = False
         self._waiting: list[nn.Module] = []
@@ -63,19 +64,19 @@ class Preparation:
         evaluation_mode: bool = False,
         sharded: bool = False,
     ) -> None:
-        """Convert `model` in place; a second time changes nothing.
+        """Convert `model` in place; a repeated call changes nothing.
 
-        A model in which nothing can run in FP8 stays as it is, and a line says so: it may stand
-        beside one that can, such as the critic of a GAN. `refuse_idle` looks whether there is one.
-        A module without parameters, such as a criterion, is not looked at.
+        If nothing in the model can run in FP8, it stays unchanged and a line says so, because
+        another model of the run may run in FP8, as in a GAN whose critic cannot. `refuse_idle`
+        checks that there is one. A module without parameters, such as a criterion, is ignored.
 
-        Models that are prepared for evaluation (reference and reward models, or the trained one
-        before training) are converted too: two models that are compared then see the same FP8.
+        Models that are prepared for evaluation (reference and reward models, or the trained model
+        before training) are converted, too, so that compared models use the same FP8.
 
         Args:
             model: the model given to ``prepare``; its Parameters stay the same objects.
-            device: the device on which it will run; None: its present one.
-            evaluation_mode: whether the model is prepared for evaluation alone.
+            device: the device on which it will run; None: its present device.
+            evaluation_mode: whether the model is prepared only for evaluation.
             sharded: whether FSDP2 shards it next.
         Raises:
             ValueError: see `torch_fp8.convert_to_float8`.
@@ -106,10 +107,10 @@ class Preparation:
             self._waiting.append(model)
 
     def release(self, model: nn.Module) -> None:
-        """Make a model stock again, in place: classes, hooks and dtypes.
+        """Restore a stock model in place: classes, hooks and dtypes.
 
-        Not one whose shards go on as they are, nor one that is to be exported
-        (``FP8Config(save_format=...)``), which takes its FP8 layers.
+        Models whose shards remain split are not restored, nor are models that will be exported
+        (``FP8Config(save_format=...)``), because the export reads their FP8 layers.
         """
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         if model not in self._reports or sharded or self.config.save_format is not None:
@@ -127,20 +128,20 @@ class Preparation:
         if model not in self._left:
             log_visibly(f"FP8: {type(model).__name__} runs as it is: {reason}")
         self._left[model] = reason
-        vars(model)["_fp8_saving"] = Saving(self)  # its optimizer may split weights all the same
+        vars(model)["_fp8_saving"] = Saving(self)  # its optimizer may still split weights
 
     def is_left(self, model: nn.Module) -> bool:
-        """Return whether a model, without wrappers, was prepared and cannot run in FP8."""
+        """Return whether a model, without wrappers, was prepared but cannot run in FP8."""
         return model in self._left
 
     def refuse_idle(self) -> None:
-        """Refuse to train where no model that was prepared so far runs in FP8.
+        """Refuse to train if no prepared model runs in FP8.
 
-        The first backward asks, since the models of a run come in any order and in several calls of
-        ``prepare``.
+        The first backward calls this, because the models of a run are prepared in any order and in
+        several calls of ``prepare``.
 
         Raises:
-            ValueError: there is none, and models were left as they are.
+            ValueError: none does, and models were left unconverted.
         """
         if self._left and not self._runs_fp8:
             reasons = "; ".join(self._left.values())
@@ -153,8 +154,9 @@ class Preparation:
     def _take_over(
         self, model: nn.Module, device: torch.device | None, trained: bool, sharded: bool
     ) -> None:
-        """Take over what transformers made of an FP8 checkpoint, once; again if it was prepared for
-        evaluation and is to be trained now.
+        """Take over a model that transformers loaded from an FP8 checkpoint, once.
+
+        A second time only if it was prepared for evaluation first and is prepared for training now.
         """
         if model in self._taken_over and self._taken_over[model] >= trained:
             return
@@ -165,12 +167,13 @@ class Preparation:
     def connect_sharded(
         self, model: nn.Module, sharded: nn.Module, evaluation_mode: bool = False
     ) -> None:
-        """Have FSDP2 gather the weights and scatter the gradients of a converted model in FP8.
+        """Have FSDP2 gather the weights and reduce-scatter the gradients of a converted model in
+        FP8.
 
         Args:
             model: the model given to `convert`.
-            sharded: the same model as FSDP2 has sharded it.
-            evaluation_mode: it is to be said at once, for no summary follows.
+            sharded: the same model after FSDP2 has sharded it.
+            evaluation_mode: whether to log the report at once, because no summary follows.
         """
         if model in self._reports and any(isinstance(m, FSDPModule) for m in sharded.modules()):
             report = self.communication[model] = connect_fsdp(sharded, self.config)
@@ -180,7 +183,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def saving_checkpoint(self, is_one: bool) -> Iterator[None]:
-        """Remember, within, whether what is saved is a checkpoint from which training goes on."""
+        """Remember in this context whether the save is a checkpoint for resuming training."""
         self.saves_checkpoint = is_one
         try:
             yield
@@ -189,13 +192,15 @@ class Preparation:
 
     @contextlib.contextmanager
     def collected(self, accelerator: Any) -> Iterator[None]:
-        """Announce the models converted within at the end, when their optimizers are known."""
+        """Log the summaries of models converted in this context at its end, when optimizers are
+        known.
+        """
         outermost, self._collecting = not self._collecting, True
         try:
             yield
             if outermost:
-                # transformers prepares a model that it has sharded itself for evaluation, and
-                # trains it.
+                # transformers prepares a model that it has sharded itself for evaluation, but
+                # then trains it.
                 for model in list(self._reports):
                     if self.optimizers.that_train(accelerator, model):
                         self._await_summary(model)
@@ -236,7 +241,9 @@ class Preparation:
 
 
 class Saving:
-    """A link from a model to the Preparation that knows its weights' residuals; a copy has none."""
+    """A link from a model to the Preparation that knows its weights' residuals; dropped in
+    copies.
+    """
 
     def __init__(self, preparation: Preparation) -> None:
         self._preparation = ref(preparation)
@@ -249,17 +256,17 @@ class Saving:
 
 
 def _of_nobody() -> None:
-    """Stand for `Saving` in a copy of its model."""
+    """A replacement for `Saving` in a copy of its model."""
 
 
 def log_visibly(message: str) -> None:
-    """Log at INFO on the main process, so that it is seen unless somebody chose otherwise.
+    """Log at INFO on the main process so that the message is visible by default.
 
-    Python shows nothing below WARNING by default, and few training scripts configure logging; yet
-    that FP8 runs, and where it does not, is no warning. Hence the level of this package's own
-    logger is INFO where nobody set one, and a message that would reach no handler goes to stderr.
-    ``logging.getLogger("accelerate_fp8").setLevel(logging.WARNING)``, a root level above WARNING,
-    or ``ACCELERATE_LOG_LEVEL=warning`` silence it.
+    Python hides messages below WARNING by default, and few training scripts configure logging; yet
+    a message that FP8 runs, or where it does not, is no warning. So the level of this package's
+    logger is INFO if no level is set, and a message that would reach no handler goes to stderr. To
+    silence it, use ``logging.getLogger("accelerate_fp8").setLevel(logging.WARNING)``, a root level
+    above WARNING, or ``ACCELERATE_LOG_LEVEL=warning``.
     """
     logger = get_logger(LOGGER_NAME)
     own = logger.logger
@@ -278,10 +285,11 @@ def log_visibly(message: str) -> None:
 
 @contextlib.contextmanager
 def _forwards_reachable(model: nn.Module) -> Iterator[None]:
-    """Expose, while converting, the linear layers under Accelerate's hooks (``device_map``).
+    """Expose the linear layers under Accelerate's hooks (``device_map``) during conversion.
 
-    A hook keeps the bound ``forward`` of the class the module had, in ``_old_forward``, and puts
-    its own on the instance: another class would not be noticed. Afterwards it calls the new one.
+    A hook stores the bound ``forward`` of the module's class in ``_old_forward`` and sets its own
+    on the instance, so it would not notice a new class. Afterwards the hook calls the new class's
+    forward.
     """
     hooked = [
         module

@@ -1,7 +1,7 @@
-"""Gradient release refuses loops that need all gradients at once; this module finds Accelerate's.
+"""Checks that Accelerate's loop does not need all gradients at once under gradient release.
 
 With ``FP8Config(gradient_release=True)`` the optimizer has applied and freed each gradient by the
-end of backward. What Accelerate cannot see, the engine refuses in backward.
+end of backward. The engine itself refuses in backward what Accelerate cannot detect.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def refuse_accumulation(config: FP8Config, accelerator: Any) -> None:
 
 
 def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
-    """Raise ValueError for DDP; FSDP reduces each gradient before the optimizer sees it."""
+    """Raise ValueError for DDP; FSDP reduces each gradient before the optimizer gets it."""
     several = accelerator.num_processes > 1
     if config.gradient_release and several and accelerator.distributed_type != DistributedType.FSDP:
         _refuse(
@@ -34,7 +34,7 @@ def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
 
 
 def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
-    """Raise ValueError where gradients would be changed; an infinite limit only measures them."""
+    """Raise ValueError if gradients would be changed; an infinite limit only measures them."""
     if config.gradient_release and limit != float("inf"):
         _refuse(
             f"Accelerator.{method} finds no gradients",
@@ -43,7 +43,7 @@ def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
 
 
 def refuse_training_arguments(config: FP8Config, arguments: Any) -> None:
-    """Raise ValueError for transformers' arguments: the Trainer accumulates and clips by itself."""
+    """Raise ValueError for transformers' arguments with which the Trainer accumulates or clips."""
     if not config.gradient_release:
         return
     if arguments.gradient_accumulation_steps > 1:

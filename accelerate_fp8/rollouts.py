@@ -1,15 +1,15 @@
-"""What FP8 does to the rollouts of TRL's trainers of reinforcement learning: they are measured.
+"""Measurement of what FP8 does to the rollouts of TRL's reinforcement learning trainers.
 
-Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
-first argument, then the method's own.
+`accelerate_fp8._register` installs these functions. Each takes the wrapped method as its first
+argument, followed by the method's arguments.
 
-A policy gradient takes it for granted that a token was sampled with the probability that the
-training forward gives it. The two are computed apart: one token after the other with a cache, or by
-another engine, and all at once. ``fp8/logprob_difference`` is the mean of ``|log p - log q|`` over
-all tokens that were sampled since the last line of the log, and
-``fp8/logprob_multiplicative_error`` its exponential. Both sides are there anyway: the sampled ones
-come from the engine or from `accelerate_fp8.sampled_logprobs`, the others are those that the
-trainer computes of the same weights. No forward is added, and the device is not waited for.
+A policy gradient assumes that a token was sampled with the probability that the training forward
+assigns to it. The two are computed separately: sampling runs one token after another with a cache,
+or in another engine; training scores all tokens at once. ``fp8/logprob_difference`` is the mean of
+``|log p - log q|`` over all tokens sampled since the last line of the log, and
+``fp8/logprob_multiplicative_error`` its exponential. Both sides already exist: the sampled ones
+come from the engine or from `accelerate_fp8.sampled_logprobs`, and the trainer computes the others
+from the same weights. No forward is added, and nothing waits for the device.
 """
 
 import contextlib
@@ -27,19 +27,21 @@ from torch_fp8.nn.rollout import rollout
 from torch_fp8.optim.embedding_dtype import bf16_stream
 
 _SAMPLED = "fp8_sampled_logprobs"
-"""The key of what was sampled, among a trainer's inputs, which it shuffles and splits."""
+"""The key of the sampled log-probabilities among a trainer's inputs, which it shuffles and
+splits.
+"""
 
 
 _IN_BATCHES = ("use_transformers_continuous_batching", "use_transformers_paged")
-"""What TRL, newer and older, calls ``generate_batch``."""
+"""The options with which newer and older TRL choose ``generate_batch``."""
 
 
 class RolloutState:
-    """What one trainer's rollouts are remembered by.
+    """The state of one trainer's measurements.
 
     Attributes:
-        sampled: the rollout that is being scored; None: it was not watched, or cannot be told.
-        scored: the log-probabilities that the trainer has computed within `scoring`.
+        sampled: the rollout that is being scored; None: it was not watched, or is not available.
+        scored: the log-probabilities that the trainer has computed in `scoring`.
         differences: the differences by mode, "train" and "eval".
     """
 
@@ -52,7 +54,7 @@ class RolloutState:
 
     @contextlib.contextmanager
     def scoring(self) -> Any:
-        """Note, within, the first log-probabilities that the trainer computes."""
+        """Record the first log-probabilities that the trainer computes in this context."""
         self.scored, self.is_scoring = None, True
         try:
             yield
@@ -61,7 +63,7 @@ class RolloutState:
 
 
 def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``_generate_single_turn``: sample with the FP8 of training, and note with which
+    """Extend ``_generate_single_turn``: sample with the FP8 of training, and record
     log-probabilities.
     """
     if preparation_of(self.accelerator) is None:
@@ -73,7 +75,7 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     watch = SampledLogprobs(float(self.temperature))
     batching = getattr(self, "continuous_batching_config", None)
     with contextlib.ExitStack() as stack:
-        # TRL compiles nothing, and transformers' graphs go with each call of generate_batch.
+        # TRL compiles nothing, and transformers drops its graphs after each generate_batch.
         stack.enter_context(rollout(model, keep_graphs=False))
         stack.enter_context(self.accelerator.autocast())
         stack.enter_context(watch.watching(model, batching))
@@ -91,7 +93,9 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 
 @contextlib.contextmanager
 def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
-    """Have vLLM return, within, the log-probabilities of its tokens, where the trainer does not."""
+    """Make vLLM return the log-probabilities of its tokens in this context, if the trainer does
+    not.
+    """
     generation = trainer.vllm_generation
     if getattr(generation, "logprobs", 0) is not None:
         yield
@@ -114,8 +118,9 @@ def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
 
 
 def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``_generate_and_score_completions``: measure, where the trainer has scored the tokens
-    with the weights that they were sampled with; else keep what was sampled for `compute_loss`.
+    """Extend ``_generate_and_score_completions``: measure, or keep the samples for `compute_loss`.
+
+    It measures if the trainer has scored the tokens with the weights that they were sampled with.
     """
     if preparation_of(self.accelerator) is None:
         return original(self, *args, **kwargs)
@@ -127,9 +132,9 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     if state.sampled is not None:
         sampled = _padded(state.sampled, output["completion_ids"])
         if not self.use_vllm:
-            output.pop("sampling_per_token_logps", None)  # the loss is what it is without us
+            output.pop("sampling_per_token_logps", None)  # keep the loss as it is without us
     scored = output.get("old_per_token_logps")
-    if "old_logps" in output:  # RLOO's, summed up
+    if "old_logps" in output:  # RLOO's, summed over tokens
         scored = state.scored
     if sampled is None:
         _unmeasured(self, "nobody says with which log-probabilities the tokens were sampled")
@@ -141,7 +146,7 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
 
 
 def per_token_logps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``_get_per_token_logps_and_entropies``: note what it returns first."""
+    """Extend ``_get_per_token_logps_and_entropies``: record its first result."""
     logps = original(self, *args, **kwargs)
     state = vars(self).get("_fp8_rollouts")
     if state is not None and state.is_scoring and state.scored is None:
@@ -152,7 +157,7 @@ def per_token_logps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def compute_loss(
     original: Any, self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Extend ``compute_loss``: measure, where the loss scores tokens of the very same weights."""
+    """Extend ``compute_loss``: measure if the loss scores tokens of the same weights."""
     state = vars(self).get("_fp8_rollouts")
     sampled = inputs.get(_SAMPLED) if isinstance(inputs, dict) else None
     if state is None or sampled is None:
@@ -167,7 +172,7 @@ def compute_loss(
 
 
 def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``log``: add the metrics, and warn above the bound, once."""
+    """Extend ``log``: add the metrics, and warn once above the bound."""
     state = vars(self).get("_fp8_rollouts")
     if state is not None:
         mode = "train" if self.model.training else "eval"
@@ -182,7 +187,7 @@ def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``log`` of a trainer that has not the methods to be extended: say so."""
+    """Extend ``log`` of a trainer without the required methods: warn that nothing is measured."""
     if preparation_of(self.accelerator) is not None:
         _state_of(self)
         _unmeasured(self, "this version of TRL has other methods than those that are known")
@@ -204,7 +209,7 @@ def _state_of(trainer: Any) -> RolloutState:
 
 
 def _padded(rows: Logprobs, like: Tensor) -> Tensor:
-    """Return rows as a tensor of the shape of `like`, NaN where there is none."""
+    """Return rows as a tensor of the shape of `like`, with NaN for missing values."""
     padded = torch.full(like.shape, float("nan"), dtype=torch.float32)
     for i, row in enumerate(rows[: len(padded)]):
         padded[i, : len(row)] = torch.tensor(row[: padded.shape[1]], dtype=torch.float32)

@@ -1,12 +1,11 @@
 """`SampledLogprobs`: the log-probabilities of tokens that a policy samples with ``generate``.
 
-TRL asks nobody for them but vLLM. They are taken here from the logits of the forwards that
-``generate`` runs anyway, without another forward: of each, those of the last position are kept
-until the next forward brings the token that was sampled from them as its input. What is added to a
-token is one log-sum-exp over the vocabulary, and the memory of one position's logits.
+TRL requests them only from vLLM. This module takes them from the logits of the forwards that
+``generate`` runs anyway, without another forward: it keeps the logits of each forward's last
+position until the next forward receives the token that was sampled from them as its input. The cost
+per token is one log-sum-exp over the vocabulary and the memory of one position's logits.
 
-Batches of requests that come and go (``generate_batch``) are asked for theirs: transformers has an
-option for it.
+Continuous batching (``generate_batch``) has an option in transformers to return them.
 """
 
 import contextlib
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 Logprobs = list[list[float]]
-"""For each sequence one log-probability for each of its tokens."""
+"""For each sequence a list with the log-probability of each of its tokens."""
 
 
 class SampledLogprobs:
-    """Watches one rollout.
+    """Records the log-probabilities of one rollout.
 
     Args:
         temperature: the divisor of logits before a token is sampled.
@@ -37,10 +36,10 @@ class SampledLogprobs:
 
     @contextlib.contextmanager
     def watching(self, model: Any, batching: Any) -> Iterator[None]:
-        """Watch, within, what `model` generates.
+        """Record what `model` generates in this context.
 
         Args:
-            model: a transformers model, perhaps in wrappers of PEFT.
+            model: a transformers model, possibly inside PEFT wrappers.
             batching: the trainer's configuration of ``generate_batch``; None: it has none.
         """
         asks = getattr(batching, "return_logprobs", None)
@@ -86,10 +85,10 @@ class SampledLogprobs:
         return chosen - logits.logsumexp(-1)
 
     def of(self, completions: list[list[int]]) -> Logprobs | None:
-        """Return the log-probabilities of these completions; None: they cannot be told.
+        """Return the log-probabilities of these completions; None if they cannot be determined.
 
-        Forwards before the first sampled token (a prompt in chunks) and after the last one (ranks
-        that wait for others) are told by the tokens that they were given.
+        Forwards before the first sampled token (chunks of a prompt) and after the last one (ranks
+        that wait for others) are recognized by their input tokens.
 
         Args:
             completions: the tokens of each sequence, as the rollout returned them.
@@ -116,7 +115,7 @@ class SampledLogprobs:
 
 
 def _innermost(model: Any) -> nn.Module:
-    """Return the model of transformers whose forward ``generate`` calls."""
+    """Return the transformers model whose forward ``generate`` calls."""
     base = getattr(model, "get_base_model", None)
     inner: nn.Module = base() if callable(base) else model
     return inner

@@ -1,7 +1,7 @@
-"""transformers' TrainingArguments and Trainer, from which TRL's derive, under this engine.
+"""transformers' TrainingArguments and Trainer, and TRL's subclasses, under this engine.
 
-Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
-first argument, then the method's own.
+`accelerate_fp8._register` installs these functions. Each takes the wrapped method as its first
+argument, followed by the method's arguments.
 """
 
 import inspect
@@ -28,11 +28,11 @@ _PRECISION = "ACCELERATE_MIXED_PRECISION"
 def post_init(original: Any, self: Any) -> None:
     """Extend ``TrainingArguments.__post_init__`` under ``ACCELERATE_MIXED_PRECISION=fp8``.
 
-    ``bf16=True`` makes the Trainer hand "bf16" to Accelerate, and TRL's configurations default to
-    it: every TRL trainer would silently train in BF16. FP8 includes BF16 autocast, so the flag
-    wins; that a script said ``bf16=True`` itself cannot be told apart. ``fp16=True`` stays.
-
-    transformers 4 has no attribute ``mixed_precision``; it overwrites the launcher's variable.
+    ``bf16=True`` makes the Trainer pass "bf16" to Accelerate, and TRL's configurations set it by
+    default, so every TRL trainer would silently train in BF16. FP8 includes BF16 autocast, so the
+    launcher's flag wins; an explicit ``bf16=True`` in a script cannot be distinguished from the
+    default. ``fp16=True`` stays. transformers 4 has no attribute ``mixed_precision``; it overwrites
+    the launcher's variable.
     """
     ours = is_engine_chosen((), explicit=False)
     original(self)
@@ -51,8 +51,10 @@ def post_init(original: Any, self: Any) -> None:
 
 
 def create_accelerator(original: Any, self: Any) -> None:
-    """Extend ``Trainer.create_accelerator_and_postprocess``: recipe ``auto`` is one for rollouts
-    where the arguments have a temperature and a length to sample, as those of TRL's trainers do.
+    """Extend ``Trainer.create_accelerator_and_postprocess``: choose ``auto`` for rollouts if it
+    samples.
+
+    A trainer samples if its arguments have a temperature and a completion length, as TRL's do.
     """
     lengths = ("max_completion_length", "max_new_tokens")
     samples = any(hasattr(self.args, name) for name in lengths)
@@ -61,9 +63,7 @@ def create_accelerator(original: Any, self: Any) -> None:
 
 
 def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
-    """Extend ``Trainer._save_optimizer_and_scheduler``: save delayed scaling's history beside
-    them.
-    """
+    """Extend ``Trainer._save_optimizer_and_scheduler``: also save delayed scaling's history."""
     original(self, output_dir)
     preparation = preparation_of(self.accelerator)
     if preparation is not None:
@@ -72,7 +72,7 @@ def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> N
 
 
 def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
-    """Extend ``Trainer._load_optimizer_and_scheduler``: load the history, too."""
+    """Extend ``Trainer._load_optimizer_and_scheduler``: also load delayed scaling's history."""
     original(self, checkpoint)
     preparation = preparation_of(self.accelerator)
     if checkpoint is not None and preparation is not None:
@@ -82,9 +82,9 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """Extend ``Trainer._save``: give a checkpoint's model and the final one whole weights.
+    """Extend ``Trainer._save``: save joined weights in checkpoints and in the final model.
 
-    With ``FP8Config(save_format=...)`` the final one is exported; see `save_pretrained`.
+    With ``FP8Config(save_format=...)`` the final model is exported; see `save_pretrained`.
     """
     preparation = preparation_of(self.accelerator)
     if preparation is None or not self.args.should_save:
@@ -98,12 +98,12 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
 
 
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``PreTrainedModel.save_pretrained``: save whole weights, and their dtype in
+    """Extend ``PreTrainedModel.save_pretrained``: save joined weights, with their dtype in
     ``config.json``.
 
     With ``FP8Config(save_format=...)`` the model is exported instead. A model that transformers
-    dequantized is not quantized again, also where it was never prepared (adapters were merged into
-    it, say).
+    dequantized is not quantized again, even if it was never prepared (for example after a merge of
+    adapters).
     """
     saving = vars(self).get("_fp8_saving")
     preparation = saving and saving()
@@ -122,11 +122,11 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """Extend ``Trainer._wrap_model``: refuse what the Trainer does without asking Accelerate.
+    """Extend ``Trainer._wrap_model``: refuse what the Trainer does past Accelerate.
 
     Raises:
-        ValueError: several GPUs are visible to one process, so that the Trainer uses DataParallel;
-            gradient release with clipping or accumulation.
+        ValueError: one process sees several GPUs, so the Trainer would use DataParallel; gradient
+            release is on with clipping or accumulation.
     """
     model: nn.Module = original(self, *args, **kwargs)
     preparation = preparation_of(self.accelerator)
@@ -147,9 +147,7 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
 
 
 def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module:
-    """Extend TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the one that is
-    trained.
-    """
+    """Extend TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the trained model."""
     preparation = preparation_of(accelerator)
     if preparation is None:
         sharded: nn.Module = original(model, accelerator)
@@ -161,11 +159,11 @@ def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module
 
 
 def _is_resumed_from(folder: str | None) -> bool:
-    """Whether the Trainer resumes from folders of this name."""
+    """Return whether the Trainer resumes from folders of this name."""
     return folder is not None and Path(folder).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
 def warn_once(message: str) -> None:
-    """Warn on rank zero, where Accelerate's own logger may not be ready yet."""
+    """Warn on rank zero, even before Accelerate's own logger is ready."""
     if int(os.environ.get("RANK", "0")) == 0:
         logging.get_logger("transformers").warning_once(message)

@@ -1,7 +1,7 @@
 """FP8 for Lightning: ``precision="fp8-mixed"`` in Trainer and Fabric, and the plugin behind it.
 
-Where torch's autoload of extensions is on, nothing has to be imported for the flag. Importing this
-package registers it where autoload is off, before or after Lightning was imported.
+If torch's autoload of extensions is on, the flag works without any import. If it is off, import
+this package, before or after Lightning, to register the flag.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ _fp8_autoload.load("lightning_fp8")
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: this module is imported together with Lightning, also by those who do not use FP8.
+    # Lazily, because Lightning's import also imports this module in runs without FP8.
     if name == "FP8Precision":
         from lightning_fp8.precision import FP8Precision
 

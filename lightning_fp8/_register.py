@@ -1,14 +1,14 @@
-"""The points of Lightning that are extended; `_fp8_autoload` calls this with the module just
-imported.
+"""The extension points in Lightning; `_fp8_autoload` calls these functions with the imported
+module.
 
 Lightning is published twice, as ``lightning`` (with ``lightning.fabric`` and ``lightning.pytorch``)
-and as ``lightning_fabric`` and ``pytorch_lightning``: two full copies of the code with classes of
-their own. Three points are extended in each: the choices of ``precision``, and the two connectors
-that turn ``precision`` and ``plugins`` into a precision plugin. The rest goes through the Precision
-interface of Lightning.
+and as ``lightning_fabric`` and ``pytorch_lightning``: two full copies of the code with separate
+classes. Three points are extended in each: the choices of ``precision``, and the two connectors
+that turn ``precision`` and ``plugins`` into a precision plugin. The rest uses Lightning's Precision
+interface.
 
-Each function may be called twice, and raises AttributeError before it changed anything if the
-upstream name has moved.
+Each function may be called twice. If the upstream name has moved, it raises AttributeError before
+it changes anything.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import Any, Union, get_args
 
 PRECISION = "fp8-mixed"
-# Spellings of the precision, without case, hyphens and underscores.
+# Near misses of the precision's name, in lower case without hyphens and underscores.
 _NEARLY = ("fp8", "fp8mixed", "fp8true", "float8", "float8mixed", "8mixed")
 
-# Connector module -> the module with the plugin class for whatever that connector serves.
+# Connector module -> the module with the plugin class for that connector's host.
 PLUGINS = {
     "lightning.fabric.connector": "lightning_fp8.unified_fabric",
     "lightning.pytorch.trainer.connectors.accelerator_connector": "lightning_fp8.unified_trainer",
@@ -32,18 +32,19 @@ PLUGINS = {
     ),
 }
 
-# What a user makes, and what becomes one of the host's own in the modules above.
+# Public classes that a user creates; the modules above turn them into the host's own classes.
 REQUESTS = {"FP8Precision": "lightning_fp8.precision", "FP8FSDPStrategy": "lightning_fp8.fsdp"}
 
 
 def extend_precision_choices(module: Any) -> None:
     """Add ``fp8-mixed`` to the precision strings in the module that defines them.
 
-    Every other module copies the two names, so they are replaced before it does. Where Lightning
-    was imported first that is too late; then the type is changed in place, which all copies share.
+    All other modules copy the two names, so they are replaced before that happens. If Lightning was
+    imported first, it is too late to replace them; then the type, which all copies share, is
+    changed in place.
     """
     if _too_old(module):
-        with contextlib.suppress(AttributeError):  # so that the refusal is reached
+        with contextlib.suppress(AttributeError):  # so that the connector raises the refusal
             _add_choice(module)
         return
     _add_choice(module)
@@ -65,12 +66,12 @@ def _add_choice(module: Any) -> None:
 
 
 def extend_fabric_connector(module: ModuleType) -> None:
-    """Make Fabric's connector know ``fp8-mixed`` and `FP8Precision`."""
+    """Make Fabric's connector accept ``fp8-mixed`` and `FP8Precision`."""
     _extend_connector(module, "_Connector", "_precision_input", "_precision_instance")
 
 
 def extend_trainer_connector(module: ModuleType) -> None:
-    """Make the Trainer's connector know ``fp8-mixed`` and `FP8Precision`."""
+    """Make the Trainer's connector accept ``fp8-mixed`` and `FP8Precision`."""
     _extend_connector(module, "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
 
 
@@ -81,7 +82,7 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
         module: the module that defines the connector.
         name: the name of the connector's class.
         flag: the attribute that holds the precision string.
-        instance: the attribute that holds the plugin that the user gave, or None.
+        instance: the attribute that holds the user's plugin, or None.
     """
     too_old = _too_old(module)
     if too_old is not None:
@@ -99,7 +100,7 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # The environment may ask for FP8 since torch was imported.
+        # The environment may have requested FP8 after torch was imported.
         import_module("_fp8_autoload").load("lightning_fp8")
         for name in {"plugins", "strategy"} & kwargs.keys():
             kwargs[name] = _for_host(plugin_module, kwargs[name])
@@ -132,7 +133,7 @@ def _too_old(module: ModuleType) -> str | None:
 
 
 def _refuse_when_asked(connector: Any, line: str) -> None:
-    """Have `connector`, of a Lightning that is too old, raise `line` where FP8 is asked for."""
+    """Make the `connector` of an old Lightning raise `line` if FP8 is requested."""
     init = connector.__init__
     if hasattr(init, "_fp8_original"):
         return
@@ -149,7 +150,7 @@ def _refuse_when_asked(connector: Any, line: str) -> None:
 
 
 def _refuse_nearly(precision: object) -> None:
-    """Raise ValueError for a precision that is spelled almost as ours."""
+    """Raise ValueError for a misspelled ``fp8-mixed``."""
     if not isinstance(precision, str) or precision == PRECISION:
         return
     if precision.lower().replace("-", "").replace("_", "") in _NEARLY:
@@ -157,7 +158,7 @@ def _refuse_nearly(precision: object) -> None:
 
 
 def _refuse_deepspeed(given: dict[str, Any]) -> None:
-    """Raise ValueError before the host asks for a library that could not run FP8 anyway."""
+    """Raise ValueError before the host imports a library that cannot run FP8 anyway."""
     plugins = given.get("plugins")
     listed = plugins if isinstance(plugins, list) else [plugins]
     asked = given.get("precision") == PRECISION or any(map(_class_of_ours, listed))
@@ -172,9 +173,7 @@ def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:
 
 
 def _for_host(plugin_module: str, given: Any) -> Any:
-    """Replace, in `given`, one or a list, what the user asked of us by the class of
-    `plugin_module`.
-    """
+    """Replace our requests in `given`, an object or a list, by the class of `plugin_module`."""
     if isinstance(given, (list, tuple)):
         return [_for_host(plugin_module, one) for one in given]
     name = _class_of_ours(given)
@@ -182,7 +181,7 @@ def _for_host(plugin_module: str, given: Any) -> Any:
 
 
 def _class_of_ours(given: Any) -> str | None:
-    """Return the public class of which `given` is an object; None if it is not ours."""
+    """Return the public class of which `given` is an instance; None if it is not ours."""
     for name, defined_in in REQUESTS.items():
         cls = getattr(sys.modules.get(defined_in), name, None)
         if cls is not None and isinstance(given, cls):
@@ -191,7 +190,7 @@ def _class_of_ours(given: Any) -> str | None:
 
 
 def _withdraw_choice(connector_module: ModuleType) -> None:
-    """Withdraw ``fp8-mixed`` where it could not be served: the host then refuses it itself."""
+    """Remove ``fp8-mixed`` if it cannot be supported, so that the host refuses it."""
     literal = getattr(connector_module, "_PRECISION_INPUT_STR", None)
     if literal is not None:
         literal.__args__ = tuple(choice for choice in get_args(literal) if choice != PRECISION)

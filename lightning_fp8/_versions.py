@@ -1,6 +1,6 @@
-"""The releases of Lightning that the tests ran with; docs/versions.md says which tests.
+"""The tested releases of Lightning; docs/versions.md lists the tests.
 
-Older ones are refused where FP8 is asked for. Newer ones are not: they may well work.
+Older releases are refused if FP8 is requested. Newer ones are not, because they may well work.
 """
 
 import re
@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 LOWEST, HIGHEST = "2.4", "2.6"
 
-# Top-level package -> the distributions that bring it.
+# Top-level package -> the distributions that contain it.
 _DISTRIBUTIONS = {
     "lightning": ("lightning",),
     "pytorch_lightning": ("pytorch-lightning",),
@@ -17,8 +17,8 @@ _DISTRIBUTIONS = {
 
 
 def refusal(package: str) -> str | None:
-    """Return one line about a top-level package that is too old; None if it is not, or not
-    known.
+    """Return one line on a top-level package that is too old; None if it is supported or
+    unknown.
     """
     for distribution in _DISTRIBUTIONS.get(package, ()):
         try:

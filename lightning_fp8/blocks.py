@@ -1,4 +1,4 @@
-"""The parts of a model that FSDP2 gathers one at a time: its blocks, found by structure."""
+"""The blocks of a model, which FSDP2 gathers one at a time, found by the model's structure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,18 +11,18 @@ _UNIMPLEMENTED = nn.Module.forward
 def find_blocks(
     model: nn.Module, classes: Sequence[str | type[nn.Module]] | None = None
 ) -> list[nn.Module]:
-    """Return the blocks of a model in the order in which they stand in it; no block is within
-    another.
+    """Return the blocks of a model in order; no block is inside another one.
 
-    They are the modules of the named classes; else those of the classes that a Hugging Face model
-    names in ``_no_split_modules``; else, in each ``ModuleList`` or ``Sequential``, the modules of
-    a class that stands there twice or more, has modules of its own, and parameters.
+    Blocks are the modules of the named classes. Without names, they are those of the classes that a
+    Hugging Face model lists in ``_no_split_modules``. Otherwise, in each ``ModuleList`` or
+    ``Sequential``, they are the modules whose class occurs there at least twice and that have
+    submodules and parameters.
 
     Args:
-        model: not wrapped yet.
-        classes: names of classes or classes, for models whose blocks have no such structure.
+        model: the model, not wrapped yet.
+        classes: classes or their names, for models whose blocks have no such structure.
     Raises:
-        ValueError: a named class that no module of the model has.
+        ValueError: no module of the model has a named class.
     """
     if classes is not None:
         wanted = [cls if isinstance(cls, str) else cls.__name__ for cls in classes]
@@ -43,11 +43,10 @@ def find_blocks(
 
 
 def find_roots(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are called as a whole and hold every parameter of `model` between
-    them.
+    """Return the modules that are called as a whole and together hold all parameters of `model`.
 
-    These are its children, unless it has parameters of its own, or a child that has no ``forward``
-    (a list of layers), or parameters that two children share: then it is itself the only one.
+    These are its children. But if the model has parameters of its own, a child without ``forward``
+    (a list of layers), or parameters that two children share, it is its own only root.
     """
     children = [child for child in model.children() if any(True for _ in child.parameters())]
     held = Counter(parameter for child in children for parameter in child.parameters())
@@ -60,7 +59,7 @@ def find_roots(model: nn.Module) -> list[nn.Module]:
 def _outermost(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     wanted = set(names)
     outermost, inner = [], set[nn.Module]()
-    for module in model.modules():  # from the outside inwards
+    for module in model.modules():  # outer modules first
         if module not in inner and type(module).__name__ in wanted:
             outermost.append(module)
             inner.update(module.modules())

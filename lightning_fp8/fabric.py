@@ -1,7 +1,7 @@
-"""`FabricPrecision`: what Fabric's plugins do beyond those of the Trainer.
+"""`FabricPrecision`: what Fabric's plugins do in addition to the common part.
 
-Fabric sets models and optimizers up together or one by one, and tells its plugins of the models
-only; so the plugin stands in front of methods of its strategy.
+Fabric sets up models and optimizers together or one by one, and informs its plugins only of the
+models. So the plugin wraps methods of its strategy.
 """
 
 import functools
@@ -27,11 +27,13 @@ _METHODS = (
 
 
 class FabricPrecision(MonitoredPrecision, HostPrecision):
-    """The part of Fabric's plugins: models are set up one by one, and optimizers come later."""
+    """The part of Fabric's plugins, in which models are set up one by one and optimizers come
+    later.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Optimizers that were set up before their model.
+        # Optimizers whose model has not been set up yet.
         self._waiting: list[weakref.ref[Optimizer]] = []
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -41,30 +43,31 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         return super().convert_module(module)
 
     def leave(self, error: NothingToConvertError) -> str:
-        """Return why a module stays as it is: another one of the run may run in FP8."""
+        """Return why a module is not converted; another module of the run may run in FP8."""
         return error.reason
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Run the host's hook; the first backward is when all modules of a run are known.
+        """Run the host's hook, and at the first backward, when all modules are known, check for
+        FP8.
 
         Raises:
-            ValueError: modules were set up, and nothing in them can run in FP8.
+            ValueError: modules were set up, and none of them can run in FP8.
         """
         if not self.runs_fp8 and self._live():
             raise refusal("; ".join(str(converted.report) for converted in self._live()))
         return super().pre_backward(tensor, module)
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does; and observe the modules and optimizers of
+        """Attach as `HostPrecision.attach` does, and observe modules and optimizers of
         `strategy`.
         """
         super().attach(strategy, accelerator)
         for name in _METHODS:
-            # Only functions of modules and classes: ddp_spawn pickles the strategy.
+            # Only picklable functions, because ddp_spawn pickles the strategy.
             setattr(strategy, name, functools.partial(getattr(self, f"_{name}"), strategy))
 
     def forward_context(self) -> Any:
-        """Enter autocast; a model's first forward is the last moment for its start-up summary."""
+        """Enter autocast; a model's first forward logs its start-up summary at the latest."""
         for converted in self._live():
             self._announce(converted)
             if self.config.monitor and not isinstance(converted.report, str):
@@ -75,10 +78,10 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         self, strategy: Any, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
         converted = self._converted(module)
-        # With FP8FSDPStrategy `_setup_optimizer` does it.
+        # With FP8FSDPStrategy `_setup_optimizer` converts them.
         if converted is not None and not isinstance(strategy, FP8FSDPStrategy):
             self._convert_optimizers(converted, optimizers, module)
-        # Calls the other two in turn.
+        # The strategy's method calls the other two.
         set_up = type(strategy).setup_module_and_optimizers(
             strategy, module, optimizers, *scheduler
         )

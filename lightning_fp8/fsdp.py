@@ -1,13 +1,13 @@
-"""`FP8FSDPStrategy`: FSDP2 for models that shard nothing themselves, in the Trainer and in Fabric.
+"""`FP8FSDPStrategy`: FSDP2 for models without their own sharding code, in Trainer and Fabric.
 
-As with `lightning_fp8.FP8Precision`, the object that the user makes is only the request; the
-connector that receives it asks `FP8FSDPStrategy.for_host` for the strategy of its own copy of
-Lightning, a subclass of that copy's ``ModelParallelStrategy``.
+As with `lightning_fp8.FP8Precision`, the user's object is only a request. The connector that
+receives it calls `FP8FSDPStrategy.for_host` for the strategy of its own copy of Lightning, a
+subclass of that copy's ``ModelParallelStrategy``.
 
-What it shards: each transformer block, and what is left of each root, which is the module that is
+The strategy shards each transformer block, and the rest of each root, which is a module that is
 called as a whole. They compute in BF16 and keep float32 weights in shards, stored in two halves at
-O2 and O3. As under ``bf16-mixed``, what flows between the layers is
-float32: inputs are not cast, and embeddings return float32.
+O2 and O3. As under ``bf16-mixed``, the values between layers are float32: inputs are not cast, and
+embeddings return float32.
 """
 
 import sys
@@ -35,19 +35,19 @@ _STATE_DICT = "state_dict"
 
 
 class FP8FSDPStrategy:
-    """FSDP2 in FP8: ``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``, or Fabric's.
+    """FSDP2 in FP8: ``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``, or in Fabric.
 
     The LightningModule needs no ``configure_model``. All devices form one data-parallel group; for
     tensor parallelism use ``ModelParallelStrategy``.
 
     Args:
-        blocks: classes, or their names, each of whose modules is sharded as a unit. None: blocks
-            are found by structure, see `lightning_fp8.blocks.find_blocks`.
+        blocks: classes or their names, each of whose modules is sharded as a unit; None: blocks are
+            found by structure, see `lightning_fp8.blocks.find_blocks`.
         reshard_after_forward: whether a block is freed after forward and gathered again in
-            backward. False takes the memory of the whole BF16 or FP8 model, and spares a gather.
-        cpu_offload: keep shards, gradients and optimizer states in the memory of the CPU.
+            backward. False needs memory for the whole BF16 or FP8 model, and saves a gather.
+        cpu_offload: whether shards, gradients and optimizer states are kept in CPU memory.
         save_distributed_checkpoint: whether a checkpoint is a folder with the shards of each rank;
-            else it is one file with the full weights.
+            if False, it is one file with the full weights.
         process_group_backend: the backend of the process group; None: the device's default.
         timeout: the timeout of collectives; None: torch's default.
     """
@@ -90,9 +90,9 @@ class FP8FSDPStrategy:
 
 
 def register_as_strategy() -> None:
-    """Make `FP8FSDPStrategy` count as a strategy of the Trainers that are imported.
+    """Register `FP8FSDPStrategy` as a strategy of the imported Trainers.
 
-    LightningCLI asks for a subclass before any Trainer can turn the request into its own.
+    LightningCLI requires a subclass of Strategy before any Trainer can replace the request.
     """
     for host in _TRAINERS:
         module = sys.modules.get(f"{host}.strategies.strategy")
@@ -101,12 +101,12 @@ def register_as_strategy() -> None:
 
 
 class HostStrategy(FP8FSDPStrategy):
-    """The part that the strategies of all hosts share; a ``ModelParallelStrategy`` comes after
-    it.
+    """The common part of all hosts' strategies; a ``ModelParallelStrategy`` follows it in the
+    bases.
     """
 
     warn: Any
-    # Of that class.
+    # Attributes of ModelParallelStrategy.
     num_nodes: Any
     num_processes: Any
     device_mesh: Any
@@ -132,12 +132,13 @@ class HostStrategy(FP8FSDPStrategy):
         super().setup_environment()  # type: ignore[misc]
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
-        """Apply ``fully_shard`` to the blocks of `model` and to `roots` that are not sharded yet.
+        """Apply ``fully_shard`` to the blocks of `model` and to those `roots` that are not sharded
+        yet.
 
         Raises:
-            ValueError: a class in ``blocks`` that no module has.
+            ValueError: no module has a class in ``blocks``.
         """
-        if any(isinstance(root, FSDPModule) for root in roots):  # set up again
+        if any(isinstance(root, FSDPModule) for root in roots):  # from an earlier set-up
             reshard(model)
             keep_stream(model)
             return
@@ -176,11 +177,11 @@ class TrainerStrategy(HostStrategy):
     _forward_redirection: Any
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, then set up as the host does with one that its user has sharded.
+        """Shard the model, then set up as the host does with a model that its user has sharded.
 
         Raises:
-            ValueError: manual optimization of a LightningModule that has to be its own root; a
-                callback that averages weights.
+            ValueError: a LightningModule that is its own root uses manual optimization; a callback
+                averages weights.
         """
         module = self.lightning_module
         _refuse_averaging(trainer.callbacks)
@@ -192,7 +193,7 @@ class TrainerStrategy(HostStrategy):
                 "put them into a module with a forward, self.model = ..."
             )
         self.shard(module, roots)
-        # The host wants this hook overridden, to shard there; it has been called, if it is.
+        # The host requires that the user overrides this hook; if so, it has already been called.
         own = vars(module).get("configure_model")
         module.configure_model = own or _sharded
         try:
@@ -202,14 +203,12 @@ class TrainerStrategy(HostStrategy):
                 del module.configure_model
 
     def teardown(self) -> None:
-        """Tear down as the host does; hooks that kept the stream in float32 go with the
-        conversion.
-        """
+        """Tear down as the host does, and remove the hooks that kept the stream in float32."""
         super().teardown()  # type: ignore[misc]
         release_stream(self.lightning_module)
 
     def model_to_device(self) -> None:
-        """Move the model as the host does, but leave offloaded shards where they are."""
+        """Move the model as the host does, but leave offloaded shards on the CPU."""
         if not self.cpu_offload:
             super().model_to_device()  # type: ignore[misc]
             return
@@ -261,10 +260,10 @@ class FabricStrategy(HostStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> tuple[Any, ...]:
-        """Shard the module, and give the optimizers its new parameters.
+        """Shard the module, and give its optimizers the new parameters.
 
         Raises:
-            ValueError: an optimizer that has states already, of whole parameters.
+            ValueError: an optimizer already has states of whole parameters.
         """
         for optimizer in optimizers:
             if optimizer.state:
@@ -285,7 +284,7 @@ class FabricStrategy(HostStrategy):
 
 
 def _refuse_averaging(callbacks: Iterable[Any]) -> None:
-    """Raise ValueError for EMA and SWA: their copy of the model is made before it is sharded."""
+    """Raise ValueError for EMA and SWA, which copy the model before it is sharded."""
     for callback in callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
         if names & {"WeightAveraging", "StochasticWeightAveraging"}:
@@ -296,4 +295,4 @@ def _refuse_averaging(callbacks: Iterable[Any]) -> None:
 
 
 def _sharded() -> None:
-    """Stand for ``configure_model`` while the host looks for it."""
+    """A placeholder for ``configure_model`` while the host checks that it is overridden."""

@@ -1,9 +1,9 @@
-"""The engine's monitor under Lightning: where its numbers go, and how it goes back to a checkpoint.
+"""The engine's monitor under Lightning: where its numbers go, and how it returns to a checkpoint.
 
-They go to the Trainer's loggers at the number of the step, and to its ``callback_metrics``; the
-files to ``trainer.log_dir``. Fabric tells its plugins of no logger and no folder: there the plugin
-measures, warns and takes the ways back, and `torch_fp8.Monitor` takes a folder and ``log=
-fabric.log_dict`` by hand.
+The numbers go to the Trainer's loggers under the number of the step, and to its
+``callback_metrics``; files go to ``trainer.log_dir``. Fabric gives its plugins no logger and no
+folder. There the plugin measures, warns and runs the fallbacks. To log numbers, create a
+`torch_fp8.Monitor` with a folder and ``log=fabric.log_dict``.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torch_fp8.monitor.monitor import Monitor
 
 
 class MonitoredPrecision:
-    """The part of the plugins that watches what the model's FP8 layers do while it trains."""
+    """The part of the plugins that monitors the model's FP8 layers while it trains."""
 
     config: FP8Config
     info: ClassVar[Any]
@@ -30,14 +30,15 @@ class MonitoredPrecision:
     _monitor_state: dict[str, Any] = {}  # noqa: RUF012, replaced
 
     def watch_with(self, options: dict[str, Any]) -> None:
-        """Change the monitor's options of the configuration, before a model is watched."""
+        """Change the monitor's options in the configuration, before a model is watched."""
         self.config = dataclasses.replace(self.config, **options)
 
     def watch(self, module: nn.Module | None, optimizers: Iterable[Any], trainer: Any) -> None:
-        """Watch a model from now on, once its optimizers are known; again is harmless.
+        """Watch a model from now on, after its optimizers are known; a repeated call changes
+        nothing.
 
         Args:
-            module: converted.
+            module: the converted model.
             optimizers: the model's optimizers.
             trainer: the model's Trainer; None under Fabric.
         Raises:
@@ -65,7 +66,7 @@ class MonitoredPrecision:
         self._monitors = [*self._monitors, (ref(module), monitor)]
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Show the loss to the monitor, and run the host's hook."""
+        """Pass the loss to the monitor, and run the host's hook."""
         for _, monitor in self._monitors:
             if not monitor.step:
                 _count_from(monitor, getattr(module, "_trainer", None))
@@ -73,21 +74,21 @@ class MonitoredPrecision:
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plugin's state, with the monitor's, which all ranks have alike."""
+        """Return the plugin's state with the monitor's, which is the same on all ranks."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if self._monitors:
             state["monitor"] = self._monitors[0][1].state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, into models that are watched or will be."""
+        """Restore the result of `state_dict` for models that are watched, now or later."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._monitor_state = dict(state_dict.get("monitor", {}))
         for _, monitor in self._monitors:
             monitor.load_state_dict(self._monitor_state)
 
     def teardown(self) -> None:
-        """Stop watching, and leave what the plugin leaves; a later fit goes on from there."""
+        """Stop watching and tear down the plugin; a later fit continues from there."""
         for _, monitor in self._monitors:
             self._monitor_state = monitor.state_dict()
             self.info(monitor.summary())
@@ -100,7 +101,7 @@ class MonitoredPrecision:
 
 
 def _count_from(monitor: Monitor, trainer: Any) -> None:
-    """Count on from the Trainer's step where its checkpoint has no monitor's state."""
+    """Continue from the Trainer's step if its checkpoint has no monitor state."""
     step = 0 if trainer is None else trainer.global_step // max(1, len(trainer.optimizers))
     if step:
         monitor.load_state_dict({**monitor.state_dict(), "step": step})
@@ -133,24 +134,24 @@ def _restore(trainer: Any) -> str | None:
 
 
 class FP8Monitor:
-    """The callback that turns the monitor on: ``Trainer(callbacks=[FP8Monitor()])``.
+    """The callback that turns on the monitor: ``Trainer(callbacks=[FP8Monitor()])``.
 
-    ``FP8Config(monitor=N)`` does the same; where both say something, this one holds.
+    ``FP8Config(monitor=N)`` does the same; if both set an option, the callback wins.
 
     Args:
-        every_n_steps: how often to measure.
-        options: further fields of FP8Config, as ``on_alarm="bf16"``.
+        every_n_steps: the interval of measured steps.
+        options: further fields of FP8Config, for example ``on_alarm="bf16"``.
     Raises:
-        ValueError: a value that is not valid; or, when the fit begins, a Trainer without FP8.
+        ValueError: a value is not valid; or, when the fit begins, the Trainer does not run FP8.
     """
 
     def __init__(self, every_n_steps: int = 100, **options: Any) -> None:
         super().__init__()
-        FP8Config(monitor=every_n_steps, **options)  # checked now
+        FP8Config(monitor=every_n_steps, **options)  # raises for invalid options
         self.options = {"monitor": every_n_steps, **options}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Hand the choice to the precision plugin, before it sees a model."""
+        """Pass the options to the precision plugin, before it gets a model."""
         watch_with = getattr(trainer.precision_plugin, "watch_with", None)
         if watch_with is None:
             raise ValueError(
@@ -162,7 +163,7 @@ class FP8Monitor:
 
 @functools.cache
 def callback_class() -> type:
-    """Return `FP8Monitor` as a callback of each Lightning that is imported, or can be."""
+    """Return `FP8Monitor` as a callback class of every Lightning that is imported or installed."""
     packages = ("lightning.pytorch", "pytorch_lightning")
     imported = [name for name in packages if name in sys.modules]
     for name in packages if not imported else ():

@@ -1,16 +1,15 @@
 """`FP8Precision`: the precision plugin, for the Trainer and for Fabric.
 
-The user writes one name, ``FP8Precision(FP8Config(...))``, and gives it to ``plugins=[...]`` of a
-Trainer or a Fabric. Lightning exists in two copies with separate base classes, so the object that
-the user makes is only the request; the connector that receives it asks `FP8Precision.for_host` for
-the plugin of its own copy (`unified_trainer`, `unified_fabric`, `standalone_trainer`,
-`standalone_fabric`), a subclass of that copy's ``MixedPrecision``.
+The user passes ``FP8Precision(FP8Config(...))`` to ``plugins=[...]`` of a Trainer or a Fabric.
+Lightning exists in two copies with separate base classes, so this object is only a request. The
+connector that receives it calls `FP8Precision.for_host` for the plugin of its own copy
+(`unified_trainer`, `unified_fabric`, `standalone_trainer`, `standalone_fabric`), a subclass of that
+copy's ``MixedPrecision``.
 
-What the plugin does: bfloat16 autocast around forward, as ``bf16-mixed``; the linear layers are
-converted in place when the strategy sets the model up, and the optimizers (levels O2 and O3) as
-soon as they are known. When the strategy tears down, the layers are stock ``nn.Linear`` again and
-the weights have the user's dtype, so that whoever saves, exports or trains the model on finds
-nothing of ours in it.
+The plugin runs forward in bfloat16 autocast, as ``bf16-mixed`` does. It converts the linear layers
+in place when the strategy sets up the model, and the optimizers (levels O2 and O3) as soon as they
+are known. At teardown the layers become stock ``nn.Linear`` again and the weights get the user's
+dtype, so code that saves, exports or trains the model on finds a stock model.
 """
 
 import functools
@@ -52,23 +51,23 @@ from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.convert import gradients_report
 
 _summaries: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
-"""What was logged last of each model."""
+"""The last logged summary of each model."""
 RELEASE = "FP8Config(gradient_release=True)"
 _RELEASED = "each gradient is used and freed in backward; leave gradient_release out"
 
 
 class FP8Precision:
-    """The precision plugin: ``Trainer(plugins=[FP8Precision(FP8Config(...))])``, or Fabric's.
+    """The precision plugin: ``Trainer(plugins=[FP8Precision(FP8Config(...))])``, or in Fabric.
 
     ``precision="fp8-mixed"`` is the same with the default configuration.
 
     Args:
-        config: what runs in FP8, and how. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
-        options: fields of FP8Config instead, as in ``FP8Precision(recipe="rowwise")``.
+        config: the configuration; None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        options: fields of FP8Config instead of `config`, as in ``FP8Precision(recipe="rowwise")``.
     Raises:
         TypeError: `config` is not an FP8Config.
-        ValueError: an option or value is not valid, also in ``TORCH_FP8_CONFIG``; both `config`
-            and options are given.
+        ValueError: an option or value is not valid, also in ``TORCH_FP8_CONFIG``; both `config` and
+            options are given.
     """
 
     config: FP8Config
@@ -93,12 +92,12 @@ class FP8Precision:
 
 
 class HostPrecision(FP8Precision):
-    """What the plugins of all hosts share; in their bases a ``MixedPrecision`` comes after it."""
+    """The common part of all hosts' plugins; a ``MixedPrecision`` follows it in their bases."""
 
     info: ClassVar[Any]
     warn: ClassVar[Any]
     runs_fp8 = False
-    """Whether a module was converted that can run in FP8."""
+    """Whether a module with FP8 layers was converted."""
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         super().__init__(config, **options)
@@ -117,33 +116,35 @@ class HostPrecision(FP8Precision):
         """Attach the plugin to `strategy`; called by the connector.
 
         Raises:
-            ValueError: a strategy that cannot run FP8 linears, or those of Transformer Engine.
+            ValueError: the strategy cannot run FP8 layers, or not those of Transformer Engine.
         """
         for cls in type(strategy).__mro__:
             refuse_strategy(cls.__name__)
         if _shards(strategy):
             refuse_sharding(self.config)
         self._strategy = strategy
-        # By the class: before Lightning 2.5 an accelerator has no name.
+        # By the class's name, because accelerators have no `name` before Lightning 2.5.
         name = type(accelerator).__name__.removesuffix("Accelerator").lower()
         self.device = name if name in ("cpu", "mps") else "cuda"
-        # After it ranks can talk, and have not yet. Only functions of modules and classes:
-        # ddp_spawn pickles the strategy.
+        # After setup_environment ranks can communicate, but have not yet. Only picklable
+        # functions, because ddp_spawn pickles the strategy.
         strategy.setup_environment = functools.partial(self._setup_environment, strategy)
         strategy.load_checkpoint = functools.partial(self._load_checkpoint, strategy)
 
     def _setup_environment(self, strategy: Any) -> None:
-        """Set up the environment as the strategy does.
+        """Set up the environment as the strategy does, then compare the ranks' configurations.
 
         Raises:
-            ValueError: ranks with different configurations.
+            ValueError: ranks have different configurations.
         """
         type(strategy).setup_environment(strategy)
         if getattr(strategy, "world_size", 1) > 1:
             check_same_config(self.config)
 
     def _load_checkpoint(self, strategy: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as the strategy does; then take residuals of an older folder, and step counts."""
+        """Load as the strategy does; then adopt the residuals of an older folder, and step
+        counts.
+        """
         loaded = type(strategy).load_checkpoint(strategy, path, *args, **kwargs)
         if _shards(strategy):
             path, trusted = strategy.broadcast(path), kwargs.get("weights_only") is False
@@ -155,10 +156,10 @@ class HostPrecision(FP8Precision):
         return loaded
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert `module` in place and return it (the DDP strategies ignore what is returned).
+        """Convert `module` in place and return it (the DDP strategies ignore the return value).
 
         Raises:
-            ValueError: nothing to convert in a Trainer's model, or a device that cannot run the
+            ValueError: a Trainer's model has nothing to convert, or the device cannot run the
                 recipe.
         """
         device = self._strategy.root_device
@@ -179,7 +180,7 @@ class HostPrecision(FP8Precision):
         return module
 
     def leave(self, error: NothingToConvertError) -> str:
-        """Return why a module stays as it is, or refuse it.
+        """Return why a module is not converted, or refuse it.
 
         Raises:
             ValueError: the module is the only one of the run.
@@ -187,13 +188,11 @@ class HostPrecision(FP8Precision):
         raise refusal(error.reason) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaling state, delayed scaling's history; empty for most.
-
-        All ranks must call it together.
+        """Return the scaling state, delayed scaling's history; all ranks must call it together.
 
         Returns:
-            ``{"scaling": [[state of a model, in the order of set-up], ... for each rank]}``: each
-            rank has seen other data.
+            ``{"scaling": [[state of a model, in the order of set-up], ... for each rank]}``,
+            because each rank has seen other data.
         """
         states = [self._history(converted) for converted in self._live()]
         if not any(states):
@@ -205,12 +204,12 @@ class HostPrecision(FP8Precision):
         return {"scaling": of_ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, into models that are set up already.
+        """Restore the result of `state_dict`; all models must be set up already.
 
-        Exact for as many ranks as saved it; else a rank takes over the history of another one.
+        Exact with as many ranks as saved it; otherwise a rank may get another one's history.
 
         Raises:
-            ValueError: the state is of other models.
+            ValueError: the state belongs to other models.
         """
         of_ranks = state_dict.get("scaling")
         if not of_ranks:
@@ -236,7 +235,7 @@ class HostPrecision(FP8Precision):
             load_scaling_state_dict(module, state)
 
     def teardown(self) -> None:
-        """Leave stock models behind; one that is set up again goes on with its history."""
+        """Restore stock models; a model that is set up again continues with its history."""
         for converted in self._live():
             module = converted.module()
             assert module is not None
@@ -258,10 +257,10 @@ class HostPrecision(FP8Precision):
         return scaling_state_dict(module) or converted.history
 
     def main_params(self, optimizer: Optimizer) -> Any:
-        """Return the parameters whose gradients are to be clipped; called by both hosts.
+        """Return the parameters whose gradients to clip; both hosts call this.
 
         Raises:
-            ValueError: gradient release, which leaves no gradient to clip.
+            ValueError: gradient release is on, which leaves no gradients to clip.
         """
         if self.config.gradient_release:
             raise ValueError(f"{RELEASE} cannot clip gradients: {_RELEASED}")
@@ -270,7 +269,7 @@ class HostPrecision(FP8Precision):
     def _convert_optimizers(
         self, converted: SetUpModule, optimizers: Sequence[Optimizer], model: nn.Module
     ) -> None:
-        """Convert the optimizers of `model`, which is the module of `converted` or wraps it."""
+        """Convert the optimizers of `model`, the module of `converted` or its wrapper."""
         if any(isinstance(p, DTensor) for p in model.parameters()):
             self._split(converted, optimizers)
             return
@@ -289,10 +288,10 @@ class HostPrecision(FP8Precision):
         together = list(dict.fromkeys([*converted.optimizers, *optimizers]))
         reports = split_sharded(module, together, self.config)
         converted.optimizers.update(zip(together, reports, strict=True))
-        self._connect_sharded(converted)  # to the shards that there are now
+        self._connect_sharded(converted)  # splitting has replaced the shards
 
     def _connect_sharded(self, converted: SetUpModule) -> None:
-        """Have FSDP2 gather and scatter in FP8 where the model is sharded; again is harmless."""
+        """Connect FSDP2's collectives to FP8 if the model is sharded; may be called repeatedly."""
         module = converted.module()
         assert module is not None
         if any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -301,10 +300,10 @@ class HostPrecision(FP8Precision):
     def _wrap(
         self, strategy: Any, converted: SetUpModule, wrap: Callable[[], nn.Module]
     ) -> nn.Module:
-        """Wrap the module with `wrap`, a part of `strategy`, and with our options if that is DDP.
+        """Wrap the module with `wrap`, a function of `strategy`; for DDP also with our options.
 
         Raises:
-            ValueError: gradient release under DistributedDataParallel.
+            ValueError: gradient release is on under DistributedDataParallel.
         """
         if not hasattr(strategy, "_ddp_kwargs"):
             return wrap()
@@ -319,7 +318,7 @@ class HostPrecision(FP8Precision):
         finally:
             strategy._ddp_kwargs = given
         if isinstance(wrapped, DistributedDataParallel):
-            # On the CPU Lightning drops the user's hook; ours does not take its place there.
+            # On the CPU Lightning drops the user's hook; our hook must not replace it there.
             users = getattr(strategy, "_ddp_comm_hook", None)
             reason = None if users is None else f"ddp_comm_hook of {type(strategy).__name__}"
             converted.communication = connect_ddp(wrapped, optimizers, self.config, reason=reason)
@@ -328,22 +327,24 @@ class HostPrecision(FP8Precision):
         return wrapped
 
     def _announce(self, converted: SetUpModule) -> None:
-        """Log the start-up summary, once per model, on rank zero."""
+        """Log the start-up summary once per model, on rank zero."""
         if converted.announced:
             return
         converted.announced = True
         of_optimizers = [] if self.config.opt_level == "O1" else converted.optimizers.values()
         summary, module = converted.summary(of_optimizers), converted.module()
         assert module is not None
-        if _summaries.get(module) != summary:  # an earlier fit may have logged it
+        if _summaries.get(module) != summary:  # skip what an earlier fit has logged
             _summaries[module] = summary
             self.info(summary)
 
     def __getstate__(self) -> dict[str, Any]:
-        # To a spawned process goes the plugin, not what was converted in this one.
+        # A spawned process gets the plugin, but not the models converted in this process.
         return {**self.__dict__, "_models": []}
 
 
 def _shards(strategy: Any) -> bool:
-    """Return whether a strategy, or its user in ``configure_model``, shards weights by FSDP2."""
+    """Return whether the strategy, or the user in ``configure_model``, shards weights with
+    FSDP2.
+    """
     return any(cls.__name__ == "ModelParallelStrategy" for cls in type(strategy).__mro__)

@@ -1,4 +1,4 @@
-"""A module that a plugin was given, what became of it, and the line that says so."""
+"""`SetUpModule`: a module that the plugin has set up, with its reports and start-up summary."""
 
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -13,23 +13,27 @@ from torch_fp8.conversion.selection import RUNS_IN_FP8
 
 @dataclass
 class SetUpModule:
-    """A module that the plugin was given; it is not kept alive, since Fabric has no teardown."""
+    """A module that the plugin has set up; held by a weak reference, because Fabric has no
+    teardown.
+    """
 
     module: weakref.ref[nn.Module]
     report: ConversionReport | str
-    """What was converted, or why nothing could be."""
+    """The conversion's report, or the reason why nothing could be converted."""
     optimizers: MutableMapping[Optimizer, OptimizerReport] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     wrapped: weakref.ref[nn.Module] | None = None
     announced: bool = False
     communication: object | None = None
-    """How gradients and weights travel; None until the model is wrapped or sharded."""
+    """The report on how gradients and weights travel; None until the model is wrapped or
+    sharded.
+    """
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
 
     def summary(self, of_optimizers: Iterable[OptimizerReport]) -> str:
-        """Return the start-up summary; one line for a module that runs as it is."""
+        """Return the start-up summary; one line for a module that was not converted."""
         module = self.module()
         name = type(module).__name__.removeprefix("FSDP")
         if isinstance(self.report, str):
@@ -41,7 +45,7 @@ class SetUpModule:
 
 
 def refusal(reasons: str) -> ValueError:
-    """Return the error of a run in which nothing can run in FP8."""
+    """Return the error for a run in which nothing can run in FP8."""
     return ValueError(
         f"precision='fp8-mixed', and no model that was set up can run in FP8: {reasons}. "
         f"{RUNS_IN_FP8}: set up a model that has some before the first backward, or train with "
@@ -50,7 +54,7 @@ def refusal(reasons: str) -> ValueError:
 
 
 def shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether another optimizer has some of the parameters of `optimizer`."""
+    """Return whether another optimizer shares parameters with `optimizer`."""
     own = parameters_of(optimizer)
     return any(own & parameters_of(other) for other in optimizers if other is not optimizer)
 

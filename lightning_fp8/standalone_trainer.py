@@ -1,7 +1,6 @@
 """The precision plugin and the FSDP2 strategy of ``pytorch_lightning``'s Trainer.
 
-The classes stand in a module of their own, with fixed names, because ``ddp_spawn`` pickles the
-plugin.
+The classes are in a separate module under fixed names, because ``ddp_spawn`` pickles the plugin.
 """
 
 from pytorch_lightning.plugins.precision import MixedPrecision

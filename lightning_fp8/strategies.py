@@ -1,6 +1,6 @@
-"""The strategies that cannot host the plugin, with what to use instead.
+"""The strategies that cannot run with the plugin, with an alternative for each.
 
-They are known by name: a strategy's module need not be importable where it is not used.
+They are matched by name, because a strategy's module may not be importable if it is not used.
 """
 
 _MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
@@ -17,6 +17,6 @@ _REFUSED = {
 
 
 def refuse_strategy(name: str) -> None:
-    """Raise ValueError if strategies of the class `name` cannot run FP8 linears."""
+    """Raise ValueError if strategies of the class `name` cannot run FP8 layers."""
     if name in _REFUSED:
         raise ValueError(f"precision='fp8-mixed' does not run under {name}: {_REFUSED[name]}")

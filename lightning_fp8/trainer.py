@@ -1,7 +1,7 @@
-"""`TrainerPrecision`: what the Trainer's plugins do beyond those of Fabric.
+"""`TrainerPrecision`: what the Trainer's plugins do in addition to the common part.
 
-A Trainer makes the optimizers itself, after the model was set up, and connects both to the plugin;
-when it tears down, every weight has the dtype again that the user gave it.
+A Trainer creates the optimizers itself, after the model was set up, and connects both to the
+plugin. When it tears down, every weight gets the user's dtype back.
 """
 
 import functools
@@ -21,41 +21,42 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does; and intervene where `strategy` saves weights."""
+        """Attach as `HostPrecision.attach` does, and wrap the function with which `strategy` saves
+        weights.
+        """
         super().attach(strategy, accelerator)
-        # Only functions of modules and classes: ddp_spawn pickles the strategy.
+        # Only picklable functions, because ddp_spawn pickles the strategy.
         strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
 
     def _saved(self, strategy: Any) -> dict[str, Any]:
-        """Return the strategy's ``lightning_module_state_dict``, of whole weights."""
+        """Return the strategy's ``lightning_module_state_dict``, with joined weights."""
         original = type(strategy).lightning_module_state_dict
         with whole_weights(strategy.lightning_module):
             whole: dict[str, Any] = original(strategy)
         return whole
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert `module`, the only one from now on."""
+        """Convert `module`, which becomes the Trainer's only model."""
         self._models = [converted for converted in self._models if converted.module() is module]
         super().convert_module(module)
         if self._is_fitting():
             _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
             if hasattr(self._strategy, "configure_ddp"):
-                # DistributedDataParallel has buckets of the dtype that weights have when it wraps
-                # them, and the Trainer wraps before there are optimizers: let it wait for these.
+                # DistributedDataParallel's buckets have the weights' dtype at the time of wrapping,
+                # and the Trainer wraps before the optimizers exist. So delay the wrapping.
                 self._strategy.configure_ddp = _wait
         return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> Any:
-        """Connect the model, which is on its device, and its optimizers, whose states are still to
-        come.
+        """Connect the model, which is on its device, and its optimizers, which have no states yet.
 
         Raises:
-            ValueError: an option of an optimizer that the level cannot have.
+            ValueError: the level does not support an option of an optimizer.
         """
         (converted,) = self._live()
-        # Validating after a fit, the Trainer still has the optimizers of the fit.
+        # When it validates after a fit, the Trainer still has the optimizers of the fit.
         in_use = optimizers if self._is_fitting() else []
         self._convert_optimizers(converted, in_use, model)
         if self._let_ddp_go_on():
@@ -68,10 +69,10 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
-        """Run the host's hook; with manual optimization, begin a backward that averages."""
+        """Run the host's hook; with manual optimization, also start a backward that averages."""
         ddp = self._strategy.model
         if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
-            # The forward ran with this off, for Lightning turns it on for backward alone.
+            # The forward ran without averaging, because Lightning turns it on only for backward.
             for converted in self._live():
                 ours = [o for o in converted.optimizers if isinstance(o, ConvertedOptimizer)]
                 for reducer in {reducer for o in ours for reducer in o.fp8_reducers}:
@@ -82,19 +83,19 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         """Clip as the host does.
 
         Raises:
-            ValueError: gradient release.
+            ValueError: gradient release is on.
         """
         if clip_val and self.config.gradient_release:
             self.main_params(optimizer)
         super().clip_gradients(optimizer, clip_val, *args, **kw)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """Leave a stock model behind, its weights in the user's dtype."""
+        """Restore a stock model with weights in the user's dtype."""
         self._let_ddp_go_on()
         super().teardown()
 
     def autocast_context_manager(self) -> torch.autocast:
-        # The host's own takes bfloat16 for the string "bf16-mixed" only, float16 for any other.
+        # The host's method uses bfloat16 only for the string "bf16-mixed", and float16 otherwise.
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     def _is_fitting(self) -> bool:
@@ -110,11 +111,11 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
 
 
 def _wait() -> None:
-    """Stand for the strategy's ``configure_ddp`` until the optimizers exist."""
+    """A placeholder for the strategy's ``configure_ddp`` until the optimizers exist."""
 
 
 def _refuse_release(gradient_release: bool, module: Any) -> None:
-    """Raise ValueError where the loop needs gradients after backward."""
+    """Raise ValueError if gradient release is on and the loop needs gradients after backward."""
     if not gradient_release:
         return
     trainer = module.trainer

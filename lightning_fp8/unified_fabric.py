@@ -1,7 +1,6 @@
 """The precision plugin and the FSDP2 strategy of ``lightning.fabric``'s Fabric.
 
-The classes stand in a module of their own, with fixed names, because ``ddp_spawn`` pickles the
-plugin.
+The classes are in a separate module under fixed names, because ``ddp_spawn`` pickles the plugin.
 """
 
 from lightning.fabric.plugins.precision import MixedPrecision

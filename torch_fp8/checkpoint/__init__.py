@@ -1,1 +1,1 @@
-"""Checkpoints: FP8 ones loaded, and trained models exported for inference engines."""
+"""Loading of FP8 checkpoints, and export of trained models for inference engines."""

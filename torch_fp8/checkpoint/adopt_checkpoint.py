@@ -1,12 +1,12 @@
-"""Models that their host loaded from FP8 checkpoints: the values that the files hold, exactly.
+"""Recovery of an FP8 checkpoint's exact values in a model that its host has dequantized.
 
-transformers dequantizes such a checkpoint to BF16 where there is no GPU, or where it is asked to
-(``dequantize=True``), and rounds every weight to 8 significant bits. The codes are still there:
-BF16 is fine enough to tell them, given the scales (`torch_fp8.conversion.fp8_weight.bytes_behind`),
-which are a few kilobytes in the files. So nothing has to be kept from load to training. A weight
-that is trained becomes BF16 and a residual that waits for its optimizer. Beside a frozen one its
-scales wait, with which `torch_fp8.conversion.fp8_weight.known_bytes` returns the bytes of the file
-when it is stored in FP8 alone. A weight that was changed since it was loaded stays as it is.
+Without a GPU, or with ``dequantize=True``, transformers dequantizes such a checkpoint to BF16 and
+rounds every weight to 8 significant bits. The codes can still be recovered: BF16 is precise enough
+to identify them, given the scales (`torch_fp8.conversion.fp8_weight.bytes_behind`), which are a few
+kilobytes in the files. So nothing has to be stored between loading and training. A trained weight
+becomes BF16 and a residual that waits for its optimizer. A frozen weight gets the file's scales,
+with which `torch_fp8.conversion.fp8_weight.known_bytes` returns the file's bytes when it is stored
+only in FP8. A weight that was changed after loading stays as it is.
 """
 
 import sys
@@ -37,21 +37,22 @@ from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.optim.residual import known_residual, split_parts
 
 _ADAPTED = ("base_layer", "original_module")
-"""The names under which PEFT keeps a module that it has wrapped."""
+"""The names under which PEFT stores a wrapped module."""
 
 
 @dataclass(frozen=True)
 class AdoptedCheckpoint:
-    """What became of a model's weights that came from an FP8 checkpoint.
+    """A report on a model's weights that came from an FP8 checkpoint.
 
     Attributes:
         path: the checkpoint's folder.
-        format: its format.
-        num_exact: weights that are trained, whose residual waits for the optimizer.
-        num_frozen: weights that are not trained and whose bytes frozen weights may hold.
-        num_changed: weights that have been changed since they were loaded.
-        num_fused: weights of the files that no layer has by its own, because the host has fused
-            them: those of frozen experts, and of blocks that experts share.
+        format: the checkpoint's format.
+        num_exact: the number of trained weights whose residual waits for the optimizer.
+        num_frozen: the number of untrained weights for which frozen weights can hold the file's
+            bytes.
+        num_changed: the number of weights that were changed after loading.
+        num_fused: the number of the files' weights that no layer has separately, because the host
+            has fused them: those of frozen experts, and of blocks that experts share.
     """
 
     path: str
@@ -85,7 +86,7 @@ class _Source:
     scales: dict[str, tuple[str, tuple[int, int]]]
 
     def layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield every layer with its key in the checkpoint."""
+        """Yield (key in the checkpoint, layer) for every layer."""
         base = getattr(self.module, "base_model_prefix", "")
         for name, layer in self.module.named_modules():
             weight = layer._parameters.get("weight")
@@ -100,9 +101,9 @@ class _Source:
                     break
 
     def weights(self) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Yield every weight, with the keys of its matrices in the checkpoint.
+        """Yield (keys of its matrices in the checkpoint, weight) for every weight.
 
-        Experts have a matrix each and share a weight (E, R, C); one of a layer has one matrix.
+        Experts share a weight (E, R, C) with one matrix each; the weight of a layer has one matrix.
         """
         for key, layer in self.layers():
             yield (key,), layer.weight
@@ -112,15 +113,16 @@ class _Source:
         shapes = {name: weight.shape for name, weight in weights.items()}
         try:
             of_weights = stored_parts(self.module, shapes, names)
-        except ValueError:  # nobody knows how they were fused
+        except ValueError:  # it is unknown how they were fused
             return
         for name, parts in of_weights.items():
             if all(part.name in self.scales for part in parts):
                 yield tuple(part.name for part in parts), weights[name]
 
     def weight_behind(self, keys: tuple[str, ...], weight: Tensor) -> FP8Weight | None:
-        """Return the codes that a weight was dequantized from, as one matrix; None if it is another
-        by now, or if its matrices do not consist of whole blocks.
+        """Return the codes that a weight was dequantized from, as one matrix.
+
+        None if the weight has changed since, or if its matrices do not consist of whole blocks.
         """
         shapes = [self.files.stored[key].shape for key in keys]
         blocks = {self.scales[key][1] for key in keys}
@@ -144,19 +146,18 @@ def take_over(
 ) -> list[str]:
     """Prepare a model that its host loaded from an FP8 checkpoint for training and saving.
 
-    See `torch_fp8.checkpoint.host_layers`, `adopt_checkpoints` and `save_dequantized`, which this
-    calls.
+    It calls `torch_fp8.checkpoint.host_layers`, `adopt_checkpoints` and `save_dequantized`.
 
     Args:
         model, config: see `adopt_checkpoints`.
-        device: on which it will run; None: where it is.
-        trained: whether an optimizer will take residuals; a model for evaluation needs none.
-        sharded: whether ``fully_shard`` comes next: it replaces the Parameters beside which
-            residuals wait, so that none is made. Nor is one of a model that is sharded already.
+        device: the device on which the model will run; None: its present device.
+        trained: whether an optimizer will use residuals; a model for evaluation needs none.
+        sharded: whether ``fully_shard`` comes next. It replaces the Parameters to which residuals
+            are attached, so none are created; a model that is already sharded gets none either.
     Returns:
-        Lines that say what was done and what was not; none for other models, and the second time.
+        Lines on what was done and what was not; none for other models, and on a second call.
     """
-    saved = save_dequantized(model)  # before `stored_parts` asks how the model is saved
+    saved = save_dequantized(model)  # before `stored_parts` reads how the model is saved
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     spec = frozen_recipe(config, device)[0].weight
@@ -182,22 +183,21 @@ def take_over(
 def adopt_checkpoints(
     model: nn.Module, config: FP8Config, *, trained: bool = True
 ) -> list[AdoptedCheckpoint]:
-    """Give the trained BF16 weights of `model` the exact values of the FP8 checkpoint they are
-    from, and the others its scales.
+    """Give trained BF16 weights the exact values of their FP8 checkpoint, and other weights its
+    scales.
 
-    It is to be called before the optimizer is converted, and before DistributedDataParallel or
-    ``fully_shard`` wrap the model. It does nothing without residuals: at level O1, and with
-    ``split_weights=False``.
+    Call it before the optimizer is converted, and before DistributedDataParallel or ``fully_shard``
+    wraps the model. Without residuals (level O1, or ``split_weights=False``) it does nothing.
 
     Args:
-        model: any; parts of it with a ``config.name_or_path``, as transformers has it, are looked
-            at: a folder, or a model of the hub in its cache.
-        config: its `opt_level` and `residual_bits` count.
-        trained: whether an optimizer will take residuals; if not, all weights count as frozen.
+        model: any model. Parts with a ``config.name_or_path``, as transformers sets it, are
+            checked: a folder, or a model in the hub's local cache.
+        config: the configuration; `opt_level` and `residual_bits` matter here.
+        trained: whether an optimizer will use residuals; if not, all weights count as frozen.
     Returns:
-        A report for each FP8 checkpoint of which there are exact values.
+        A report for each FP8 checkpoint with exact values.
     Raises:
-        ValueError: the scales of the checkpoint are incomplete or no scales; see
+        ValueError: the scales of the checkpoint are incomplete or invalid; see
             `torch_fp8.checkpoint.checkpoint_format.check_scales`.
     """
     if config.large_residual_bits is None:
@@ -209,13 +209,13 @@ def adopt_checkpoints(
         found_keys: set[str] = set()
         for keys, weight in source.weights():
             is_trained = trained and weight.requires_grad
-            if weight.ndim == 3 and not is_trained:  # frozen experts have scales of their own
+            if weight.ndim == 3 and not is_trained:  # frozen experts have their own scales
                 continue
             found_keys.update(keys)
             if weight in seen:
                 continue
             seen.add(weight)
-            if type(weight) is not nn.Parameter:  # sharded, say
+            if type(weight) is not nn.Parameter:  # for example sharded
                 continue
             if weight.dtype != torch.bfloat16 or known_residual(weight) is not None:
                 continue
@@ -236,7 +236,7 @@ def adopt_checkpoints(
 
 
 class _ScalesOfFiles:
-    """The scales that a layer has in the checkpoint; files are opened when a layer is asked for."""
+    """The scales that a layer has in the checkpoint; files are opened only when needed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -257,13 +257,13 @@ class _ScalesOfFiles:
 def _sources(model: nn.Module) -> Iterator[_Source]:
     """Yield the FP8 checkpoints that parts of the model were loaded from, larger parts first.
 
-    A part may be met again within a larger one, such as PEFT's model around it, whose layers have
-    other names.
+    A part may appear again inside a larger one, such as PEFT's model around it, in which its layers
+    have other names.
     """
     known: dict[Path, _Source | None] = {}
     for module in model.modules():
         if not isinstance(getattr(module, "base_model_prefix", None), str):
-            continue  # layers, too, have their model's configuration
+            continue  # layers also have their model's configuration
         folder = folder_of(getattr(module, "config", None))
         if folder is None:
             continue
@@ -280,24 +280,24 @@ def _opened(module: nn.Module, folder: Path) -> _Source | None:
         if format is None:
             return None
         files = SafetensorsFiles(folder)
-    except ValueError:  # of another quantization, which is its own library's business
+    except ValueError:  # another quantization, which its own library handles
         return None
     return _Source(module, files, format, check_scales(files, format))
 
 
 def folder_of(config: Any) -> Path | None:
-    """Return the folder that a host's model was loaded from; None: there is none here."""
+    """Return the local folder that a host's model was loaded from; None if there is none."""
     name = getattr(config, "name_or_path", None)
     if not isinstance(name, str) or not name:
         return None
     if Path(name).is_dir():
         return Path(name)
-    hub = sys.modules.get("huggingface_hub")  # who loaded from the hub has imported it
+    hub = sys.modules.get("huggingface_hub")  # imported if the model came from the hub
     if hub is None or Path(name).is_absolute():
         return None
     revision = getattr(config, "_commit_hash", None)
     try:
         cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no name of the hub
+    except ValueError:  # not a name on the hub
         return None
     return Path(cached).parent if isinstance(cached, str) else None

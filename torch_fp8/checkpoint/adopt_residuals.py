@@ -1,8 +1,9 @@
-"""Older checkpoints of sharded models: BF16 weights, and residuals in the optimizer's state.
+"""Support for older checkpoints of sharded models, with BF16 weights and residuals in the
+optimizer's state.
 
-Checkpoints once had the BF16 half of each weight under the model's keys, and its residual as
-``<optimizer>.state.<fqn>.residual``. Today's weights are float32, so that loading reads the BF16
-halves alone. `adopt_residuals` then reads the residuals and joins them.
+Older checkpoints had the BF16 half of each weight under the model's keys, and its residual as
+``<optimizer>.state.<fqn>.residual``. Weights now are float32, so loading reads only the BF16
+halves. `adopt_residuals` then reads the residuals and joins them.
 """
 
 import re
@@ -32,18 +33,18 @@ _LOW_HALF = 0xFFFF
 
 @torch.no_grad()
 def adopt_residuals(path: str | Path, model: nn.Module, weights_only: bool = True) -> int:
-    """Join the float32 weights of a model with the residuals that an older checkpoint has of them.
+    """Join a model's float32 weights with the residuals that an older checkpoint has of them.
 
-    All ranks call it, after the model was loaded from the checkpoint. One without residuals in the
-    optimizer's state changes nothing. A warning names weights whose residual does not fit.
+    All ranks call it after the model was loaded from the checkpoint. A checkpoint without residuals
+    in the optimizer's state changes nothing. A warning names weights whose residual does not fit.
 
     Args:
-        path: folder that torch.distributed.checkpoint has written, a file with the whole state of
-            an optimizer, or a folder with these in it, as Accelerate's.
-        model: model whose weights were loaded, sharded or not.
-        weights_only: argument of ``torch.load``.
+        path: a folder written by torch.distributed.checkpoint, a file with the whole state of an
+            optimizer, or a folder that contains these, as Accelerate's.
+        model: the model whose weights were loaded, sharded or not.
+        weights_only: the argument of ``torch.load``.
     Returns:
-        Number of weights that are joined.
+        The number of joined weights.
     """
     weights = {
         name: value
@@ -68,11 +69,11 @@ def adopt_residuals(path: str | Path, model: nn.Module, weights_only: bool = Tru
 def _read(
     path: Path, weights: Mapping[str, Tensor], names: Sequence[str], weights_only: bool
 ) -> Iterator[tuple[str, tuple[Tensor, int] | None]]:
-    """Yield names of weights with this rank's part of the residual and its bits; None: it has
-    another shape.
+    """Yield (name, (this rank's part of the residual, its bits)) of weights; None: the shape
+    differs.
     """
     files = [path] if path.is_file() else sorted(path.glob("optimizer*.bin"))
-    for file in filter(zipfile.is_zipfile, files):  # others are not torch's
+    for file in filter(zipfile.is_zipfile, files):  # torch.save writes zip files
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
         for key, entry in _entries(saved):
             name = names[key] if isinstance(key, int) and key < len(names) else key
@@ -86,7 +87,7 @@ def _read(
 
 
 def _entries(saved: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield names, or numbers, and states of the parameters of all optimizers in a file."""
+    """Yield (name or number of the parameter, state) for all optimizers in a file."""
     values = [saved, *saved.values()] if isinstance(saved, dict) else []
     values += [part for value in values if isinstance(value, list) for part in value]
     for value in values:
@@ -114,7 +115,7 @@ def _read_shards(
 
 
 def _bits(weight: Tensor, shape: torch.Size | None) -> int | None:
-    """Return the bits of a saved residual; None: it is not of a weight of this shape."""
+    """Return the number of bits of a saved residual; None if the weight has another shape."""
     choices = [k for k in RESIDUAL_BITS if k] if is_large(weight) else [SMALL_RESIDUAL_BITS]
     of_matrix = {k: residual_shape(weight.shape, k) for k in choices}
     fits = {k: (of_matrix[k], _saved_shape(weight, k)) for k in choices}
@@ -126,17 +127,17 @@ def _saved_shape(weight: Tensor, bits: int) -> tuple[int, int]:
 
 
 def _empty(weight: Tensor, bits: int) -> Tensor:
-    """Return memory for a residual as it was saved, sharded as its weight is."""
+    """Return memory for a residual in its saved shape, sharded as its weight is."""
     shape, shard = _saved_shape(weight, bits), local(weight)
     rows = shard.shape[0]
-    part = shard.numel() * shape[0], weight.numel() * rows  # less than all of a row's columns
+    part = shard.numel() * shape[0], weight.numel() * rows  # fewer than a whole row's columns
     cols = shape[1] * part[0] // part[1] if rows else shape[1]
     empty = torch.zeros(rows, cols, dtype=torch.int8, device=shard.device)
     return with_data(weight, empty, shape)
 
 
 def _join(weight: Tensor, saved: Tensor, bits: int) -> bool:
-    """Join this rank's part of a weight; return False where it has other bits below BF16."""
+    """Join this rank's part of a weight; return False if the weight already has bits below BF16."""
     shard = local(weight)
     values = plain(shard).contiguous()
     if not values.numel():

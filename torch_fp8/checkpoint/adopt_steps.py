@@ -1,10 +1,9 @@
-"""The step counts of optimizers whose weights are sharded, in folders of
-torch.distributed.checkpoint.
+"""Step counts of optimizers with sharded weights, in folders of torch.distributed.checkpoint.
 
-The count of a `SplitOptimizer` keys the rounding of its weights, so a run that goes on needs it to
-round by the same random numbers. A folder has it in the optimizer's parameter groups, as
-``<optimizer>.param_groups.<i>.fp8_steps``. A load asks a folder only for what the optimizer has
-before its first step, and that is no count, so folders of stock optimizers load, too.
+The count of a `SplitOptimizer` keys the rounding of its weights, so a resumed run needs it to use
+the same random numbers. A folder stores it in the optimizer's parameter groups, as
+``<optimizer>.param_groups.<i>.fp8_steps``. A load only reads the keys that the optimizer has before
+its first step. The count is not among them, so folders of stock optimizers load, too.
 """
 
 import re
@@ -20,15 +19,15 @@ _KEY = re.compile(rf"(?:^|(?P<optimizer>.*)\.)param_groups\.\d+\.{STEPS}$")
 
 
 def adopt_steps(path: str | Path, optimizers: Iterable[Optimizer]) -> int:
-    """Give optimizers the step counts that a folder of shards has of them.
+    """Give optimizers the step counts that a folder of shards has.
 
     Args:
-        path: folder that torch.distributed.checkpoint has written, or a folder with such folders
-            in it, as Accelerate's; a file changes nothing.
-        optimizers: optimizers in the order in which they were saved; only those whose states stay
-            as they are have a count.
+        path: a folder written by torch.distributed.checkpoint, or a folder that contains such
+            folders, as Accelerate's; a file changes nothing.
+        optimizers: the optimizers in the order in which they were saved; only those that keep their
+            own states have a count.
     Returns:
-        Number of optimizers with a count.
+        The number of optimizers with a count.
     """
     counts = list(_counts(Path(path)).values())
     split = [optimizer for optimizer in optimizers if isinstance(optimizer, SplitOptimizer)]
@@ -38,7 +37,7 @@ def adopt_steps(path: str | Path, optimizers: Iterable[Optimizer]) -> int:
 
 
 def _counts(path: Path) -> dict[tuple[str, str], int]:
-    """Return the count of each optimizer that a folder has, in the order of their names."""
+    """Return the count of each optimizer in a folder, in the order of their names."""
     parts = [path, *sorted(path.glob("*"))] if path.is_dir() else []
     counts: dict[tuple[str, str], int] = {}
     for part in parts:

@@ -1,15 +1,15 @@
-"""The FP8 formats of published checkpoints, told by ``quantization_config`` in config.json.
+"""The FP8 formats of published checkpoints, identified by ``quantization_config`` in config.json.
 
 * Fine-grained FP8 (``quant_method: "fp8"``; DeepSeek-V3, Qwen3-FP8): ``X.weight`` in E4M3 and
   ``X.weight_scale_inv``, float32, one for each block of ``weight_block_size``, or one for the
-  tensor where that is null.
+  tensor if that is null.
 * compressed-tensors (``quant_method: "compressed-tensors"``, ``format: "float-quantized"``):
   ``X.weight`` in E4M3 and ``X.weight_scale``; ``strategy`` is tensor, channel, block or group.
   ``mxfp8-quantized`` has groups of 32, whose scales are exponents.
 * ModelOpt (``quant_method: "modelopt"``, ``quant_algo: "FP8"``): one ``X.weight_scale``.
 
-What such a file says about activations (``activation_scale``, ``input_scale``, the schemes) is not
-used: activations are quantized as the run's recipe says.
+Activation scales in the file (``activation_scale``, ``input_scale``, the schemes) are ignored; the
+run's recipe determines how activations are quantized.
 """
 
 import json
@@ -28,7 +28,7 @@ from torch_fp8.conversion.fp8_weight import FP8Weight
 _E4M3 = "F8_E4M3"
 _FLOATS = ("F32", "F16", "BF16", "F8_E8M0")
 _PLAIN = ("float-quantized", "naive-quantized", "mxfp8-quantized")
-"""The formats of compressed-tensors that hold weights of 8 bits as they are, one to a byte."""
+"""The formats of compressed-tensors that store 8-bit weights unpacked, one per byte."""
 
 _OTHERS = {
     "bitsandbytes": "bitsandbytes (NF4 or INT8)",
@@ -51,8 +51,8 @@ class CheckpointFormat:
     """An FP8 format of checkpoints.
 
     Attributes:
-        name: as in messages.
-        scale_suffix: what stands after ``X.weight`` in the key of its scales.
+        name: the name in messages.
+        scale_suffix: the text after ``X.weight`` in the key of its scales.
         blocks: the blocks (R, C) that may share a scale, as declared; 0 for all rows or columns.
     """
 
@@ -60,11 +60,13 @@ class CheckpointFormat:
     scale_suffix: str
     blocks: tuple[tuple[int, int], ...]
     ue8m0: bool = False
-    """Whether scales that are stored as uint8 are exponents, 2 ** (byte - 127)."""
+    """Whether scales stored as uint8 are exponents, 2 ** (byte - 127)."""
 
     def block_of(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the block of a weight of this shape whose scales have the shape `grid`, or
-        None.
+        """Return the block (rows, columns) that shares a scale in a weight of `shape` with scales
+        of shape `grid`.
+
+        None if no declared block fits.
         """
         for rows, cols in self.blocks:
             block = (rows or shape[0], cols or shape[1])
@@ -75,13 +77,13 @@ class CheckpointFormat:
 
 
 def read_format(path: str | Path) -> CheckpointFormat | None:
-    """Return the FP8 format of a checkpoint; None: it is not quantized.
+    """Return the FP8 format of a checkpoint; None if it is not quantized.
 
     Args:
         path: the folder of the checkpoint.
     Raises:
-        ValueError: a quantization that is not read here, named, with the way out; FP8 in a form
-            that is not known.
+        ValueError: the quantization is not supported (the error names it and a way out), or is an
+            unknown form of FP8.
     """
     quantization = _config(Path(path)).get("quantization_config")
     if not quantization:
@@ -107,13 +109,13 @@ def check_scales(
 
     Args:
         files: the checkpoint.
-        format: its format; None: it says that it is not quantized.
+        format: its format; None: the configuration names no quantization.
     Returns:
         For the key of each FP8 weight, the key of its scales and the block that shares one.
     Raises:
-        ValueError: an FP8 weight without scales, scales without an FP8 weight, or scales of
-            another shape or dtype, not finite, zero or negative: with the key. FP8 weights where
-            no configuration says what their scales mean.
+        ValueError: an FP8 weight has no scales; scales have no FP8 weight; scales have another
+            shape or dtype, or are not finite, zero or negative (the error names the key); there are
+            FP8 weights, but no configuration explains their scales.
     """
     if format is None:
         return _refuse_unexplained(files)
@@ -136,8 +138,11 @@ def check_scales(
 def read_scales(
     files: SafetensorsFiles,
 ) -> tuple[dict[str, tuple[str, tuple[int, int]]], set[str]]:
-    """Return what `check_scales` returns of a checkpoint in its format, and the keys of all tensors
-    that only belong to a weight: its scales, and the scales of its input.
+    """Return the result of `check_scales` for a checkpoint in its own format, and the companion
+    keys.
+
+    Companion keys are those of tensors that only belong to a weight: its scales, and those of its
+    input.
     """
     format = read_format(files.path)
     scales = check_scales(files, format)
@@ -158,7 +163,7 @@ def read_weight(
 def read_scale(
     files: SafetensorsFiles, key: str, block: tuple[int, int], shape: tuple[int, ...]
 ) -> Tensor:
-    """Read the scales of a weight of this shape as a float32 grid, whatever they are stored as."""
+    """Read the scales of a weight of this shape as a float32 grid, from any stored dtype."""
     rows, cols = (math.ceil(n / b) for n, b in zip(shape, block, strict=True))
     return _float32(files[key]).reshape(rows, cols)
 
@@ -267,7 +272,7 @@ def _strategy(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
 
 
 def _pair(block: Any, where: str) -> tuple[int, int]:
-    if isinstance(block, str):  # compressed-tensors once wrote "128x128"
+    if isinstance(block, str):  # older compressed-tensors wrote "128x128"
         block = [int(side) if side.isdigit() else 0 for side in block.lower().split("x")]
     sides = tuple(block) if isinstance(block, (list, tuple)) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):

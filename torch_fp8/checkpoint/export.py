@@ -1,8 +1,8 @@
-"""`export`: a trained model as a folder that inference engines load, in FP8 without calibration.
+"""`export`: write a trained model as an FP8 folder that inference engines load, uncalibrated.
 
-The scales that training's forward multiplies by are known, so that nothing is calibrated, and what
-is served are the same bits. `torch_fp8.checkpoint.export_format` has the formats,
-`torch_fp8.checkpoint.export_plan` what is written of which tensor.
+The scales that training's forward multiplies by are known, so no calibration is needed, and engines
+serve the same bits. `torch_fp8.checkpoint.export_format` describes the formats,
+`torch_fp8.checkpoint.export_plan` how each tensor is written.
 """
 
 import copy
@@ -31,23 +31,24 @@ _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.tiktoken", "chat_template*", "*processor_config.json"),
 )
-"""The files of a tokenizer or processor, of all kinds that transformers has."""
+"""The file names of all kinds of tokenizers and processors of transformers."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What `export` wrote.
+    """The result of `export`; ``str(report)`` describes it.
 
     Attributes:
         path: the folder.
-        format, recipe: what it holds.
-        fp8: names of the layers whose weights are in FP8.
-        kept: (name, reason) of layers that run in FP8 and are written in BF16, with the values that
+        format, recipe: the format and the recipe of the written weights.
+        fp8: the names of the layers whose weights are in FP8.
+        kept: (name, reason) of layers that run in FP8 but are written in BF16, with the values that
             training multiplied by.
-        recast: names of the modules of experts that are written in other blocks than those of
-            training, cast anew.
-        ignored: names of the linear layers and routers that are not in FP8, those of `kept` too.
-        num_elements: the elements of the weights in FP8.
+        recast: the names of the expert modules that were cast again, in other blocks than those of
+            training.
+        ignored: the names of the linear layers and routers that are not in FP8, including those of
+            `kept`.
+        num_elements: the number of elements of the weights in FP8.
         num_bytes: the bytes of these weights and their scales in the files.
     """
 
@@ -63,7 +64,7 @@ class ExportReport:
 
     @property
     def bytes_per_bf16_byte(self) -> float:
-        """The bytes in the files for each byte that the weights take in BF16."""
+        """The size of the weights and scales in the files, relative to the weights in BF16."""
         return self.num_bytes / (2 * self.num_elements)
 
     def __str__(self) -> str:
@@ -88,36 +89,37 @@ def export(
     adapters: str | None = None,
     max_shard_size: int | str = "5GB",
 ) -> ExportReport:
-    """Write a converted Hugging Face model as a folder that inference engines load.
+    """Write a converted Hugging Face model to a folder that inference engines load.
 
-    Each weight of an FP8 layer is written as E4M3 codes and scales whose product is, bit for bit,
-    what the layer's forward multiplies by. All other parameters are written in BF16, except
-    those that transformers keeps in float32; buffers keep their dtype. The folder has
-    ``config.json``, the generation configuration, the tokenizer where it is known, and safetensors
-    in files as ``save_pretrained`` writes them. Tensors are made and written one after the other.
-    The folder is there as a whole or not at all. The model stays as it is.
+    Each weight of an FP8 layer is written as E4M3 codes and scales. Their product is, bit for bit,
+    the value that the layer's forward multiplies by. All other parameters are written in BF16,
+    except those that transformers keeps in float32; buffers keep their dtype. The folder contains
+    ``config.json``, the generation configuration, the tokenizer if it is known, and safetensors
+    files as ``save_pretrained`` writes them. Tensors are computed and written one after another. If
+    the export fails, no folder is left. The model does not change.
 
     Args:
-        model: a transformers model, converted by `torch_fp8.convert_to_float8`; its weights may be
-            trained or frozen. DistributedDataParallel's wrapper is looked through; call this on one
+        model: a transformers model converted by `torch_fp8.convert_to_float8`, or its
+            DistributedDataParallel wrapper; the weights may be trained or frozen. Call this on one
             rank.
-        path: a folder that does not exist; the one above it does.
+        path: a folder that does not exist yet; its parent must exist.
         format: ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
             blockwise, mxfp8) or ``modelopt`` (delayed).
-        tokenizer: anything with ``save_pretrained``; None: the files of the folder that the model
-            was loaded from, if there are any.
-        adapters: what becomes of PEFT's adapters, which has to be said where there are any:
-            ``merge``: ``W + delta`` in BF16, as ``merge_and_unload`` makes it, is cast; what of a
-            small delta is below FP8's resolution is lost. ``apart``: the base alone is written, and
-            ``model.save_pretrained`` saves the adapter for engines that serve both.
-        max_shard_size: bytes, or a text such as ``"5GB"``, of tensors in one file.
+        tokenizer: an object with ``save_pretrained``; None: the tokenizer files of the folder that
+            the model was loaded from, if there are any.
+        adapters: the treatment of PEFT adapters, required if the model has any. ``merge`` casts ``W
+            + delta`` in BF16, as ``merge_and_unload`` computes it; parts of a small delta below
+            FP8's resolution are lost. ``apart`` writes only the base; save the adapter with
+            ``model.save_pretrained`` for engines that serve both.
+        max_shard_size: the maximum size of tensors in one file: bytes, or a string such as
+            ``"5GB"``.
     Returns:
-        What was written, and which layers are in BF16 although they run in FP8.
+        A report on the written tensors, and on layers that are in BF16 although they run in FP8.
     Raises:
-        ValueError: `path` exists; the format is unknown or cannot say the recipe; a layer that it
-            cannot hold, with its name; weights that are not finite, sharded or offloaded.
-        TypeError: `model` is none of transformers, or `tokenizer` cannot be saved.
-        OSError: the disk is full or cannot be written.
+        ValueError: `path` exists; the format is unknown or cannot express the recipe; the format
+            cannot hold a layer (the error names it); weights are not finite, sharded or offloaded.
+        TypeError: `model` is not a transformers model, or `tokenizer` cannot be saved.
+        OSError: the disk is full or not writable.
     """
     check_format(format)
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
@@ -141,13 +143,13 @@ def export_into(
     *,
     max_shard_size: int | str = "5GB",
 ) -> ExportReport:
-    """Write a converted model into a folder that may exist, whose other files stay.
+    """Write a converted model into a folder that may exist and keeps its other files.
 
-    The new files take the place of old ones when all of them have been written.
+    New files replace old ones only after all of them have been written.
 
     Args:
         model, format, max_shard_size: see `export`.
-        folder: is made where it does not exist.
+        folder: the folder; it is created if it does not exist.
     Raises:
         ValueError, TypeError, OSError: see `export`.
     """
@@ -160,7 +162,7 @@ def export_into(
 def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
     """Refuse a model that ``config.save_format`` cannot hold, before it is trained.
 
-    Adapters are saved by their own library, so that a model with some is not looked at.
+    A model with adapters is not checked, because their own library saves them.
 
     Raises:
         ValueError, TypeError: see `export`.
@@ -171,14 +173,14 @@ def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
 
 @dataclass(frozen=True)
 class PreparedExport:
-    """A model of transformers and what is to be written of it."""
+    """A transformers model and the plan of its export."""
 
     model: Any
     plan: ExportPlan
 
     def write(self, folder: Path, max_shard_size: int, tokenizer: Any = None) -> None:
-        """Write everything into a folder that exists."""
-        _write_config(self.model, self.plan, folder)  # what is wrong there is soon found
+        """Write everything into an existing folder."""
+        _write_config(self.model, self.plan, folder)  # first, because it fails quickly
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         else:
@@ -186,7 +188,7 @@ class PreparedExport:
         write_safetensors(folder, self.plan.groups, max_shard_size)
 
     def report(self, path: Path) -> ExportReport:
-        """Return the report of a folder that was written."""
+        """Return the report for a folder that was written."""
         plan = self.plan
         return ExportReport(
             path,
@@ -202,7 +204,7 @@ class PreparedExport:
 
 
 def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -> PreparedExport:
-    """Find everything that speaks against an export, before anything is written.
+    """Check everything that an export needs, before anything is written.
 
     Args:
         model, format, adapters: see `export`.
@@ -227,7 +229,7 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """Return the model of transformers within the wrappers of torch and PEFT.
+    """Return the transformers model inside wrappers of torch and PEFT.
 
     Raises:
         TypeError: there is none.
@@ -252,7 +254,7 @@ def unwrapped(model: nn.Module) -> Any:
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> None:
-    """Copy the tokenizer's files, and the code of a model that brings its own, if there are any."""
+    """Copy the tokenizer files, and a model's own code, if there are any."""
     if source is None:
         return
     for pattern in (*_TOKENIZER, "*.py"):
@@ -262,7 +264,9 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
 
 
 def warn_kept(report: ExportReport) -> None:
-    """Warn of layers that run in FP8 and are written in BF16, and of experts with other values."""
+    """Warn of layers that run in FP8 but are written in BF16, and of experts that were cast
+    again.
+    """
     if report.kept:
         warnings.warn(
             f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "
@@ -292,11 +296,11 @@ def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:
 
 
 def write_quantization(folder: Path, plan: ExportPlan) -> None:
-    """Add to ``config.json`` what the format says there, and write its other files.
+    """Add the format's entry to ``config.json``, and write its other files.
 
     Args:
-        folder: has the ``config.json`` of the model.
-        plan: what is written.
+        folder: a folder with the model's ``config.json``.
+        plan: the plan of the export.
     """
     file = folder / "config.json"
     config = _in_dtype(json.loads(file.read_text()), str(PLAIN).removeprefix("torch."))
@@ -307,7 +311,7 @@ def write_quantization(folder: Path, plan: ExportPlan) -> None:
 
 
 def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration whose own dtype, and that of each part that states one, is `dtype`."""
+    """Return a configuration with `dtype` for itself and for each part that states a dtype."""
     parts = {
         key: _in_dtype(value, dtype)
         for key, value in config.items()

@@ -1,9 +1,9 @@
-"""`export_checkpoint`: a checkpoint on disk as a folder that inference engines load.
+"""`export_checkpoint`: export a checkpoint on disk to a folder that inference engines load.
 
-The model is built without data and converted as training converts it. Each tensor is read from its
-file when its turn comes, cast, written and gone. Weights are those of training's forward: a host
-saves whole weights, float32, of which training multiplied by the upper part, BF16
-(`torch_fp8.quantization.split_float`). FP8 weights with the blocks of the recipe keep their bytes.
+The model is built without data and converted as in training. Each tensor is read from its file when
+its turn comes, cast, written and freed. The weights are those of training's forward: a host saves
+whole float32 weights, of which training multiplied by the upper half, BF16
+(`torch_fp8.quantization.split_float`). FP8 weights with the recipe's blocks keep their bytes.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from torch_fp8.quantization.split_float import split
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 
 _HISTORY = "fp8_scaling_0.safetensors"
-"""The file that hosts write beside a checkpoint with delayed scaling's history."""
+"""The file with delayed scaling's history that hosts write beside a checkpoint."""
 
 
 def export_checkpoint(
@@ -55,22 +55,23 @@ def export_checkpoint(
     device: torch.device | str = "cpu",
     max_shard_size: int | str = "5GB",
 ) -> ExportReport:
-    """Write a checkpoint as a folder that inference engines load, never holding the whole of it.
+    """Export a checkpoint to a folder that inference engines load, without holding the whole model.
 
     Args:
-        cls: a class of transformers, which builds the model that ``config.json`` describes.
-        checkpoint: a folder of ``*.safetensors`` files and ``config.json``, as ``save_pretrained``
-            writes it: in 16 or 32 bits, or FP8 as `torch_fp8.load_frozen` reads it.
+        cls: a transformers class, which builds the model that ``config.json`` describes.
+        checkpoint: a folder with ``*.safetensors`` files and ``config.json``, as
+            ``save_pretrained`` writes it: in 16 or 32 bits, or FP8 as `torch_fp8.load_frozen` reads
+            it.
         path, format, max_shard_size: see `torch_fp8.export`.
-        config: with which the model is, or was, trained, or the name of a recipe; not ``auto``. At
-            levels O2 and O3 float32 matrices are rounded to BF16, as they are split for training;
-            at O1 they are cast as they are.
-        device: where tensors are cast.
+        config: the training configuration, or the name of a recipe other than ``auto``. At levels
+            O2 and O3 float32 matrices are rounded to BF16, as they are split for training; at O1
+            they are cast directly.
+        device: the device for the casts.
     Returns:
-        What was written.
+        A report on the written tensors.
     Raises:
-        ValueError: see `torch_fp8.export`; the checkpoint is none of this model, or broken; recipe
-            ``delayed`` and no history of amaxes beside the checkpoint.
+        ValueError: see `torch_fp8.export`; the checkpoint belongs to another model, or is broken;
+            the recipe is ``delayed`` and there is no history of amaxes beside the checkpoint.
         OSError: see `torch_fp8.export`.
     """
     config = config_or_default(config)
@@ -95,7 +96,7 @@ def export_checkpoint(
         config = _with_history_length(config, history, source)
     convert_to_float8(model, config, device="cpu")
     if config.recipe == "delayed":
-        # Of the first model that has one: a criterion may have been prepared before it.
+        # The history of the first model that has one; a criterion may come before it.
         first = min((key.partition(".")[0] for key in history), key=int, default="") + "."
         own = [key for key in history if key.startswith(first)]
         _load_history(model, {key.removeprefix(first): history[key] for key in own})
@@ -113,7 +114,7 @@ def export_checkpoint(
 
 
 class _Tensors(ModelTensors):
-    """The tensors of a checkpoint, read when they are asked for."""
+    """The tensors of a checkpoint, read when needed."""
 
     def __init__(self, files: SafetensorsFiles, config: FP8Config, device: torch.device) -> None:
         self._files, self._device = files, device
@@ -122,7 +123,7 @@ class _Tensors(ModelTensors):
         self._places: dict[str, list[str]] = {}
 
     def connect(self, model: nn.Module) -> None:
-        """Find the tensors of a model, tied ones under whichever name is stored.
+        """Find the tensors of a model; a tied tensor may be stored under any of its names.
 
         Raises:
             ValueError: names or shapes differ.

@@ -1,10 +1,10 @@
 """Fused experts in an exported checkpoint: a matrix for each expert and projection.
 
 Experts run with a scale for each row, whatever the recipe of other layers
-(`torch_fp8.nn.experts.expert_recipe`). Formats with a scale for each row get the very bytes that
-training multiplies by. Formats with blocks of 128 x 128 get the weights cast anew in these blocks:
-other values, as near to the weights, and the report says so. Other formats get BF16, which holds
-the values of training exactly, because the scales are powers of two.
+(`torch_fp8.nn.experts.expert_recipe`). Formats with a scale for each row get exactly the bytes that
+training multiplies by. For formats with blocks of 128 x 128 the weights are cast again in these
+blocks. The values differ from training's, but are as close to the weights, and the report says so.
+Other formats get BF16, which holds training's values exactly, because the scales are powers of two.
 """
 
 import re
@@ -29,18 +29,18 @@ BLOCKS = "block_128x128"
 
 
 class ExpertExport:
-    """How the fused weights of one module of experts are written.
+    """The export of the fused weights in one module of experts.
 
     Args:
-        name: qualified, of the module.
-        module: the experts; in FP8, or in high precision.
-        parts: tensors of the checkpoint for each fused weight (E, R, C), by the weight's name.
+        name: the module's qualified name.
+        module: the experts, in FP8 or in high precision.
+        parts: the checkpoint's tensors for each fused weight (E, R, C), by the weight's name.
         format: the format of the checkpoint.
     Attributes:
         is_fp8: whether the module runs in FP8.
-        reason: why they are written in BF16; empty: in FP8.
+        reason: the reason why the weights are written in BF16; empty if they are in FP8.
     Raises:
-        ValueError: experts in FP8 whose checkpoints are not split by expert.
+        ValueError: the experts run in FP8, but checkpoints do not split them by expert.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ExpertExport:
 
     @property
     def recast(self) -> bool:
-        """Whether FP8 values are other than those of training."""
+        """Whether the FP8 values differ from those of training."""
         return not self.reason and self._format.granularity == BLOCKS
 
     @property
     def ignored(self) -> list[str]:
-        """The names by which an engine knows that the experts are not in FP8."""
+        """The names that tell an engine that the experts are not in FP8."""
         first = next(iter(self._parts.values()))[0]
         if not self.reason or first.expert is None:
             return []
@@ -83,12 +83,12 @@ class ExpertExport:
         return [prefix, *of_each]
 
     def group(self, key: str, shape: torch.Size, get: Callable[[], Tensor]) -> TensorGroup:
-        """Return the tensors of a fused weight in the checkpoint.
+        """Return a fused weight's tensors in the checkpoint.
 
         Args:
-            key: its name.
-            shape: (E, R, C).
-            get: returns the weight as it is stored.
+            key: the weight's name.
+            shape: the weight's shape, (E, R, C).
+            get: a function that returns the weight as it is stored.
         """
         planned: list[PlannedTensor] = []
         for part in self._parts[key]:
@@ -135,15 +135,15 @@ def with_routers(
     places: Iterable[tuple[str, nn.Module]],
     parts: Mapping[str, Sequence[StoredPart]],
 ) -> list[str]:
-    """Return names of modules that are not in FP8, with those of the routers of experts.
+    """Return the names of modules that are not in FP8, including the routers of experts.
 
-    A router that is no linear layer in transformers is one in engines. Each module is there under
-    its name in checkpoints, too, where that is another.
+    A router that is not a linear layer in transformers is one in engines. A module also appears
+    under its name in checkpoints if that differs.
 
     Args:
-        ignored: names of linear layers that are not in FP8.
+        ignored: the names of linear layers that are not in FP8.
         places: all modules by name.
-        parts: tensors of the checkpoint for each tensor of the model.
+        parts: the checkpoint's tensors for each tensor of the model.
     """
     names = list(ignored)
     for name, module in places:

@@ -51,13 +51,14 @@ _STRATEGIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """A format and the recipe that its files are to say.
+    """A format, and the recipe that its files express.
 
     Args:
         name: ``fine-grained``, ``compressed-tensors`` or ``modelopt``.
         recipe: one of `SAVE_FORMATS`.
     Raises:
-        ValueError: the format is unknown, or cannot say the recipe, with the one that can.
+        ValueError: the format is unknown, or cannot express the recipe (the error names one that
+            can).
     """
 
     name: str
@@ -82,18 +83,19 @@ class ExportFormat:
 
     @property
     def scale_suffix(self) -> str:
-        """What stands after ``X.weight`` in the name of the scales."""
+        """The text after ``X.weight`` in the name of the scales."""
         return "_scale_inv" if self.name == "fine-grained" else "_scale"
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale of the activations is in the file."""
+        """Whether the file contains the scale of the activations."""
         return self.name == "modelopt"
 
     def refusal(self, rows: int, cols: int) -> str | None:
-        """Return why a weight (rows, cols) cannot be held in FP8; None: it can.
+        """Return why a weight (rows, cols) cannot be stored in FP8; None if it can.
 
-        transformers reads blocks off the shape of the scales, so that they must divide a weight.
+        transformers derives the blocks from the shape of the scales, so blocks must divide the
+        weight.
         """
         if self.granularity == "block_128x128" and (rows % 128 or cols % 128):
             return f"its sides, {rows} x {cols}, are no multiples of 128"
@@ -102,7 +104,7 @@ class ExportFormat:
         return None
 
     def planned(self, name: str, rows: int, cols: int) -> tuple[PlannedTensor, ...]:
-        """Return what stands in the file for a weight (rows, cols) of a layer."""
+        """Return the tensors in the file for a layer's weight (rows, cols)."""
         grid: tuple[int, ...] = () if self.name == "modelopt" else (1,)
         if self.granularity != "tensorwise":
             grid = scale_shape(rows, cols, self.granularity)
@@ -114,11 +116,11 @@ class ExportFormat:
         return weight, scale, PlannedTensor(f"{name}.input_scale", torch.float32, ())
 
     def tensors(self, payload: QuantizedTensor, input_scale: Tensor | None) -> Sequence[Tensor]:
-        """Return the tensors that were planned.
+        """Return the tensors that `planned` describes.
 
         Args:
             payload: the weight, quantized along its input features.
-            input_scale: (), where `is_static`.
+            input_scale: the scale () of the input if `is_static`, else None.
         """
         scale = payload.scale
         if self.recipe == "mxfp8":
@@ -131,10 +133,10 @@ class ExportFormat:
         return payload.qdata, scale, input_scale
 
     def quantization_config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """Return what config.json says.
+        """Return the ``quantization_config`` for config.json.
 
         Args:
-            ignored: qualified names of the linear layers that are not in FP8.
+            ignored: the qualified names of the linear layers that are not in FP8.
         """
         if self.name == "fine-grained":
             return {
@@ -171,7 +173,7 @@ class ExportFormat:
         }
 
     def other_files(self, ignored: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return further JSON files of the format by name."""
+        """Return the format's other JSON files by name."""
         if self.name != "modelopt":
             return {}
         quantization = {
@@ -188,7 +190,7 @@ def check_format(name: str) -> None:
     """Check the name of a format.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the name is unknown.
     """
     if not isinstance(name, str) or name not in SAVE_FORMATS:
         known = ", ".join(map(repr, SAVE_FORMATS))
@@ -196,5 +198,5 @@ def check_format(name: str) -> None:
 
 
 def _producer() -> dict[str, str]:
-    # Engines ask for the name, which is that of the format; the version says who wrote the file.
+    # Engines check the name, which must be the format's; the version names the actual writer.
     return {"name": "modelopt", "version": f"torch-fp8 {__version__}"}

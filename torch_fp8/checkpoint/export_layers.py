@@ -1,4 +1,4 @@
-"""Which of a model's FP8 layers a format and the engines that read it can hold in FP8."""
+"""Which FP8 layers of a model a format, and the engines that read it, can hold in FP8."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ FUSED = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-"""Layers whose weights engines multiply as one: all or none of them are in FP8."""
+"""Groups of layers whose weights engines fuse: either all of them are in FP8, or none."""
 
 
 def held_layers(
@@ -24,13 +24,13 @@ def held_layers(
     places: list[tuple[str, nn.Module]],
     format: ExportFormat,
 ) -> dict[str, str]:
-    """Return for each FP8 layer why it cannot be written in FP8; empty: it is.
+    """Return for each FP8 layer why it cannot be written in FP8; an empty string if it can.
 
     Args:
-        model: model of transformers, whose configuration has the numbers of its heads.
+        model: the transformers model, whose configuration has the numbers of heads.
         layers: the FP8 layers by name.
         places: all modules by name.
-        format: in which they are written.
+        format: the format of the export.
     """
     linears = {name for name, module in places if is_linear(module)}
     heads = {id(output_layer(module)) for _, module in places} - {id(None)}
@@ -61,7 +61,7 @@ def held_layers(
 
 
 def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
-    """Return the rows of the parts of a layer that is several in one."""
+    """Return the numbers of rows of a fused layer's parts."""
     rows, leaf = layer.out_features, name.rpartition(".")[2]
     if leaf == "gate_up_proj":
         return [rows // 2, rows - rows // 2]

@@ -1,9 +1,9 @@
-"""What an exported checkpoint consists of: each tensor of a model, in FP8 or in one plain dtype.
+"""The plan of an exported checkpoint: each tensor of a model, in FP8 or in one plain dtype.
 
-A weight is written in FP8 with the very bytes that the layer's forward multiplies by. Where that
-cannot be (its sides do not fit the blocks, or a weight that engines multiply together with it is
-not in FP8), it is written in BF16 if that holds the same values exactly, as it does for scales that
-are powers of two, and refused by its name if not. So what is served has the values of training.
+A weight in FP8 has exactly the bytes that the layer's forward multiplies by. If that is not
+possible (its sides do not fit the blocks, or a weight that engines fuse with it is not in FP8), it
+is written in BF16 if BF16 holds the same values exactly, as it does for power-of-two scales;
+otherwise it is refused by its name. So engines serve the values of training.
 """
 
 import re
@@ -38,29 +38,29 @@ from torch_fp8.tensor.split_weight import stored
 
 
 class ModelTensors:
-    """The values of a model's tensors: its own, as its layers multiply them. Other sources have
-    them from elsewhere.
+    """The values of a model's tensors, read from the model itself; subclasses read other
+    sources.
     """
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which the values of a tensor are stored.
+        """Return the dtype in which a tensor's values are stored.
 
         Args:
-            key: its name.
-            tensor: a tensor of the model.
+            key: the tensor's name.
+            tensor: the tensor of the model.
         """
         del key
         return stored(tensor).dtype
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
-        """Return the values of a tensor.
+        """Return a tensor's values.
 
         Args:
-            key: its name.
-            tensor: a tensor of the model.
-            layer: whose weight it is, if that runs in FP8.
+            key: the tensor's name.
+            tensor: the tensor of the model.
+            layer: the FP8 layer whose weight it is; None: it belongs to no FP8 layer.
         Raises:
-            ValueError: it has none here.
+            ValueError: the tensor has no values on this rank.
         """
         del layer
         if tensor.is_meta:
@@ -72,16 +72,16 @@ class ModelTensors:
 
 @dataclass
 class ExportPlan:
-    """What is written.
+    """The tensors to write.
 
     Attributes:
         format: the format, with its recipe.
         groups: the tensors, in the order of the model.
-        fp8: names of the layers that are in FP8.
-        kept: (name, reason) of layers that run in FP8 and are written in BF16.
-        recast: names of the modules of experts whose FP8 values are not those of training.
-        ignored: names of the linear layers and routers that are not in FP8.
-        smooth: the factors that are folded into weights.
+        fp8: the names of the layers that are in FP8.
+        kept: (name, reason) of layers that run in FP8 but are written in BF16.
+        recast: the names of the expert modules whose FP8 values differ from training's.
+        ignored: the names of the linear layers and routers that are not in FP8.
+        smooth: the Smooth-SwiGLU factors that are folded into weights.
     """
 
     format: ExportFormat
@@ -101,10 +101,10 @@ class ExportPlan:
 
         Args:
             name: the layer's name.
-            layer: whose weight it is.
-            get: returns the weight as it is stored.
-            reason: why it is written in BF16; empty: in FP8.
-            key: name of the weight in the checkpoint.
+            layer: the layer.
+            get: a function that returns the weight as it is stored.
+            reason: the reason why it is written in BF16; empty if it is in FP8.
+            key: the weight's name in the checkpoint.
         """
         if reason:
             is_folded = self.smooth is not None and layer in self.smooth
@@ -140,16 +140,18 @@ def plan_export(
     source: ModelTensors | None = None,
     paused: bool = False,
 ) -> ExportPlan:
-    """Decide what is written of each tensor of a converted model; nothing is computed yet.
+    """Decide how each tensor of a converted model is written; nothing is computed yet.
 
     Args:
-        model: converted; its tensors may be on the meta device if `source` has their values.
+        model: the converted model; its tensors may be on the meta device if `source` has the
+            values.
         name: the name of the format.
-        fold: adapters that are folded into weights, or left out; None: there are none.
-        source: gives the values of the tensors; None: the model.
-        paused: whether layers that are paused count as FP8, as they do for an engine that runs on.
+        fold: the adapters to fold into weights or to leave out; None: there are none.
+        source: the source of the tensors' values; None: the model.
+        paused: whether paused layers count as FP8, as they must for an engine that stays up.
     Raises:
-        ValueError: a layer or a recipe that the format cannot hold, with its name and a way out.
+        ValueError: the format cannot hold a layer or express the recipe; the error names both and a
+            way out.
     """
     source = ModelTensors() if source is None else source
     fold = AdapterFold(model, merge=False) if fold is None else fold
@@ -214,14 +216,14 @@ def plan_export(
 def model_parts(
     model: nn.Module, places: list[tuple[str, nn.Module]]
 ) -> dict[str, list[StoredPart]]:
-    """Return what checkpoints have of each tensor of a model, whose modules are `places`."""
+    """Return the checkpoint's tensors for each tensor of a model with the modules `places`."""
     tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
     fused = {key for name, module in places for key in expert_weights(name, module)}
     return stored_parts(model, tensors, fused)
 
 
 def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
-    """Return patterns of the names that a model ties when it is loaded, as transformers says."""
+    """Return patterns for the names that transformers ties when it loads the model."""
     patterns = []
     for name, module in places:
         for key in getattr(module, "_tied_weights_keys", None) or ():

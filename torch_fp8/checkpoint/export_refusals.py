@@ -1,4 +1,4 @@
-"""What an export refuses: each error is a ValueError that names the layer and a way out."""
+"""Refusals of an export: each error is a ValueError that names the layer and a way out."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,7 +15,7 @@ _NAN_BITS = 0x7F
 
 
 def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
-    """Return the one recipe that all FP8 layers run; refuse a model that has none or several."""
+    """Return the recipe that all FP8 layers share; refuse a model with none or several."""
     if not layers:
         raise ValueError(
             "the model has no FP8 layer; torch_fp8.convert_to_float8(model, recipe) makes them"
@@ -38,7 +38,7 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
 
 
 def refuse_unsplit(name: str, parts: Mapping[str, Sequence[StoredPart]]) -> None:
-    """Refuse experts whose weights no checkpoint has one by one."""
+    """Refuse experts whose weights checkpoints do not store one by one."""
     for key, of_key in parts.items():
         if any(part.expert is None for part in of_key):
             raise ValueError(
@@ -58,7 +58,7 @@ def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
 
 
 def refuse_sharded(key: str, tensor: Tensor) -> None:
-    """Refuse a tensor of which this rank has a part."""
+    """Refuse a tensor of which this rank has only a part."""
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"'{key}' is sharded over several ranks; save the model with its host, then run "
@@ -69,7 +69,7 @@ def refuse_sharded(key: str, tensor: Tensor) -> None:
 def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
     """Refuse names that would make transformers leave an FP8 layer in high precision.
 
-    It takes each name of ``modules_to_not_convert`` for a suffix, too.
+    It also matches each name in ``modules_to_not_convert`` as a suffix.
     """
     for plain in ignored:
         for name in fp8:
@@ -81,7 +81,7 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
 
 
 def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
-    """Refuse values that hold an Inf or NaN, with the name of their tensor."""
+    """Refuse values with an Inf or NaN, with the name of their tensor."""
     if isinstance(values, Tensor):
         is_finite = not values.is_floating_point() or bool(values.isfinite().all())
     else:

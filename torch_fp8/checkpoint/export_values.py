@@ -1,4 +1,4 @@
-"""The values of an exported tensor: made when its turn comes to be written, one after the other."""
+"""The values of exported tensors, computed one by one when they are written."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +25,11 @@ def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False)
     """Return the weight (N, K) as the next forward of `layer` multiplies by it.
 
     Args:
-        layer: whose recipe and, with delayed scaling, whose history are used; neither changes.
-        weight: stored weight, (N, K) or (K, N); the layer's own, or another with the same shape.
-        current: whether its scale is its own, with delayed scaling, too: factors are folded into
-            it, and the history is that of the weight without.
+        layer: the layer whose recipe, and with delayed scaling whose history, apply; neither
+            changes.
+        weight: the stored weight, (N, K) or (K, N): the layer's own, or another of the same shape.
+        current: whether to compute the scale from `weight` even with delayed scaling, because
+            factors are folded into it that its history does not include.
     """
     known = layer.fp8.scales_known and not current
     scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
@@ -40,7 +41,7 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     """Return the () scale with which delayed scaling will cast the next input of `layer`.
 
     Raises:
-        ValueError: no forward has recorded an amax yet, or one that is not finite.
+        ValueError: no forward has recorded an amax yet, or an amax is not finite.
     """
     config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
     if not bool(history.isfinite().all() & amaxes.isfinite().all()):
@@ -59,10 +60,10 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
 
 
 def as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
-    """Return a tensor as it is, in its planned dtype."""
+    """Return a tensor without FP8, in its planned dtype."""
 
     def make() -> tuple[Tensor]:
-        value = dequantized(get()).to(planned.dtype)  # FP8 if it is a paused layer's
+        value = dequantized(get()).to(planned.dtype)  # FP8 if it belongs to a paused layer
         check_finite(planned.name, value)
         return (value,)
 
@@ -75,10 +76,10 @@ def in_bf16(
     """Return the weight of an FP8 layer in BF16, which must hold its values exactly.
 
     Args:
-        key: name of the weight in the checkpoint.
-        layer: whose weight it is.
-        get: returns the weight as it is stored.
-        reason: why it is not in FP8.
+        key: the weight's name in the checkpoint.
+        layer: the layer.
+        get: a function that returns the weight as it is stored.
+        reason: the reason why it is not in FP8.
         is_folded: whether factors of Smooth-SwiGLU are folded into it.
     """
     shape = tuple(layer.weight.shape)
@@ -120,7 +121,7 @@ def folded(
     smooth: SmoothFold | None,
     parameter: str = "weight",
 ) -> Tensor:
-    """Return a weight with what is folded into it: adapters, factors of Smooth-SwiGLU."""
+    """Return a weight with adapters and factors of Smooth-SwiGLU folded in."""
     weight = fold(layer, get(), parameter)
     return weight if smooth is None else smooth.weight(layer, weight)
 
@@ -132,7 +133,7 @@ def checked_payload(
     """Return `weight_payload`.
 
     Raises:
-        ValueError: the weight is not finite, with its name, `key`.
+        ValueError: the weight is not finite; the error has its name, `key`.
     """
     payload = weight_payload(layer, weight, current=current)
     check_finite(key, payload)

@@ -1,8 +1,8 @@
-"""Adapters of PEFT that are folded into the weights that they adapt, one module at a time.
+"""Folding of PEFT adapters into the weights that they adapt, one module at a time.
 
-``dequant(W) + delta`` is added up in float32 and rounded to BF16 once, as merging does it; the base
-is read and never written. PEFT's layers are known by what they have, ``base_layer`` and
-``get_delta_weight``, so that nothing of it is imported.
+``dequant(W) + delta`` is added in float32 and rounded to BF16 once, as in a merge; the base is only
+read. PEFT's layers are recognized by their attributes, ``base_layer`` and ``get_delta_weight``, so
+PEFT is not imported.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,16 @@ from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.tensor.base import dequantized
 
 ADAPTERS = ("merge", "apart")
-"""What can become of adapters: they are folded into the weights, or left out."""
+"""The treatments of adapters: fold them into the weights, or leave them out."""
 
 _NOT_ADDED = {"use_dora": "DoRA", "lora_bias": "lora_bias=True"}
-"""Options of adapters, by PEFT's name, that change more than the weight, or not by adding."""
+"""PEFT options, with names for messages, whose adapters change more than the weight, or not by
+addition.
+"""
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is one of PEFT's around a layer, or around a trained copy of one."""
+    """Return whether a module is PEFT's wrapper of a layer, or of a trained copy of one."""
     return "base_layer" in module._modules or "original_module" in module._modules
 
 
@@ -33,7 +35,7 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 
 def why_not_folded(model: nn.Module) -> str | None:
-    """Return why the adapters of a model are no matrices that are added to weights; None: they
+    """Return why a model's adapters are not matrices that are added to weights; None if they
     are.
     """
     for name, module in model.named_modules():
@@ -48,10 +50,10 @@ def why_not_folded(model: nn.Module) -> str | None:
 
 
 def refuse_prompts(model: nn.Module) -> None:
-    """Refuse a model of PEFT whose adapter is no part of a layer.
+    """Refuse a PEFT model whose adapter is not part of a layer.
 
     Args:
-        model: perhaps within wrappers.
+        model: the model, possibly inside wrappers.
     Raises:
         ValueError: it learns a prompt, or a prefix of the cache.
     """
@@ -65,14 +67,14 @@ def refuse_prompts(model: nn.Module) -> None:
 
 
 class AdapterFold:
-    """Reads the weights of a model as they are with its active adapters, or without any.
+    """Reads a model's weights with its active adapters folded in, or without any adapters.
 
     Args:
-        model: within PEFT's wrapper.
-        merge: whether the adapters are folded in.
+        model: the model inside PEFT's wrapper.
+        merge: whether adapters are folded in.
     Raises:
-        ValueError: an adapter that is merged already, or whose delta cannot be asked for, or of one
-            of several layers that share a weight.
+        ValueError: an adapter is already merged, provides no delta, or belongs to one of several
+            layers that share a weight.
     """
 
     def __init__(self, model: nn.Module, merge: bool) -> None:
@@ -99,7 +101,7 @@ class AdapterFold:
             self._refuse_tied(model)
 
     def _refuse_tied(self, model: nn.Module) -> None:
-        """Refuse adapters that make two weights of one: engines tie them, and lose one."""
+        """Refuse adapters that make a tied weight two weights: engines tie them, and lose one."""
         chosen = dict(self.walk(model))
         sharing: dict[int, dict[int, str]] = {}
         for name, module in AdapterFold(model, merge=False).walk(model):
@@ -140,14 +142,14 @@ class AdapterFold:
 
     @torch.no_grad()
     def __call__(self, layer: nn.Module, weight: Tensor, parameter: str = "weight") -> Tensor:
-        """Return the weight of a layer with its adapters; as it is stored, where it has none.
+        """Return a layer's weight with its adapters, or as it is stored if it has none.
 
-        Where it has some, in BF16 if the layer runs in FP8, else in the dtype that it has.
+        A weight with adapters is BF16 if the layer runs in FP8, and else has its own dtype.
 
         Args:
-            layer: whose weight it is.
-            weight: plain or frozen; stays as it is.
-            parameter: the name that the layer has for the weight.
+            layer: the layer.
+            weight: the weight, plain or frozen; it is not changed.
+            parameter: the layer's name for the weight.
         """
         active = self._active(layer, parameter)
         if not active:
@@ -171,18 +173,18 @@ class AdapterFold:
         return folded.to(torch.bfloat16 if isinstance(layer, RunsFP8) else weight.dtype)
 
     def _active(self, layer: nn.Module, parameter: str = "weight") -> list[str]:
-        """Return the adapters that are folded into a weight of a layer."""
+        """Return the adapters to fold into a weight of a layer."""
         owner = self._owners.get((id(layer), parameter)) if self._merge else None
         if owner is None or owner[1].disable_adapters:
             return []
         module = owner[1]
-        # As PEFT's own merge asks.
+        # The same check as in PEFT's merge.
         held = [getattr(module, name) for name in module.adapter_layer_names]
         return [name for name in module.active_adapters if any(name in each for each in held)]
 
 
 def _innermost(wrapper: Any) -> nn.Module:
-    """Return the layer within wrappers; experts have one around another for each weight."""
+    """Return the layer inside wrappers; experts have nested wrappers, one for each weight."""
     layer: nn.Module = wrapper
     while "base_layer" in layer._modules:
         layer = layer.get_submodule("base_layer")

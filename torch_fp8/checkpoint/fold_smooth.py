@@ -1,10 +1,10 @@
-"""Smooth-SwiGLU folded into an export: ``up <- s up``, ``down <- down / s``, without a further op.
+"""Smooth-SwiGLU folded into exported weights: ``up <- s up``, ``down <- down / s``.
 
-The checkpoint of a training run has the weights as they are, and s is found anew from the tokens of
-each forward. An inference engine does not look for it: its activations would have the outliers that
-training never cast. So an export has the factors of the last forward in the weights, row by row in
-the up projection and column by column in the down projection. They are powers of two, the function
-is the same, and the FP8 codes of the down projection are those that this forward multiplied by.
+A training checkpoint has the weights without s, and each forward computes s from its tokens. An
+inference engine does not; its activations would have the outliers that training never cast. So an
+export contains the factors of the last forward in the weights, row by row in the up projection and
+column by column in the down projection. They are powers of two, so the function is the same, and
+the FP8 codes of the down projection are those of that forward.
 """
 
 from typing import NamedTuple
@@ -29,10 +29,10 @@ class _Factors(NamedTuple):
 
 
 class SmoothFold:
-    """The factors of a model's gated MLPs, as their last forwards found them.
+    """The factors of a model's gated MLPs, from their last forwards.
 
-    Left as they are: MLPs with a layer that does not run in FP8, or has an adapter, or whose up
-    projection has a bias; and those of which only compiled forwards have run, which keep nothing.
+    It skips MLPs in which a layer does not run in FP8 or has an adapter, or whose up projection has
+    a bias, and MLPs of which only compiled forwards have run, because these store no factors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class SmoothFold:
         return layer in self._factors
 
     def weight(self, layer: Float8Layer, weight: Tensor) -> Tensor:
-        """Return a layer's weight, as it is stored, with its factors."""
+        """Return a layer's stored weight with its factors."""
         factors = self._factors.get(layer)
         if factors is None:
             return weight
@@ -76,8 +76,9 @@ class SmoothFold:
         """Return delayed scaling's scale () of a layer's input with its factors.
 
         Args:
-            scale: the input's scale, for as large an input as the history has. Its largest value
-                is taken to stand in the channel that was the largest in the last forward.
+            layer: the layer.
+            scale: the input's scale for the largest input in the history. The largest value is
+                assumed to be in the channel that was the largest in the last forward.
         """
         factors = self._factors.get(layer)
         if factors is None or factors.channels is None:

@@ -1,9 +1,10 @@
-"""transformers' own ``FP8Experts``, which it makes of an FP8 checkpoint where there is a GPU.
+"""Conversion of transformers' ``FP8Experts``, which it creates for an FP8 checkpoint on a GPU.
 
 They hold E4M3 codes (E, R, C) and ``weight_scale_inv`` of blocks of 128 x 128. Each is replaced by
-the module that the model has without quantization, which is converted like any other. A trained
-weight continues from its exact value, as BF16 and the residual that waits for the optimizer. A
-frozen one is cast anew, with a scale for each row, because grouped GEMMs take no blocks.
+the module that the model has without quantization, which is then converted like any other. A
+trained weight continues from its exact value, as BF16 and a residual that waits for the optimizer.
+A frozen weight is cast again with a scale for each row, because grouped GEMMs do not support
+blocks.
 """
 
 import copy
@@ -21,7 +22,7 @@ _SCALES = "_scale_inv"
 
 
 def host_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules of experts that transformers holds in FP8, by name."""
+    """Return (name, module) of the expert modules that transformers holds in FP8."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -39,12 +40,11 @@ def take_over_experts(
     """Turn transformers' FP8 experts in `model` into those of the model without quantization.
 
     Args:
-        model, config, trained, residuals: see
-            `torch_fp8.checkpoint.host_layers.take_over_layers`.
+        model, config, trained, residuals: see `torch_fp8.checkpoint.host_layers.take_over_layers`.
     Returns:
-        A line that says what was done; none where there are no such experts.
+        A line on what was done; none if there are no such experts.
     Raises:
-        ValueError: scales of a weight are broken, with its name; nothing was changed then.
+        ValueError: scales of a weight are broken (the error names it); nothing was changed then.
     """
     experts = host_experts(model)
     for name, module in experts:
@@ -52,7 +52,7 @@ def take_over_experts(
             _block_of(f"{name}.{key}", weight, scale)
     stocks: dict[str, nn.Module] = {}
     exact = anew = 0
-    while experts:  # each is let go before the next one
+    while experts:  # free each one before the next
         name, module = experts.pop()
         stock = _stock_module(model, name, stocks)
         for key, weight, scale in _weights(module):
@@ -80,13 +80,13 @@ def take_over_experts(
 
 
 def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residuals: bool) -> None:
-    """Make a trained weight BF16 and a residual; an optimizer may have the Parameter.
+    """Turn a trained weight into BF16 and a residual; the Parameter may already have an optimizer.
 
     Args:
-        weight: Parameter with the codes of `stored`.
+        weight: the Parameter with the codes of `stored`.
         stored: the exact value.
-        config: the configuration of the model.
-        residuals: whether the bits below BF16 wait for an optimizer.
+        config: the model's configuration.
+        residuals: whether the bits below BF16 are kept for an optimizer.
     """
     weight.data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     bits = config.large_residual_bits if residuals else 0
@@ -94,7 +94,7 @@ def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residual
 
 
 def check_positive(name: str, scale: Tensor) -> None:
-    """Raise a ValueError with the name of scales that are not finite or not positive."""
+    """Raise a ValueError, with the name, if scales are not finite or not positive."""
     if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
         raise ValueError(
             f"'{name}' holds a scale that is not finite or not positive: the checkpoint is bad"
@@ -102,7 +102,7 @@ def check_positive(name: str, scale: Tensor) -> None:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fused weights of a module, their names and scales."""
+    """Yield (name, weight, scales) of a module's fused weights."""
     for key, scale in list(module._parameters.items()):
         if key.endswith(_SCALES) and scale is not None:
             name = key.removesuffix(_SCALES)
@@ -113,7 +113,7 @@ def _block_of(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
     """Return the rows and columns of a weight (E, R, C) that share a scale.
 
     Args:
-        name: qualified name of the weight.
+        name: the weight's qualified name.
         weight: (E, R, C).
         scale: (E, R / rows, C / columns).
     """
@@ -129,12 +129,13 @@ def _block_of(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
 
 
 def _stock_module(model: nn.Module, name: str, stocks: dict[str, nn.Module]) -> nn.Module:
-    """Return the experts that a model has at a place without quantization, without memory.
+    """Return the experts that a model has at a place without quantization, on the meta device.
 
     Args:
-        model: model of transformers, perhaps within others.
-        name: place of the experts.
-        stocks: stock models by the place of the one that they stand for; new ones are added.
+        model: the transformers model, possibly inside others.
+        name: the name of the experts in it.
+        stocks: stock models by the name of the transformers model that they match; new ones are
+            added.
     """
     parts = name.split(".")
     ends = (i for i in range(len(parts)) if _is_host_model(model, ".".join(parts[:i])))
@@ -154,5 +155,5 @@ def _stock_module(model: nn.Module, name: str, stocks: dict[str, nn.Module]) -> 
 
 
 def _is_host_model(model: nn.Module, name: str) -> bool:
-    # Of the class: a model of PEFT passes on the attributes of the one within it.
+    # An attribute of the class, because a PEFT model forwards attributes of the model inside.
     return isinstance(getattr(type(model.get_submodule(name)), "base_model_prefix", None), str)

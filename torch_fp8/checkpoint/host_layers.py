@@ -1,15 +1,15 @@
-"""FP8 layers of others, as transformers makes them of an FP8 checkpoint.
+"""FP8 layers of other libraries, as transformers creates them for an FP8 checkpoint.
 
-* transformers' own ``FP8Linear``, where there is a GPU: E4M3 codes and ``weight_scale_inv``; its
-  backward multiplies by a BF16 copy of the weight.
+* transformers' ``FP8Linear``, if there is a GPU: E4M3 codes and ``weight_scale_inv``; its backward
+  multiplies by a BF16 copy of the weight.
 * ``nn.Linear`` as the library compressed-tensors changes it: codes, ``weight_scale`` and a
-  ``quantization_scheme``; a hook of the model makes all weights BF16 in the first forward. Its
-  scales have the model's dtype, so that those of the files, where they are at hand, are taken.
+  ``quantization_scheme``; a hook of the model converts all weights to BF16 in the first forward.
+  Its scales have the model's dtype, so the files' scales are used if they are available.
 * transformers' ``FP8Experts`` beside these (`torch_fp8.checkpoint.host_experts`).
 
-Their bytes are those of the file, so a frozen weight takes them over as they are, and a trained one
-becomes BF16 and the residual that waits for its optimizer. The layer is an ``nn.Linear`` then,
-which is converted like any other.
+Their bytes are those of the file. A frozen weight keeps them, and a trained weight becomes BF16 and
+a residual that waits for its optimizer. The layer becomes an ``nn.Linear``, which is then converted
+like any other.
 """
 
 import math
@@ -46,23 +46,25 @@ def take_over_layers(
     trained: bool,
     residuals: bool = True,
 ) -> list[str]:
-    """Turn the FP8 layers of others in `model` into linear layers with the same bytes.
+    """Turn other libraries' FP8 layers in `model` into linear layers with the same bytes.
 
-    The model then counts as not quantized for transformers, which would save it as if it still had
-    such layers.
+    transformers then treats the model as not quantized; otherwise it would save it as if it still
+    had such layers.
 
     Args:
-        model: any; converted afterwards.
-        config: level O1, ``frozen_weights="keep"`` and another backend leave the layers as they
-            are.
-        spec: how frozen weights are cast.
-        scale_of: returns the scales of a layer in its checkpoint, float32; None: not at hand.
+        model: any model, which is converted afterwards.
+        config: the configuration; level O1, ``frozen_weights="keep"`` and another backend leave the
+            layers as they are.
+        spec: the cast of frozen weights.
+        scale_of: a function that returns the float32 scales of a layer in its checkpoint; None:
+            they are not available.
         trained: whether weights that require gradients are trained.
-        residuals: whether the bits below BF16 of these wait for an optimizer.
+        residuals: whether their bits below BF16 are kept for an optimizer.
     Returns:
-        Lines that say what was done; none where there are no such layers.
+        Lines on what was done; none if there are no such layers.
     Raises:
-        ValueError: the scales of a layer are broken, with its name; no layer was changed then.
+        ValueError: the scales of a layer are broken (the error names it); no layer was changed
+            then.
     """
     layers = [(name, module) for name, module in model.named_modules() if _scale_name(module)]
     if not layers:
@@ -74,7 +76,7 @@ def take_over_layers(
     lines = take_over_experts(model, config, trained=trained, residuals=residuals)
     num_layers, kind = len(layers), _kind(layers[0][1])
     num_trained = num_anew = 0
-    while layers:  # each is let go before the next one
+    while layers:  # free each one before the next
         (name, layer), weight = layers.pop(), weights.pop()
         if trained and layer.weight.requires_grad:
             layer._parameters[_scale_name(layer)].requires_grad_(False)  # an optimizer may have it
@@ -89,7 +91,7 @@ def take_over_layers(
         for attribute in _OWN:
             layer._parameters.pop(attribute, None)
             layer.__dict__.pop(attribute, None)
-        if "_hf_hook" not in layer.__dict__:  # Accelerate's, which calls the forward of the class
+        if "_hf_hook" not in layer.__dict__:  # Accelerate's hook calls the forward of the class
             layer.__dict__.pop("forward", None)
         layer.__class__ = nn.Linear
         del layer, weight
@@ -104,7 +106,7 @@ def take_over_layers(
 
 
 def _scale_name(module: nn.Module) -> str:
-    """Return the name of the scales of an FP8 layer of others; empty: it is none."""
+    """Return the attribute with the scales of another library's FP8 layer; empty if it is none."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.is_meta:
         return ""
@@ -144,7 +146,7 @@ def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | N
     scale_name = _scale_name(layer)
     qdata, held = layer.weight.detach(), layer._parameters[scale_name].detach()
     scale = held.float()
-    if held.dtype in (torch.bfloat16, torch.float16):  # rounded when it was loaded
+    if held.dtype in (torch.bfloat16, torch.float16):  # the scales were rounded at load
         of_file = scale_of(layer)
         if of_file is not None and of_file.numel() == held.numel():
             of_file = of_file.to(held.device).reshape(held.shape)

@@ -1,7 +1,7 @@
-"""Models straight from a checkpoint, layer by layer: never a second copy of the weights.
+"""Load a model directly from a checkpoint, layer by layer, without a second copy of the weights.
 
-The model is built without data; then each tensor is read from its file, becomes what the model
-keeps of it, and is gone before the next one is read.
+The model is built without data. Each tensor is then read from its file, converted to the form that
+the model keeps, and freed before the next one is read.
 """
 
 import importlib
@@ -28,13 +28,15 @@ from torch_fp8.tensor.frozen_payload import freeze_tensor
 
 Read: TypeAlias = Tensor | FP8Weight
 Place = Callable[[str, nn.Module, Read], Tensor | None]
-"""What makes the tensor of a layer of what was read: ``place(qualified name, layer, read)``; None:
-the layer has it already.
+"""The function that creates a layer's tensor from what was read: ``place(qualified name, layer,
+read)``. It returns None if the layer has the tensor already.
 """
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Create what has no values yet on the meta device: parameters, but no computed buffers."""
+    """Create parameters, which have no values yet, on the meta device, but computed buffers
+    normally.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,28 +54,27 @@ def load_trainable(
     *,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Load a model to be trained as a whole; FP8 weights become BF16 and residual.
+    """Load a model for full training; FP8 weights become BF16 with a residual.
 
-    Both together are within a relative 2^-16 of the file's values, E4M3 times float32, with the
-    default ``residual_bits=8`` (2^-12 with 4); BF16 alone, as transformers dequantizes, is within
-    2^-9. The residuals wait for the optimizer, which `torch_fp8.convert_optimizer` converts; at
-    level O1 there are none.
+    Weight and residual together are within a relative 2^-16 of the file's values, E4M3 times
+    float32, with the default ``residual_bits=8`` (2^-12 with 4). BF16 alone, as transformers
+    dequantizes, is within 2^-9. The residuals are kept for the optimizer, which
+    `torch_fp8.convert_optimizer` converts; level O1 has none.
 
     Args:
-        cls: a class of transformers (``AutoModelForCausalLM``, say), which builds the model that
-            ``config.json`` describes, or a function without arguments that returns the model.
-        path: the folder of a checkpoint of ``*.safetensors`` files, or one such file: FP8 (see
-            `torch_fp8.checkpoint.checkpoint_format`), BF16 or others; what is not FP8 keeps its
-            dtype.
-        config: its `opt_level` and `residual_bits` count.
-        device: where the model is put; None: the CPU.
+        cls: a transformers class (for example ``AutoModelForCausalLM``) that builds the model
+            described by ``config.json``, or a function without arguments that returns the model.
+        path: a folder with ``*.safetensors`` files, or one such file, in FP8 (see
+            `torch_fp8.checkpoint.checkpoint_format`), BF16 or another dtype. Tensors that are not
+            FP8 keep their dtype.
+        config: the configuration; only `opt_level` and `residual_bits` matter here.
+        device: the model's device; None: the CPU.
     Returns:
-        The model in evaluation mode, as ``from_pretrained`` returns it; all parameters require
-        gradients.
+        The model in evaluation mode, as from ``from_pretrained``; all parameters require gradients.
     Raises:
-        ValueError: a quantization that is not read here; scales that are broken; tensors that the
-            model does not have, or lacks. Nothing was loaded then.
-        TypeError: `cls` builds no model.
+        ValueError: the quantization is not supported; scales are broken; tensors are missing from
+            the model or from the file. Nothing is loaded then.
+        TypeError: `cls` does not build a model.
     """
     config = config_or_default(config)
     bits = config.large_residual_bits
@@ -98,23 +99,23 @@ def load_frozen(
     *,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Load a model that nobody trains: its FP8 layers hold their weights in FP8 alone.
+    """Load a frozen model whose FP8 layers store their weights only in FP8.
 
-    The model is as `torch_fp8.freeze` leaves it, and never had its weights in 16 bits: a weight is
-    quantized as soon as it is read. Of an FP8 checkpoint the very bytes are held where its scales
-    are of blocks of 128 x 128 elements (and the device has GEMMs for these), or of whole tensors;
-    other weights are quantized anew. Adapters may be put on it, and it may be prepared, like any
-    other model.
+    The model equals one after `torch_fp8.freeze`, but its weights never exist in 16 bits: each
+    weight is quantized as soon as it is read. The bytes of an FP8 checkpoint are kept if its scales
+    belong to blocks of 128 x 128 elements (and the device has GEMMs for these) or to whole tensors;
+    other weights are quantized again. You can add adapters to the model and prepare it like any
+    other.
 
     Args:
         cls, path: see `load_trainable`.
-        config: with which the layers are converted; None: as in `torch_fp8.convert_to_float8`.
-        device: where the model is put; None: the CPU.
+        config: the configuration for the layers; None: as in `torch_fp8.convert_to_float8`.
+        device: the model's device; None: the CPU.
     Returns:
         The model in evaluation mode; no parameter requires gradients.
     Raises:
         ValueError: see `load_trainable`, `torch_fp8.convert_to_float8` and `torch_fp8.freeze`.
-        TypeError: `cls` builds no model.
+        TypeError: `cls` does not build a model.
     """
     config = config_or_default(config)
     refuse_kept(config, "load_frozen")
@@ -140,7 +141,7 @@ def load_frozen(
     model = _load(cls, path, target, place, convert)
     for layer in model.modules():
         if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
-            layer.restart()  # made on the meta device
+            layer.restart()  # the layer was created on the meta device
     freeze_layers(model, config, target, lambda layer: layer.frozen_weight is not None)
     return model.requires_grad_(False)
 
@@ -189,7 +190,7 @@ def _load(
 
 
 def _assign(owners: list[tuple[nn.Module, str]], value: Tensor) -> None:
-    """Give a tensor to all modules that share it."""
+    """Set a tensor in all modules that share it."""
     module, name = owners[0]
     old = module._parameters.get(name)
     if old is not None and not isinstance(value, nn.Parameter):
@@ -201,7 +202,7 @@ def _assign(owners: list[tuple[nn.Module, str]], value: Tensor) -> None:
 
 
 def built_without_data(cls: Any, path: Path) -> nn.Module:
-    """Build the model that `cls` names with its parameters on the meta device."""
+    """Build the model of `cls` with its parameters on the meta device."""
     config = None
     if hasattr(cls, "from_config"):  # an AutoModel of transformers
         package = importlib.import_module(cls.__module__.partition(".")[0])
@@ -228,7 +229,7 @@ def built_without_data(cls: Any, path: Path) -> nn.Module:
 
 
 def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Map each name of the state dict to the modules that share its tensor, and their names."""
+    """Map each name in the state dict to the (module, name) pairs that share its tensor."""
     sharing: dict[int, list[tuple[nn.Module, str]]] = {}
     homes = {}
     for prefix, module in model.named_modules():
@@ -245,10 +246,15 @@ def check_keys(
     homes: Mapping[str, list[tuple[Any, str]]],
     companions: set[str],
 ) -> None:
-    """Compare names and shapes of file and model.
+    """Compare the names and shapes of file and model.
 
+    Args:
+        model: the model.
+        files: the checkpoint.
+        homes: the result of `homes_of`.
+        companions: the keys of tensors that belong to a weight, such as scales.
     Raises:
-        ValueError: they differ, with the first that do.
+        ValueError: they differ; the error names the first differences.
     """
     what = f"the checkpoint {str(files.path)!r} does not fit {type(model).__name__}"
     why = "nothing was loaded; from_pretrained knows models whose checkpoints have other names"

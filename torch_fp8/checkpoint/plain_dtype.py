@@ -1,10 +1,10 @@
-"""The dtype of what is not in FP8 in an exported checkpoint: BF16.
+"""The dtype of tensors that are not in FP8 in an exported checkpoint: BF16.
 
-Engines compute in one dtype of 16 bits. transformers leaves each ``weight`` beside FP8 in the dtype
-of the file, so that two dtypes would meet in the first product. BF16 is what training under
-autocast multiplies by, it holds the values of FP8 layers that a format cannot hold, and every card
-with FP8 runs it. transformers itself keeps some parameters in float32 and names them in the model's
-class; these and buffers stay as they are.
+Engines compute in one 16-bit dtype. transformers leaves each ``weight`` beside FP8 weights in the
+file's dtype, so two dtypes would meet in the first product. BF16 is what training under autocast
+multiplies by. It holds the values of FP8 layers that a format cannot hold, and every GPU with FP8
+supports it. transformers keeps some parameters in float32 and lists them in the model's class;
+these and buffers keep their dtype.
 """
 
 import re
@@ -16,13 +16,13 @@ PLAIN = torch.bfloat16
 
 
 def plain_dtype(model: nn.Module, key: str, tensor: Tensor, stored: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is written that is not in FP8.
+    """Return the dtype in which a tensor outside FP8 is written.
 
     Args:
-        model: model of transformers.
-        key: name of the tensor.
-        tensor: parameter or buffer of the model.
-        stored: dtype of its values.
+        model: the transformers model.
+        key: the tensor's name.
+        tensor: the parameter or buffer of the model.
+        stored: the dtype of its values.
     """
     is_cast = isinstance(tensor, nn.Parameter) and stored.is_floating_point
     return (
@@ -31,7 +31,7 @@ def plain_dtype(model: nn.Module, key: str, tensor: Tensor, stored: torch.dtype)
 
 
 def is_left_by_quantizers(model: nn.Module, name: str) -> bool:
-    """Return whether transformers' quantizers leave a module in high precision by its class."""
+    """Return whether the model's class tells transformers' quantizers to skip a module."""
     return _is_named(model, "_keep_in_fp32_modules", name)
 
 

@@ -1,10 +1,10 @@
 """Checkpoints in the safetensors format, read one tensor at a time.
 
-A file is eight bytes with the length of a JSON header (little-endian), the header, which gives for
-each key its dtype, shape and place, and the bytes of all tensors (https://github.com/huggingface/
-safetensors). A checkpoint is one file, or several with an index, ``<name>.index.json``, whose
-``weight_map`` names the file of each key. A tensor here is read into memory of its own and nothing
-else: a mapped file would keep pages of tensors that are long done with.
+A file is eight bytes with the length of a JSON header (little-endian), the header, which has the
+dtype, shape and place of each key, and the bytes of all tensors
+(https://github.com/huggingface/safetensors). A checkpoint is one file, or several with an index,
+``<name>.index.json``, whose ``weight_map`` names the file of each key. A tensor is read into its
+own memory; a mapped file would keep pages of tensors that are no longer needed.
 """
 
 import json
@@ -32,7 +32,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class StoredTensor:
 
     Attributes:
         file: the path of the file.
-        dtype: the dtype by the format's own name, ``"F8_E4M3"`` for one.
+        dtype: the format's name of the dtype, for example ``"F8_E4M3"``.
         shape: the shape.
         start: the offset of its first byte in the file.
-        num_bytes: its size.
+        num_bytes: the number of its bytes.
     """
 
     file: Path
@@ -55,13 +55,13 @@ class StoredTensor:
 
 
 class SafetensorsFiles(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by key; each access reads the tensor from its file anew.
+    """The tensors of a checkpoint by key; each access reads the tensor from its file again.
 
     Args:
         path: a folder with ``*.safetensors`` files, as ``save_pretrained`` writes it, or one file.
     Raises:
-        ValueError: there is no such file; a header or an index that cannot be read, with its path;
-            a shard that the index names and that is missing.
+        ValueError: the file does not exist; a header or an index cannot be read (the error has its
+            path); a shard in the index is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -96,7 +96,7 @@ class SafetensorsFiles(Mapping[str, Tensor]):
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint: those of its index, where it has one."""
+    """Return the files of a checkpoint: those in its index, if it has one."""
     if path.is_file():
         return [path]
     indices = sorted(path.glob("*.safetensors.index.json"))

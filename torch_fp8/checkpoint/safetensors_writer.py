@@ -1,9 +1,9 @@
 """Checkpoints in the safetensors format, written one tensor at a time.
 
-What a file holds is planned first, names, dtypes and shapes, from which its header follows. Then
-each tensor is made, written to its place and gone before the next one is made. Files are named and
-filled as transformers' ``save_pretrained`` does it; within a file dtypes of more bytes come first,
-so that each tensor begins at a multiple of its element's size.
+Names, dtypes and shapes are planned first, because the header depends on them. Each tensor is then
+computed, written to its place and freed before the next one. Files are named and filled as by
+transformers' ``save_pretrained``. Within a file larger dtypes come first, so each tensor starts at
+a multiple of its element size.
 """
 
 import ctypes
@@ -38,11 +38,11 @@ class PlannedTensor(NamedTuple):
 
 
 class TensorGroup(NamedTuple):
-    """Tensors that are made together, and stand in one file.
+    """Tensors that are computed together and stored in one file.
 
     Attributes:
-        tensors: what they are.
-        make: makes them, in this order, on any device.
+        tensors: the planned tensors.
+        make: a function that computes them in this order, on any device.
     """
 
     tensors: tuple[PlannedTensor, ...]
@@ -50,15 +50,15 @@ class TensorGroup(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all of them."""
+        """The bytes of all tensors of the group."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def parse_size(size: int | str) -> int:
-    """Return a number of bytes, given so or as ``"5GB"`` (1000s) or ``"5GiB"`` (1024s).
+    """Return a number of bytes; accepts a number, ``"5GB"`` (1000s) or ``"5GiB"`` (1024s).
 
     Raises:
-        ValueError: it is neither, or not positive.
+        ValueError: the size has another form, or is not positive.
     """
     match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -71,12 +71,12 @@ def write_safetensors(folder: Path, groups: Sequence[TensorGroup], max_shard_siz
     """Write a checkpoint: ``model.safetensors``, or several files and their index.
 
     Args:
-        folder: exists.
-        groups: in the order in which they are made.
-        max_shard_size: the bytes of tensors in one file; a larger group has a file for itself.
+        folder: an existing folder.
+        groups: the tensor groups, in the order in which they are computed.
+        max_shard_size: the maximum bytes of tensors in one file; a larger group gets its own file.
     Raises:
-        OSError: the disk is too small, or fills up meanwhile.
-        ValueError: what a group makes is not what was planned.
+        OSError: the disk is too small, or becomes full.
+        ValueError: a group's tensors differ from its plan.
     """
     check_space(folder, sum(group.num_bytes for group in groups))
     shards = list(_shards(groups, max_shard_size))

@@ -1,11 +1,11 @@
-"""A model that transformers has dequantized is saved in the dtype that it has now."""
+"""Save a model that transformers has dequantized in its present dtype."""
 
 from typing import Any
 
 from torch import nn
 
 _DEQUANTIZERS = ("Fp8Dequantize",)
-"""transformers' operations that, reversed, quantize whatever is saved."""
+"""transformers' operations whose reverse quantizes tensors when a model is saved."""
 
 SAVED_DEQUANTIZED = (
     "the model came from an FP8 checkpoint and is saved in the dtype that it has now; stock "
@@ -14,17 +14,17 @@ SAVED_DEQUANTIZED = (
 
 
 def save_dequantized(model: nn.Module) -> int:
-    """Let transformers save what it has dequantized in the dtype that it has now.
+    """Make transformers save a dequantized model in its present dtype.
 
-    A model that transformers (5.0 to 5.23 at least) has dequantized keeps the conversion that did
-    it, and reverses it when it is saved: all matrices, embeddings and output layer too, are
-    quantized, and no ``quantization_config`` says so. Loaded again, the codes are taken for
-    weights. Here the operation is dropped from the model's conversions.
+    A model that transformers (at least 5.0 to 5.23) has dequantized keeps the conversion, and
+    transformers reverses it when it saves the model: all matrices, even embeddings and the output
+    layer, are quantized without a ``quantization_config`` in the file. A later load would take the
+    codes for weights. This function removes the operation from the model's conversions.
 
     Args:
-        model: any; parts of it that transformers loaded are looked at.
+        model: any model; the parts that transformers loaded are checked.
     Returns:
-        The number of conversions that were changed: 0 the second time.
+        The number of changed conversions; 0 on a second call.
     """
     dropped = 0
     for module in model.modules():
@@ -46,7 +46,9 @@ def save_dequantized(model: nn.Module) -> int:
 
 
 def _without_scales(conversion: Any, operations: list[Any]) -> Any:
-    """Return a conversion of transformers that merges experts, say, without what read scales."""
+    """Return a transformers conversion (for example one that merges experts) that reads no
+    scales.
+    """
     scales = ("_scale_inv", "activation_scale")
     sources = [s for s in conversion._original_source_patterns if not s.endswith(scales)]
     return conversion.copy(sources, conversion._original_target_patterns, operations=operations)

@@ -1,8 +1,8 @@
-"""Files of optimizer states in stock's format, made of those with 8-bit moments.
+"""Conversion of files with 8-bit optimizer states to the stock format.
 
 ``FP8Config(checkpoint_states="fp8")`` saves moments as codes and scales
-(`torch_fp8.optim.encoded_states`). A stock optimizer opens what `convert_optimizer_file` makes of
-such a file. Where files hold more than one optimizer, or a model, the rest stays as it is.
+(`torch_fp8.optim.encoded_states`). `convert_optimizer_file` turns such a file into one that a stock
+optimizer can load. If a file holds several optimizers or a model, the rest is copied.
 """
 
 from pathlib import Path
@@ -27,10 +27,11 @@ def convert_optimizer_file(source: Path, target: Path) -> str:
     """Write a file's optimizer states in torch.optim.AdamW's format; return what was done.
 
     Args:
-        source: written by ``torch.save``: an optimizer's state, or a dict or list that holds some.
-        target: a file that does not exist; it is there with everything in it, or not at all.
+        source: a file written by ``torch.save`` with an optimizer's state, or with a dict or list
+            that contains some.
+        target: a file that does not exist yet; if the conversion fails, it is not created.
     Raises:
-        ValueError: `target` exists; `source` is no such file, or has no 8-bit moments.
+        ValueError: `target` exists; `source` is not such a file, or has no 8-bit moments.
         OSError: a file cannot be read or written.
     """
     if target.exists():
@@ -56,13 +57,13 @@ def _loaded(source: Path) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # as many kinds as there are files that are none
+    except Exception as error:  # a broken file can raise anything
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{str(source)!r} is no file of tensors: {reason:.200}") from error
 
 
 def _converted(value: Any, count: list[int]) -> Any:
-    """Return a copy of nested dicts and lists in which entries of moments are float32."""
+    """Return a copy of nested dicts and lists with float32 moments."""
     if isinstance(value, dict):
         if isinstance(value.get("state"), dict) and "param_groups" in value:
             _check_formats(value)

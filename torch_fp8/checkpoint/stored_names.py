@@ -1,9 +1,9 @@
-"""The names that a model's tensors have in its checkpoints, as transformers saves it.
+"""The names of a model's tensors in its checkpoints, as transformers saves them.
 
 transformers may rename a tensor when it saves it (Mixtral's router), and it splits the fused
-weights of experts (E, R, C) into a matrix for each expert and projection. Its own conversion says
-how: here it converts numbers instead of values, a number for each row of a fused weight, and the
-numbers that come out tell which rows a stored matrix has.
+weights of experts (E, R, C) into a matrix for each expert and projection. To find out how, this
+module runs transformers' own conversion on row numbers instead of values, one number for each row
+of a fused weight. The numbers in the result show which rows a stored matrix has.
 """
 
 import sys
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a checkpoint, which is a tensor of the model or rows of one.
+    """A tensor of a checkpoint: a tensor of the model, or rows of one.
 
     Attributes:
-        name: its name in the checkpoint.
+        name: the name in the checkpoint.
         expert: the expert whose matrix it is; None: it is the whole tensor.
         begin, end: the rows of the expert's matrix in the fused weight.
     """
@@ -29,12 +29,12 @@ class StoredPart(NamedTuple):
     end: int = 0
 
     def of(self, fused: Tensor) -> Tensor:
-        """Return the values of the part, from the tensor of the model."""
+        """Return the part's values from the tensor of the model."""
         return fused if self.expert is None else fused[self.expert, self.begin : self.end]
 
 
 def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a state dict has of a module itself."""
+    """Yield the (name, tensor) pairs that a module itself adds to a state dict."""
     for own, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and own not in module._non_persistent_buffers_set:
             yield f"{name}.{own}".lstrip("."), tensor
@@ -43,12 +43,12 @@ def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def stored_parts(
     model: nn.Module, shapes: Mapping[str, torch.Size], fused: Collection[str]
 ) -> dict[str, list[StoredPart]]:
-    """Return what checkpoints have of each tensor of a model, in the order of experts and rows.
+    """Return the checkpoint's tensors for each tensor of a model, in the order of experts and rows.
 
     Args:
-        model: model of transformers.
-        shapes: shapes of its tensors by name.
-        fused: names of the tensors that hold the weights of several experts.
+        model: the transformers model.
+        shapes: the shapes of its tensors by name.
+        fused: the names of the tensors that hold the weights of several experts.
     Raises:
         ValueError: transformers converts a tensor in another way when it saves it.
     """

@@ -1,9 +1,9 @@
-"""`weights_for_engine`: the weights of a policy, one by one, as an inference engine takes them.
+"""`weights_for_engine`: a policy's weights, one by one, in the form an inference engine expects.
 
-A loop of reinforcement learning hands the weights to the engine that makes rollouts after each
-update. Names are those of a checkpoint, where each expert has matrices of its own. Adapters are
-folded into each weight as it is handed over, in a tensor that is gone when the next one is asked
-for; the base is read and never written, so that it is the same after any number of syncs.
+A reinforcement learning loop sends the weights to the engine that generates rollouts after each
+update. Names are those of a checkpoint, which stores each expert's matrices separately. Adapters
+are folded into a copy of each weight when it is sent, and the copy is freed when the next weight is
+requested. The base is only read, so it never changes, however often you sync.
 """
 
 from collections.abc import Iterator
@@ -29,27 +29,27 @@ ENGINES = ("bf16", "fp8_per_block", "fine-grained")
 def weights_for_engine(
     model: nn.Module, engine: str = "bf16", *, adapters: str = "merge"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over (name, tensor) of a policy's weights, for an inference engine.
+    """Return an iterator over (name, tensor) of a policy's weights for an inference engine.
 
     Args:
-        model: a transformers model, converted by `torch_fp8.convert_to_float8`; wrappers of torch
-            and PEFT are looked through.
-        engine: ``bf16``: BF16 tensors, trained weights as they are; buffers, and parameters that
+        model: a transformers model converted by `torch_fp8.convert_to_float8`, possibly inside
+            wrappers of torch and PEFT.
+        engine: ``bf16``: BF16 tensors of the trained weights; buffers, and parameters that
             transformers keeps in float32, keep their dtype. ``fp8_per_block``: BF16 tensors for an
-            engine that quantizes them online in blocks of 128 x 128: those of FP8 layers have the
-            values that training multiplies by, which an engine with power-of-two scales makes the
-            same FP8 values of. ``fine-grained``: E4M3 ``weight`` and float32
-            ``weight_scale_inv``, for an engine that was started from such a checkpoint. Both FP8
-            engines get the factors of Smooth-SwiGLU in the weights, as `export` folds them.
+            engine that quantizes them online in blocks of 128 x 128. Weights of FP8 layers have the
+            values that training multiplies by; an engine with power-of-two scales quantizes them to
+            the same FP8 values. ``fine-grained``: E4M3 ``weight`` and float32 ``weight_scale_inv``
+            for an engine that was started from such a checkpoint. For both FP8 engines the weights
+            include the factors of Smooth-SwiGLU, as in `export`.
         adapters: ``merge``: ``W + delta``, rounded to BF16 once, and modules that were trained as
-            copies; ``apart``: the base alone.
+            copies; ``apart``: only the base.
     Returns:
-        The iterator; the tensors of one layer exist at a time. Tied weights come once.
+        The iterator; only one layer's tensors exist at a time. Tied weights are yielded once.
     Raises:
-        ValueError: an engine or an adapter that is unknown; for the FP8 engines a layer that does
-            not run blockwise, or whose blocks the engine would cut elsewhere, with its name; a
-            weight that is not finite, sharded or without values, when its turn comes.
-        TypeError: `model` is none of transformers.
+        ValueError: `engine` or `adapters` is unknown; for the FP8 engines, a layer does not run
+            blockwise, or its blocks differ from the engine's (the error names it); a weight is not
+            finite, sharded or without values (raised when it is reached).
+        TypeError: `model` is not a transformers model.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; one of {', '.join(map(repr, ENGINES))}")
@@ -113,8 +113,8 @@ def _in_values_of_fp8(
 def _folded(
     root: nn.Module, fold: AdapterFold
 ) -> Iterator[tuple[str, nn.Module, Tensor, torch.dtype, list[StoredPart]]]:
-    """Yield each tensor once: its name, its module, its values, the dtype for an engine, and what
-    checkpoints have of it.
+    """Yield (name, module, values, dtype for the engine, parts in checkpoints) of each tensor
+    once.
     """
     places = list(fold.walk(root))
     parts = model_parts(root, places)

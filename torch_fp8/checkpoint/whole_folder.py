@@ -1,7 +1,7 @@
-"""`whole_folder`: a folder that is there with everything in it, or not at all.
+"""`whole_folder`: write a folder completely or not at all.
 
-Files are written into a folder of another name, which its process locks. Where a process was killed
-that folder stays, without a lock, and whoever next writes to the same place removes it.
+Files are written to a temporary folder, which the process locks. If a process is killed, the folder
+remains without a lock, and the next write to the same place removes it.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _CONFIG = "config.json"
 
 
 def refuse_existing(path: str | Path) -> Path:
-    """Return `path` if a folder can be made there.
+    """Return `path` if a folder can be created there.
 
     Raises:
-        ValueError: something is there already, or the folder above it is not.
+        ValueError: `path` exists, or its parent does not.
     """
     path = Path(path).absolute()
     if path.exists() or path.is_symlink():
@@ -37,13 +37,14 @@ def refuse_existing(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def whole_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which takes that name when the block has succeeded.
+    """Yield a temporary folder beside `path`, which is renamed to `path` after the block succeeds.
 
-    If the block raises, whatever it was, the temporary folder is removed and nothing is left.
+    If the block raises an exception, the temporary folder is removed.
 
     Raises:
         ValueError: see `refuse_existing`.
-        OSError: the files cannot be written; of a full disk the message says so, with the path.
+        OSError: the files cannot be written; if the disk is full, the message says so, with the
+            path.
     """
     path = refuse_existing(path)
     with _temporary(path.parent, f".{path.name}.") as partial:
@@ -59,15 +60,15 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder, whose files then replace those of the same name in `folder`.
+    """Yield a temporary folder whose files then replace those of the same name in `folder`.
 
-    None is replaced before the block has succeeded, and each in one step. Between the first and the
-    last the folder has no ``config.json``, so that nobody who is stopped there leaves a mixture of
-    two saves that could be loaded. What else describes or holds weights of an earlier save is
+    No file is replaced before the block has succeeded, and each is replaced in one step. While
+    files are replaced, the folder has no ``config.json``, so an interruption never leaves a
+    loadable mixture of two saves. Other files that describe or hold weights of an earlier save are
     removed.
 
     Args:
-        folder: is made if it does not exist.
+        folder: the folder; it is created if it does not exist.
     Raises:
         OSError: the files cannot be written.
     """
@@ -95,7 +96,9 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a file beside `path` that takes its place at the end, and is gone after an error."""
+    """Yield a temporary file beside `path`, which is renamed to `path` at the end, or removed on
+    error.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     partial = Path(name)
@@ -109,9 +112,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a new folder, which is removed afterwards if it is still there.
+    """Yield a new folder, which is removed afterwards if it still exists.
 
-    Those of the same prefix that a killed process has left are removed first.
+    Folders with the same prefix that killed processes have left are removed first.
     """
     for old in parent.glob(f"{glob.escape(prefix)}*.partial"):
         with _lock(old) as is_ours:
@@ -127,7 +130,7 @@ def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Lock a folder, and yield whether that could be done; the lock goes with the process."""
+    """Lock a folder and yield whether that worked; the lock ends with the process."""
     opened, is_ours = None, False
     with contextlib.suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
@@ -142,10 +145,10 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Refuse to begin what cannot fit.
+    """Refuse to start a write that cannot fit.
 
     Raises:
-        OSError: the disk of `folder` has not so many free bytes.
+        OSError: the disk of `folder` does not have that many free bytes.
     """
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
@@ -165,7 +168,7 @@ def _naming_full_disks(path: Path) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk write a file, or a folder's names, now."""
+    """Flush a file, or a folder's entries, to disk now."""
     if path.is_dir() and os.name == "nt":
         return
     opened = os.open(path, os.O_RDONLY)

@@ -1,6 +1,6 @@
 """FP8 between ranks: the public names for DDP, FSDP2 and tensor parallelism.
 
-A name's module is imported when the name is first asked for: the engine needs little of them.
+A name's module is imported when the name is first used, because the engine needs few of them.
 """
 
 import importlib

@@ -1,20 +1,21 @@
-"""Agreement of ranks by way of the store that their process group was made with.
+"""Agreement of ranks through the store that their process group was created with.
 
-No collective is involved: a rank that never asks would be in one of its own, and two versions of
-torch may not understand each other's. `compare` tells each rank whether all of a group gave the
-same description, and who has not come. `answer_of_one` gives all ranks what one of them found.
+No collective is involved: a rank that never asks could be inside another one, and two versions of
+torch may not understand each other's collectives. `compare` tells each rank whether all ranks of a
+group gave the same description, and which ranks are missing. `answer_of_one` gives all ranks the
+answer of one of them.
 
 A store may outlive the processes that wrote to it, after an elastic restart or in a group that is
-initialised again in one process. Each comparison therefore has a name of its own, made anew by the
-rank that leads it, and counts only what is written under that name:
+initialised again in one process. Each comparison therefore has its own name, created by the rank
+that leads it, and only entries under that name count:
 
 1. The leader, rank 0, writes the new name to ``<group>/leader``.
-2. Each rank reads it and writes its own token and digest under it; it does so again when the name
-   has changed, because the first one may have been that of an earlier comparison.
-3. When all have come, or after the timeout, the leader writes the result under the name, and the
-   name beside each token. A rank that finds a name beside its own token takes the result.
+2. Each rank reads the name and writes its own token and digest under it. It writes them again if
+   the name changes, because the first name may belong to an earlier comparison.
+3. When all ranks have arrived, or after the timeout, the leader writes the result under the name,
+   and the name beside each token. A rank that finds a name beside its own token takes the result.
 
-If the leader is missing, the first rank whose time is up takes its place for some seconds.
+If the leader is missing, the first rank whose timeout expires leads for some seconds.
 """
 
 import hashlib
@@ -33,15 +34,15 @@ import torch.distributed as dist
 _KEY = "torch_fp8/agreement"
 _SECONDS, _SECONDS_PER_RANK = 120, 1
 _WARN_AFTER = 30
-"""Seconds after which the leader names the ranks that it waits for."""
+"""Seconds after which the leader warns of the ranks that it waits for."""
 _GRACE = 3
-"""Seconds for which a rank leads in place of the missing leader; above the longest poll."""
+"""Seconds for which a rank replaces a missing leader; longer than the longest poll."""
 _epochs: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 """The name of the first comparison in each process group."""
 
 
 class Rank(NamedTuple):
-    """A rank that has come: its number in the default group, its host, and a note of its own."""
+    """A rank that has arrived: its number in the default group, its host, and a note."""
 
     number: int
     host: str
@@ -49,12 +50,12 @@ class Rank(NamedTuple):
 
 
 class NotAllCame(Exception):
-    """Some ranks have not come.
+    """Raised if some ranks are missing.
 
     Attributes:
-        missing: their numbers in the default group.
-        came: the ranks that have come.
-        seconds: how long they were waited for.
+        missing: the missing ranks' numbers in the default group.
+        came: the ranks that have arrived.
+        seconds: the time that they were waited for.
     """
 
     def __init__(self, missing: Sequence[int], came: Sequence[Rank], seconds: float) -> None:
@@ -72,18 +73,19 @@ class Compared(NamedTuple):
 def compare(
     description: Mapping[str, str], group: Any, seconds: float | None = None, note: str = ""
 ) -> Compared | None:
-    """Compare the descriptions that all ranks of a process group give; None if they are equal.
+    """Compare the descriptions of all ranks of a process group; return None if they are equal.
 
-    All ranks must call it, as often. Digests are compared; descriptions travel where these differ.
+    All ranks must call it the same number of times. Ranks compare digests and exchange the
+    descriptions only if the digests differ.
 
     Args:
-        description: what this rank is and asks for.
-        group: process group of several ranks.
-        seconds: how long to wait for all ranks; None: 120, and 1 for each rank of the group, or the
-            timeout of the process group if that is shorter.
-        note: added to this rank's `Rank`, not compared.
+        description: this rank's description, as names and values.
+        group: a process group of several ranks.
+        seconds: the time to wait for all ranks; None: 120 and 1 more for each rank of the group, or
+            the timeout of the process group if that is shorter.
+        note: a text in this rank's `Rank`, not compared.
     Raises:
-        NotAllCame: ranks that have not come in time.
+        NotAllCame: ranks did not arrive in time.
     """
     store = _store()
     if store is None or dist.get_backend(group) == "fake":
@@ -104,12 +106,12 @@ def compare(
 
 
 class _Meeting:
-    """One comparison, seen from one rank; see the module's text.
+    """One comparison, as one rank takes part in it; see the module's docstring.
 
     Args:
         store: the store of the default process group.
         group: the process group.
-        seconds: how long to wait for all ranks.
+        seconds: the time to wait for all ranks.
         text: this rank's description.
         note: this rank's `Rank` as text.
     """
@@ -120,29 +122,29 @@ class _Meeting:
         self._index, self._seconds = dist.get_rank(group), seconds
         of_group = hashlib.sha256(repr(self._numbers).encode()).hexdigest()[:16]
         self.leader_key = f"{_KEY}/{group.group_name}/{of_group}/leader"
-        self._own = f"{_KEY}/{uuid.uuid4().hex}"  # this rank's token, and its name if it leads
+        self._own = f"{_KEY}/{uuid.uuid4().hex}"  # this rank's token; also the name, if it leads
         in_order = json.dumps(json.loads(text), sort_keys=True)
         self._digest = hashlib.sha256(in_order.encode()).hexdigest()[:16]
         about = (self._digest, self._own, (self._numbers[self._index], socket.gethostname(), note))
         self._about = json.dumps(about)
 
     def hold(self) -> tuple[str, dict[str, Any]]:
-        """Return the name of the comparison and its result, when it has one."""
+        """Wait for the result; return the comparison's name and its result."""
         begin = time.monotonic()
         deadline, warn_at, pause = begin + self._seconds, begin + _WARN_AFTER, 0.002
         registered = ""
         if self._index == 0:
             self._store.set(self.leader_key, self._own)
         else:
-            deadline += _GRACE / 2  # the leader's own time is up first
+            deadline += _GRACE / 2  # the leader times out first
         while True:
             leader = self._leader()
-            # A leader that goes on to the next comparison has written this one's result before.
+            # A leader writes this result before it starts the next comparison.
             if self._store.check([f"{self._own}/result in"]):
                 break
             if leader and leader != registered:
                 self._register(leader)
-                if registered:  # another leads now, and needs time; or this one does
+                if registered:  # another rank, or this one, has taken over and needs time
                     more = _GRACE if leader == self._own else 2 * _GRACE
                     deadline = max(deadline, time.monotonic() + more)
                 registered, pause = leader, 0.002
@@ -165,14 +167,16 @@ class _Meeting:
         return name, result
 
     def _stay(self, name: str, came: int) -> None:
-        """Let all read a bad result before the leader, who may host the store, ends."""
+        """Let all ranks read a bad result before the leader exits, because it may host the
+        store.
+        """
         self._store.add(f"{name}/read", 1)
         deadline = time.monotonic() + (_GRACE if self._index == 0 else 0)
         while time.monotonic() < deadline and self._store.add(f"{name}/read", 0) < came:
             time.sleep(0.02)
 
     def _leader(self) -> str:
-        """Return the name of the current comparison, or of an earlier one; empty: of none."""
+        """Return the name of the current or of an earlier comparison; empty if there is none."""
         if not self._store.check([self.leader_key]):
             return ""
         return bytes(self._store.get(self.leader_key)).decode()
@@ -189,7 +193,7 @@ class _Meeting:
         return [self._store.check([place]) for place in self._places(name)]
 
     def _conclude(self, name: str) -> None:
-        """Write the result for the ranks that have come."""
+        """Write the result for the ranks that have arrived."""
         came = self._came(name)
         keys = [place for place, has in zip(self._places(name), came, strict=True) if has]
         abouts = [json.loads(bytes(self._store.get(key))) for key in keys]
@@ -215,22 +219,22 @@ class _Meeting:
 
 
 def answer_of_one(question: str, answer: Callable[[], str]) -> str:
-    """Return what `answer` returned on the rank of the default process group that asked first.
+    """Return the result of `answer` on the first rank of the default process group that asks.
 
-    This is no collective: only some ranks may ask, in any order, at any time and repeatedly. A rank
-    that comes while the first one finds the answer waits. In a single process, and before there is
-    a process group, each answers for itself.
+    This is not a collective: some of the ranks may ask, in any order, at any time and repeatedly.
+    Other ranks wait while the first one computes the answer. In a single process, and before a
+    process group exists, each process computes its own answer.
 
     Args:
-        question: what ranks that are to have the same answer have in common.
-        answer: called here or not at all.
+        question: a name for the question, equal on all ranks that share the answer.
+        answer: the function that computes the answer; only the first rank calls it.
     Raises:
-        RuntimeError: the first one has not answered within the timeout of the process group.
+        RuntimeError: the first rank has not answered within the process group's timeout.
     """
     store = _store() if in_several_ranks() else None
     if store is None:
         return answer()
-    # Without a comparison before, the restart count of torchrun tells restarts apart.
+    # If nothing was compared before, torchrun's restart count distinguishes restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     epoch = _epochs.get(dist.group.WORLD) or f"{_KEY}/{attempt}"
     key = f"{epoch}/{hashlib.sha256(question.encode()).hexdigest()}"
@@ -239,7 +243,7 @@ def answer_of_one(question: str, answer: Callable[[], str]) -> str:
         return said
     try:
         store.wait([f"{key}/answer"])
-    except RuntimeError as error:  # DistStoreError, in a timeout
+    except RuntimeError as error:  # DistStoreError after a timeout
         raise RuntimeError(
             "another rank was to measure what this one waits for, and has not finished within the "
             "timeout of the process group; look for its error, or name FP8Config(recipe=...), "
@@ -249,13 +253,13 @@ def answer_of_one(question: str, answer: Callable[[], str]) -> str:
 
 
 def in_several_ranks() -> bool:
-    """Return whether this process has other ranks to agree with."""
+    """Return whether this process trains together with other ranks."""
     initialized = dist.is_available() and dist.is_initialized()
     return initialized and dist.get_world_size() > 1
 
 
 def can_ask() -> bool:
-    """Return whether `answer_of_one` works here: not with MPI, nor with a fake process group."""
+    """Return whether `answer_of_one` works here; it doesn't with MPI or a fake process group."""
     return not in_several_ranks() or (dist.get_backend() != "fake" and _store() is not None)
 
 
@@ -278,13 +282,13 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _store() -> Any:
-    """Return the default process group's store; None with a backend that has none (MPI)."""
+    """Return the default process group's store; None if its backend (MPI) has none."""
     world = dist.group.WORLD
     return None if world is None else world.get_group_store()
 
 
 def _gathered(description: Mapping[str, str], group: Any, note: str) -> Compared | None:
-    """Compare by a collective, for a backend without a store."""
+    """Compare with a collective, for a backend without a store."""
     if dist.get_backend(group) == "fake":
         return None
     rank = (dist.get_rank(), socket.gethostname(), note)

@@ -1,9 +1,9 @@
-"""The average of a buffer over ranks in 8 bits, in two collectives of messages.
+"""The average of a buffer over ranks in 8 bits, with two collectives of messages.
 
-An all-to-all brings each rank the part that it owns from everybody, and an all-gather brings the
-average that it made of it to all (`torch_fp8.ops.messages`). Both round to nearest, and all ranks
-decode the same bytes. `torch_fp8.distributed.ddp.comm_hook` averages buckets so, and
-`torch_fp8.distributed.fsdp.replicas` the shards that FSDP2's replicas have.
+An all-to-all sends each rank the part that it owns from all ranks, and an all-gather sends the
+average of that part to all ranks (`torch_fp8.ops.messages`). Both round to nearest, and all ranks
+decode the same bytes. `torch_fp8.distributed.ddp.comm_hook` averages DDP's buckets this way, and
+`torch_fp8.distributed.fsdp.replicas` the shards of FSDP2's replicas.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -20,12 +20,12 @@ from torch_fp8.ops.alignment import aligned, is_aligned
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32)
-"""The dtypes that 8-bit codes are decoded to."""
+"""The dtypes to which 8-bit codes are decoded."""
 DTYPES = (*WIRE_DTYPES, torch.float16)
-"""The dtypes that have an 8-bit form on the wire."""
+"""The dtypes that can be encoded in 8 bits."""
 
 Stages: TypeAlias = Generator[None, None, None]
-"""The averaging of a buffer, which stops behind each collective that it has begun."""
+"""The averaging of a buffer, as a generator that pauses after it has issued each collective."""
 
 
 class Run(NamedTuple):
@@ -39,8 +39,8 @@ class Run(NamedTuple):
 def runs_of(pieces: Iterable[tuple[int, int, bool]]) -> list[Run]:
     """Join pieces of a buffer, (start, numel, whether in groups), to runs.
 
-    A run in groups has a multiple of 32 elements, unless it is followed by a run of another kind or
-    by a piece that would start within a group.
+    A run in groups has a multiple of 32 elements, unless a run of the other form follows, or a
+    piece that would start within a group.
     """
     runs: list[Run] = []
     for start, numel, in_groups in pieces:
@@ -55,7 +55,7 @@ def runs_of(pieces: Iterable[tuple[int, int, bool]]) -> list[Run]:
 
 
 def by_form(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Return the runs in groups, and the others."""
+    """Return the runs in groups of 32, and the other runs."""
     grouped = [run for run in runs if run.in_groups]
     return grouped, [run for run in runs if not run.in_groups]
 
@@ -65,10 +65,10 @@ def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float)
 
     Args:
         buffer: (E,), one of `DTYPES`.
-        runs: neighbours that cover the buffer; those in groups travel as 8-bit codes, the others as
-            BF16. Equal on all ranks.
-        group: process group.
-        factor: factor of the sum, such as 1 / N.
+        runs: consecutive runs that cover the buffer, equal on all ranks; those in groups travel as
+            8-bit codes, the others as BF16.
+        group: the process group, of N ranks.
+        factor: the factor of the sum, for example 1 / N.
     """
     ranks = dist.get_world_size(group)
     groups, plain = by_form(runs)
@@ -96,8 +96,9 @@ def average_runs(buffer: Tensor, runs: Sequence[Run], group: Any, factor: float)
 
 
 def joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
-    """Join runs of a buffer (..., E) to one aligned tensor; each of several is zero-padded to a
-    `multiple` of elements.
+    """Join runs of a buffer (..., E) to one aligned tensor.
+
+    If there are several runs, each is zero-padded to a `multiple` of elements.
     """
     pieces = [buffer[..., run.start : run.stop] for run in runs]
     if len(pieces) == 1:
@@ -109,8 +110,10 @@ def joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
 def target_of(
     buffer: Tensor, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]
 ) -> tuple[Tensor, bool]:
-    """Return where runs are decoded, and whether that is their place: an aligned one alone, without
-    padding, is decoded in its place, others in memory for all.
+    """Return the tensor into which runs are decoded, and whether it is their place in the buffer.
+
+    A single aligned run without padding is decoded in place, several runs into one temporary
+    tensor.
     """
     if len(runs) == 1 and buffer.dtype in dtypes:
         place = buffer[runs[0].start : runs[0].stop]
@@ -123,7 +126,7 @@ def target_of(
 def copy_back(
     buffer: Tensor, runs: list[Run], source: Tensor, is_in_place: bool, multiple: int
 ) -> None:
-    """Copy decoded runs, each padded to a `multiple` of elements, to their places."""
+    """Copy decoded runs, each padded to a `multiple` of elements, to their places in the buffer."""
     position = 0
     for run in () if is_in_place else runs:
         size = run.stop - run.start

@@ -1,7 +1,7 @@
-"""The collectives that move messages, written once for all versions of torch.
+"""Collectives that move messages, with one interface for all versions of torch.
 
-Messages are uint8: gloo knows no float8, and no backend has to know what is in them. Reductions are
-made by whoever receives them, in float32 (`torch_fp8.ops.messages`).
+Messages are uint8, because gloo has no float8 and no backend needs to understand them. The receiver
+reduces them in float32 (`torch_fp8.ops.messages`).
 """
 
 import contextlib
@@ -17,23 +17,23 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 def all_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Gather every rank's `input`, in rank order, on every rank.
+    """Gather every rank's `input` on every rank, in rank order.
 
     Args:
-        output: contiguous, with world size times the elements of `input`.
-        input: contiguous, as many elements on every rank.
-        group: None: the default process group.
-        async_op: return at once, with a ``Work`` to wait for.
+        output: contiguous, world size times as many elements as `input`.
+        input: contiguous, the same number of elements on every rank.
+        group: the process group; None: the default one.
+        async_op: whether to return at once, with a ``Work`` to wait for.
     """
     return _all_gather(output.view(-1), input.view(-1), group=group, async_op=async_op)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: Any = None) -> Any:
-    """Sum part r of every rank's `input`, in the tensors' dtype, on rank r.
+    """Sum part r of every rank's `input` on rank r, in the tensors' dtype.
 
     Args:
         output: contiguous.
-        input: contiguous, with world size times the elements of `output`.
+        input: contiguous, world size times as many elements as `output`.
         group: see `all_gather`.
     """
     return _reduce_scatter(output.view(-1), input.view(-1), group=group)
@@ -43,22 +43,23 @@ def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool 
     """Send part r of `input` to rank r, and receive part r of `output` from it.
 
     Args:
-        output, input: contiguous, as many elements on every rank, a multiple of the world size.
+        output, input: contiguous, with the same number of elements on every rank, a multiple of the
+            world size.
         group, async_op: see `all_gather`.
     """
     return dist.all_to_all_single(output.view(-1), input.view(-1), group=group, async_op=async_op)
 
 
 class CommunicationStream:
-    """A CUDA stream for communication, created when a CUDA tensor first comes; it holds no other
-    state.
-    """
+    """A CUDA stream for communication, created when the first CUDA tensor arrives."""
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def beside(self, device: torch.device) -> Any:
-        """Queue the CUDA work within on this stream, behind the computation queued so far."""
+        """Queue the CUDA work in this context on the stream, after the computation queued so
+        far.
+        """
         if device.type != "cuda":
             return contextlib.nullcontext()
         if self._stream is None:
@@ -67,6 +68,6 @@ class CommunicationStream:
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """Make later computation wait for what has been queued here."""
+        """Make later computation wait for the work that is queued on this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -1,9 +1,9 @@
-"""Counts the bytes that collectives move, by kind and dtype: `count_communication`.
+"""`count_communication` counts the bytes that collectives send, by kind and dtype.
 
 Every collective of ``torch.distributed`` is an operator (``c10d::*``; ``_c10d_functional::*`` for
-the functional ones, DTensor's and torch.compile's), and a TorchDispatchMode sees each, whoever
-issues it: DDP's reducer and FSDP2 from within backward, too, for autograd takes the mode along to
-its threads. What N ranks send, each:
+the functional ones that DTensor and torch.compile use). A TorchDispatchMode sees each of them,
+including those that DDP's reducer and FSDP2 issue in backward, because autograd passes the mode on
+to its threads. Each of N ranks sends:
 
 | kind | bytes sent by a rank |
 |---|---|
@@ -14,10 +14,10 @@ its threads. What N ranks send, each:
 | reduce, gather | its own buffer; on the destination nothing |
 | send, recv | the buffer; nothing |
 
-These are what ring algorithms send, and the least that any can for all but the all-reduce of small
-buffers; a backend may send more. Barriers move no data and are left out. Not seen are collectives
-of torch's symmetric memory, and those that a future's callback issues in a thread of the backend,
-as PowerSGD's hook does on gloo.
+Ring algorithms send these bytes. They are the minimum for every kind except the all-reduce of small
+buffers; a backend may send more. Barriers move no data and are not counted. The counter doesn't see
+collectives of torch's symmetric memory, nor those that a future's callback issues in a thread of
+the backend, as PowerSGD's hook does on gloo.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class _Collective(NamedTuple):
 
     Attributes:
         kind: a kind of the table above.
-        buffer: name of the argument.
-        part: whether that is one rank's part of the buffer.
+        buffer: the name of the argument.
+        part: whether the argument is one rank's part of the full buffer.
     """
 
     kind: str
@@ -96,21 +96,22 @@ _COLLECTIVES: dict[str, dict[str, _Collective]] = {
 }
 _NO_DISPATCH = Tensor.__torch_dispatch__
 _TRACED = (FakeTensor, FunctionalTensor)
-_BATCH = "batch_p2p_ops"  # a _c10d_functional operator that sends and receives at once
+_BATCH = "batch_p2p_ops"  # a _c10d_functional operator that both sends and receives
 
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """What collectives of one kind moved in one dtype among one number of ranks.
+    """The collectives of one kind, one dtype and one number of ranks.
 
     Attributes:
         kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
             ``"broadcast"``, ``"scatter"``, ``"reduce"``, ``"gather"``, ``"send"`` or ``"recv"``.
         dtype: the dtype of the buffers; FP8 travels as ``torch.uint8``.
-        ranks: number of ranks in the process group, N.
-        calls: number of collectives.
-        payload_bytes: bytes of the full buffers (gathered, unscattered), whoever holds them.
-        bytes_sent: bytes that this rank sends, by the table above; a fraction if N does not divide.
+        ranks: the number of ranks in the process group, N.
+        calls: the number of collectives.
+        payload_bytes: the bytes of the full (gathered, unscattered) buffers, on whichever rank.
+        bytes_sent: the bytes that this rank sends, by the table above; not a whole number if N does
+            not divide the buffer.
     """
 
     kind: str
@@ -122,15 +123,18 @@ class CommunicationRow:
 
 
 class CommunicationCount:
-    """What `count_communication` has counted so far on this rank; it prints as a table.
+    """The collectives of this rank that `count_communication` has counted; prints as a table.
 
     Attributes:
-        rows: a `CommunicationRow` for each kind, dtype and number of ranks, in this order.
+        rows: a `CommunicationRow` for each kind, dtype and number of ranks, sorted in this order.
+        calls: the number of collectives in all rows.
+        payload_bytes: the bytes of the full buffers in all rows.
+        bytes_sent: the bytes that this rank sent in all rows.
     """
 
     def __init__(self, rows: Iterable[CommunicationRow] = ()) -> None:
         self._rows = {(row.kind, str(row.dtype), row.ranks): row for row in rows}
-        self._lock = threading.Lock()  # autograd has a thread per device
+        self._lock = threading.Lock()  # autograd runs one thread per device
 
     @property
     def rows(self) -> list[CommunicationRow]:
@@ -157,7 +161,9 @@ class CommunicationCount:
         dtype: torch.dtype | None = None,
         ranks: int | None = None,
     ) -> "CommunicationCount":
-        """Select the rows of this kind, dtype and number of ranks; None stands for any."""
+        """Return a count with only the rows of this kind, dtype and number of ranks; None matches
+        any.
+        """
         return CommunicationCount(
             row
             for row in self.rows
@@ -191,11 +197,11 @@ def _numbers(count: CommunicationRow | CommunicationCount) -> tuple[str, str, st
 
 @contextlib.contextmanager
 def count_communication() -> Iterator[CommunicationCount]:
-    """Count the collectives that this process issues within, in this thread and in backward.
+    """Count the collectives that this process issues in this context, including those in backward.
 
-    The results of a step are those without the count. Contexts may be nested, and each counts.
-    While one is open every operator takes a detour through Python, so do not time a step within.
-    What a collective sends is counted, in bytes, when it is issued.
+    Counting does not change a step's results. Contexts may be nested, and each of them counts.
+    While a context is open, every operator goes through Python, so don't measure times in it. A
+    collective is counted when it is issued, by the bytes that it sends.
 
     ::
 
@@ -217,16 +223,16 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Else torch.compile would run eagerly within.
+        # Otherwise torch.compile would run eagerly in this context.
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(t, _TRACED) for t in types):
-            return func(*args, **(kwargs or {}))  # nothing moves, as DTensor asks for shapes
+            return func(*args, **(kwargs or {}))  # no data moves: DTensor only computes shapes
         if any(getattr(t, "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH for t in types):
-            # A DTensor turns its operators into collectives, which come here again.
+            # A DTensor turns the operator into collectives, which arrive here again.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         known = _COLLECTIVES.get(func.namespace)
@@ -292,7 +298,7 @@ def _group_of(given: Mapping[str, Any]) -> Any:
 
 
 def _tensors(buffer: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a tensor, a list, or a list of lists."""
+    """Yield the tensors of a tensor, a list, or a list of lists."""
     if isinstance(buffer, Tensor):
         yield buffer
     else:

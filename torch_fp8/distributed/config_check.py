@@ -1,9 +1,9 @@
-"""Checks at the start that all ranks agree on what runs in FP8, before they could wait for ever.
+"""Checks at start-up that all ranks run the same configuration and model.
 
-With another level, recipe or version a rank exchanges other tensors than its peers, and the
-collectives of both hang or, worse, do not. `check_same_config` finds that out first, with no
-collective (`torch_fp8.distributed.agreement`), and names the hosts. `check_same_parts` does so with
-the parts of a model.
+A rank with another level, recipe or version exchanges other tensors than its peers. The collectives
+then hang or, worse, succeed with wrong data. `check_same_config` detects this first, without a
+collective (`torch_fp8.distributed.agreement`), and names the hosts. `check_same_parts` compares the
+parts of a model.
 """
 
 import os
@@ -35,20 +35,21 @@ _MOST_HOSTS = 4
 
 
 def check_same_config(config: FP8Config, group: Any = None) -> None:
-    """Raise on every rank if a process group's ranks have different configurations or versions.
+    """Raise on every rank if the ranks of a process group have different configurations or
+    versions.
 
-    All ranks must call it, as often. One that does not, because it asks for no FP8 or for another
-    backend's, is found missing after ``config.agreement_timeout``: then the others raise. Without a
-    process group, and in one of a single rank, it does nothing. Different kinds of cards are a
-    warning of the group's first rank, and an error with recipe ``auto``, which measures one.
+    All ranks must call it the same number of times. A rank that does not, because it uses no FP8 or
+    another backend, counts as missing after ``config.agreement_timeout``, and the other ranks
+    raise. Without a process group, or with a single rank, the function does nothing. If ranks have
+    different kinds of GPU, the group's first rank warns; with recipe ``auto``, which measures one
+    GPU, all ranks raise.
 
     Args:
-        config: this rank's.
-        group: process group; None: the default one.
+        config: this rank's configuration.
+        group: the process group; None: the default one.
     Raises:
-        ValueError: different configurations, or different versions of this package, torch or
-            Triton (the message names the values, and the hosts or ranks that have them); ranks that
-            have not come.
+        ValueError: configurations, or versions of this package, torch or Triton differ (the message
+            names the values, and the hosts or ranks that have them); ranks are missing.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return
@@ -85,16 +86,16 @@ def check_same_config(config: FP8Config, group: Any = None) -> None:
 def check_same_parts(parts: Mapping[str, str], group: Any, absent: str = "missing") -> None:
     """Raise on every rank of a process group if their models have different parts.
 
-    All ranks of the group must call it, as often, within the timeout of the process group: one may
-    load a model for longer than another.
+    All ranks of the group must call it the same number of times, within the timeout of the process
+    group, because one rank may take longer to load a model than another.
 
     Args:
-        parts: name of a part, and what it is on this rank, in words.
-        group: process group.
-        absent: what a part is that a rank does not name.
+        parts: the name of each part, and a description of the part on this rank.
+        group: the process group.
+        absent: the description of a part that a rank does not have.
     Raises:
-        ValueError: different parts (the message names some, what they are and where), or ranks that
-            have not come.
+        ValueError: parts differ (the message names some, with their descriptions and ranks), or
+            ranks are missing.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -112,7 +113,7 @@ def check_same_parts(parts: Mapping[str, str], group: Any, absent: str = "missin
 def _compare(
     description: Mapping[str, str], group: Any, seconds: float | None, note: str
 ) -> Compared | None:
-    """Compare descriptions; missing ranks are a ValueError that names them."""
+    """Compare descriptions; raise ValueError with the names of missing ranks."""
     try:
         return compare(description, group, seconds, note)
     except NotAllCame as error:
@@ -126,17 +127,17 @@ def _compare(
 
 
 def _card(group: Any) -> str:
-    """Return the card with which this rank trains, and its compute capability."""
+    """Return the name and compute capability of the GPU that this rank trains on."""
     has_card = "cuda" in dist.get_backend_config(group) and torch.cuda.is_available()
     return card_name(torch.device("cuda" if has_card else "cpu"))
 
 
 def _differing(compared: Compared, absent: str) -> dict[str, str]:
-    """Describe each name whose value is not the same everywhere: its values, and where they are.
+    """Describe each name whose value differs between ranks: the values, and which ranks have them.
 
     Args:
         compared: the descriptions of all ranks.
-        absent: the value shown for a name that a rank does not have.
+        absent: the value shown if a rank does not have a name.
     """
     differing = {}
     for name in dict.fromkeys(name for given in compared.descriptions for name in given):
@@ -151,7 +152,7 @@ def _differing(compared: Compared, absent: str) -> dict[str, str]:
 
 
 def _hint(compared: Compared) -> str:
-    """Say on which ranks the environment variable is set, if on some."""
+    """Return a sentence on the ranks that set the environment variable, if only some do."""
     given = [rank for rank in compared.ranks if rank.note]
     if not 0 < len(given) < len(compared.ranks):
         return ""
@@ -160,11 +161,11 @@ def _hint(compared: Compared) -> str:
 
 
 def _places(ranks: Sequence[Rank], ranks_alone: bool = False) -> str:
-    """Name where ranks are: ``node-1 (ranks 8-15), node-2 (ranks 16-23)``.
+    """Format ranks by host: ``node-1 (ranks 8-15), node-2 (ranks 16-23)``.
 
     Args:
         ranks: some of the ranks.
-        ranks_alone: whether to leave out the hosts, where there is one only.
+        ranks_alone: whether to leave out the host if there is only one.
     """
     if ranks_alone:
         return format_ranks([rank.number for rank in ranks])

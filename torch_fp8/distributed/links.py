@@ -1,13 +1,13 @@
-"""What each kind of exchange between ranks sends: 8 bits, or the tensors' dtype.
+"""The choice of what each kind of exchange between ranks sends: 8 bits, or the tensors' dtype.
 
-``communication="auto"`` takes 8 bits where they were measured faster than NCCL's BF16 on the links
-of this job: casts cost time, and within a node links may be faster than the casts that would spare
-them. When a model is wrapped or sharded, all ranks time one bucket both ways, for each kind of
-exchange that the model has, and take the slowest rank's times: so they decide alike. A process
-group is measured once. Checkpoints keep the choice, and a run that goes on takes it.
+``communication="auto"`` chooses 8 bits if they measure faster than NCCL's BF16 on the links of this
+job. Casts take time, and links within a node may be faster than the casts that would save bytes.
+When a model is wrapped or sharded, all ranks time one bucket in both forms, for each kind of
+exchange that the model has, and use the slowest rank's times, so they all decide alike. A process
+group is measured once. Checkpoints store the choice, and a resumed run adopts it.
 
-Nothing is measured at level O3, whose gradients exist in 8 bits alone, and on backends other than
-NCCL: there gradients and weights travel in 8 bits.
+Nothing is measured at level O3, because its gradients exist only in 8 bits, or on backends other
+than NCCL. Gradients and weights travel in 8 bits there.
 """
 
 import statistics
@@ -27,11 +27,11 @@ from torch_fp8.distributed.collectives import all_gather, all_to_all, reduce_sca
 from torch_fp8.ops import messages
 
 KINDS = ("average", "gather", "scatter", "replicas")
-"""DDP's gradients; FSDP2's weights, its gradients, and those among its replicas."""
+"""DDP's gradients; FSDP2's weights and its gradients; FSDP2's gradients among replicas."""
 NUMEL = 13 << 20
-"""The elements that are timed: a bucket of DDP in BF16, 26 MB."""
+"""The number of elements that are timed: a DDP bucket in BF16, 26 MB."""
 MARGIN = 0.02
-"""The share of time by which 8 bits must beat BF16: noise must not decide, and BF16 is exact."""
+"""The share of time by which 8 bits must beat BF16, which is exact: noise must not decide."""
 STATE_KEY = "fp8_communication"
 """The key of the choice in `torch_fp8.scaling_state_dict`."""
 
@@ -45,11 +45,11 @@ _saved: "weakref.WeakKeyDictionary[nn.Module, dict[str, bool]]" = weakref.WeakKe
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one exchange of `NUMEL` elements, on the slowest rank.
+    """The seconds of one exchange of `NUMEL` elements on the slowest rank.
 
     Attributes:
-        eight_bits: with casts, in 8 bits.
-        plain: in BF16.
+        eight_bits: the time in 8 bits, with casts.
+        plain: the time in BF16.
     """
 
     eight_bits: float
@@ -66,12 +66,12 @@ class Times:
 
 @dataclass
 class Exchanges:
-    """The choice for one model; its collectives ask when they begin.
+    """The choice for one model; its collectives read it when they start.
 
     Attributes:
-        in_8_bits: whether exchanges of a kind travel in 8 bits, by kind; all do that are not named.
+        in_8_bits: whether each kind of exchange travels in 8 bits; kinds that are not listed do.
         times: measured times by kind; empty if nothing was measured.
-        origin: what the summary says of the choice; empty if the user made it.
+        origin: the summary's note on the choice; empty if the user made it.
     """
 
     in_8_bits: dict[str, bool] = field(default_factory=dict)
@@ -80,20 +80,20 @@ class Exchanges:
 
     @property
     def is_auto(self) -> bool:
-        """Whether a measurement, of this run or an earlier one, made the choice."""
+        """Whether a measurement, in this run or an earlier one, made the choice."""
         return bool(self.origin)
 
     def __getitem__(self, kind: str) -> bool:
         return self.in_8_bits.get(kind, True)
 
     def adopt(self, choice: Mapping[str, bool]) -> None:
-        """Take the choice that a checkpoint has, if this run would measure."""
+        """Adopt the choice of a checkpoint, if this run would measure."""
         if self.is_auto:
             self.in_8_bits = {**self.in_8_bits, **choice}
             self.origin = "as in the checkpoint"
 
     def note(self, *kinds: str) -> str:
-        """Say how the choice was made for these kinds, for a summary; empty: the user made it."""
+        """Describe how the choice for these kinds was made; empty if the user made it."""
         if not self.is_auto:
             return ""
         timed = [f"{kind} {self.times[kind]}" for kind in kinds if kind in self.times]
@@ -104,13 +104,13 @@ class Exchanges:
 def choose_exchanges(
     model: nn.Module, config: FP8Config, groups: Mapping[str, Any], device: torch.device
 ) -> Exchanges:
-    """Choose what the exchanges of a model send; a collective if there is something to measure.
+    """Choose the form of a model's exchanges; this is a collective if something must be measured.
 
     Args:
-        model: the model, whose choice is kept until it is chosen anew.
-        config: a configuration that all ranks share.
-        groups: process group of each kind of exchange.
-        device: the device of what is sent.
+        model: the model; it keeps the choice until it is chosen again.
+        config: the configuration, equal on all ranks.
+        groups: the process group of each kind of exchange.
+        device: the device of the tensors that are sent.
     """
     groups = measured_groups(config, groups, device)
     if not groups:
@@ -128,8 +128,8 @@ def choose_exchanges(
 def measured_groups(
     config: FP8Config, groups: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """Return those of the groups in which `choose_exchanges` measures, or takes what a checkpoint
-    has measured.
+    """Return the groups in which `choose_exchanges` measures, or adopts a measurement of a
+    checkpoint.
     """
     if config.communication != "auto" or config.opt_level == "O3":
         return {}
@@ -137,8 +137,9 @@ def measured_groups(
 
 
 def exchanges_state(model: nn.Module) -> Tensor | None:
-    """Return the measured choice as a checkpoint holds it, a uint8 for each of `KINDS`; None if
-    nothing was measured.
+    """Return the measured choice for a checkpoint: one uint8 for each of `KINDS`.
+
+    None if nothing was measured.
     """
     exchanges = _first_of(model, _exchanges)
     if exchanges is None or not exchanges.is_auto:
@@ -148,7 +149,7 @@ def exchanges_state(model: nn.Module) -> Tensor | None:
 
 
 def load_exchanges_state(model: nn.Module, state: Tensor) -> None:
-    """Take over what `exchanges_state` returned, now or when `model` is connected."""
+    """Adopt the result of `exchanges_state`, now or when `model` is connected."""
     values = dict(zip(KINDS, state.tolist(), strict=False))
     choice = {kind: bool(value) for kind, value in values.items() if value != _NOT_CHOSEN}
     _saved[model] = choice
@@ -158,7 +159,7 @@ def load_exchanges_state(model: nn.Module, state: Tensor) -> None:
 
 
 def _first_of(model: nn.Module, values: Mapping[nn.Module, Any]) -> Any:
-    """Return the value of the model or of a module in it: hosts wrap and unwrap models."""
+    """Return the value of the model or of a module in it, because hosts wrap and unwrap models."""
     return next((values[module] for module in model.modules() if module in values), None)
 
 
@@ -170,7 +171,7 @@ def _is_measured(group: Any, device: torch.device) -> bool:
 
 
 def _measured(groups: Mapping[str, Any], device: torch.device) -> dict[str, Times]:
-    """Return the times of each kind, equal on all ranks that share one of the groups."""
+    """Return the times of each kind, equal on all ranks that share a group."""
     missing = [kind for kind, group in groups.items() if kind not in _times.get(group, {})]
     if missing:
         own = [seconds_of(run, device) for k in missing for run in _runs(k, groups[k], device)]
@@ -201,7 +202,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _runs(kind: str, group: Any, device: torch.device) -> Iterable[Callable[[], Any]]:
-    """Return an exchange in 8 bits, and the same in BF16."""
+    """Return functions that run an exchange in 8 bits, and the same exchange in BF16."""
     ranks = dist.get_world_size(group)
     part = -(-NUMEL // (ranks * 32)) * 32
     whole = torch.zeros(ranks, part, dtype=torch.bfloat16, device=device)  # (N, E)

@@ -1,1 +1,1 @@
-"""What a run's FP8 looks like from inside: statistics, alarms, ways back, and a page to look at."""
+"""FP8 statistics of a training run, alarms, automatic fallbacks, and an HTML report."""

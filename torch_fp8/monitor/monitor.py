@@ -1,15 +1,16 @@
-"""`Monitor`: measures a step in every N, says what is not well, and takes the ways back.
+"""`Monitor`: measures every N-th step, raises alarms, and runs the configured fallbacks.
 
 How it works
 ============
-Hooks on the optimizer's step, torch's own, tell it where a step ends. After the one before a
-measured step it has the layers show the operands of their GEMMs (`torch_fp8.monitor.observer`);
-before the update of the measured one, when all gradients are there, it looks at histories and
-updates (`torch_fp8.monitor.parameters`), leaves the layers, joins the numbers of all ranks and
-fetches them at once. All other steps run as without it.
 
-It never stops a run: an error within it becomes one warning with the reason, and what was not
-measured is missing.
+Hooks on the optimizer's step, torch's own, show where a step ends. After the step before a measured
+one, the monitor makes the layers show their GEMMs' operands (`torch_fp8.monitor.observer`). Before
+the update of the measured step, when all gradients exist, it reads histories and updates
+(`torch_fp8.monitor.parameters`), detaches from the layers, joins the numbers of all ranks, and
+fetches them with one synchronization. All other steps run as without a monitor.
+
+The monitor never stops a run: an error in it becomes one warning with the reason, and the numbers
+that it could not measure are missing.
 """
 
 import warnings
@@ -47,22 +48,24 @@ from torch_fp8.monitor.way_back import WayBack
 
 
 class Monitor:
-    """The statistics of a model's FP8 layers while it trains.
+    """Collects statistics of a model's FP8 layers while it trains, and acts on alarms.
 
     Args:
-        model: converted, not wrapped.
-        optimizers: its optimizers; the one with the most elements says where a step ends.
-        config: ``monitor`` and what belongs to it.
-        folder: where rank zero writes `fp8_monitor.jsonl`; None: nowhere.
-        log: called on every rank with name to number and the step.
-        say: called on every rank with an event's text.
-        ddp: returns the DistributedDataParallel around the model, if there is one.
-        restore: goes back to the host's last checkpoint and returns its name, None where there is
-            none yet; None: the host has no such way.
+        model: the converted model, not wrapped.
+        optimizers: the model's optimizers; the one with the most elements shows where a step ends.
+        config: the configuration, with ``monitor`` and the options that belong to it.
+        folder: the folder in which rank zero writes `fp8_monitor.jsonl`; None: no file.
+        log: a function called on every rank with a dict from name to number, and the step.
+        say: a function called on every rank with the text of an event.
+        ddp: a function that returns the DistributedDataParallel around the model; None: there is
+            none.
+        restore: a function that returns to the host's last checkpoint and returns its name, or None
+            if there is no checkpoint yet; None: the host cannot do this.
         bounds: the bounds of the alarm.
-        name: the model's name, where a run trains several: in messages, and in the file's name.
+        name: the model's name if a run trains several; part of messages and of the file's name.
     Raises:
-        ValueError: ``monitor=0``, no optimizer, or a way back that is not there.
+        ValueError: ``monitor`` is 0, there is no optimizer, or the configured fallback is not
+            available.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Monitor:
 
     @property
     def step(self) -> int:
-        """The last step that has ended."""
+        """The number of the last finished step."""
         return self._events.step
 
     @step.setter
@@ -131,30 +134,30 @@ class Monitor:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What has happened: step, event, layer and, in words, what."""
+        """The events so far, as dicts with ``step``, ``event``, ``layer`` and a text, ``what``."""
         return self._events.happened
 
     @property
     def of_model(self) -> str:
-        """What tells this monitor's lines from those of a run's other models."""
+        """A phrase that separates this monitor's messages from those of the run's other models."""
         return self._events.of_model
 
     def observe_loss(self, loss: Any) -> None:
-        """Take what a backward was run on; several of a step are added, as gradients are."""
+        """Add the loss of a backward; several losses in one step are added up, as gradients are."""
         with guarded(self._events.failed):
             self._losses.add(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON has it."""
+        """Return the state for a checkpoint, in JSON types."""
         state = {"step": self.step, "losses": list(self._losses.spikes.losses)}
         return state | self.way_back.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue from the result of `state_dict`."""
         if not state:
             return
         self._observer.remove()
-        self._reported.clear()  # the histories are others
+        self._reported.clear()  # the histories have changed
         self.step = int(state["step"])
         self._losses.go_on(state["losses"])
         self.way_back.load_state_dict(state)
@@ -167,11 +170,11 @@ class Monitor:
         self._begin()
 
     def summary(self) -> str:
-        """Return what has happened so far, in a sentence."""
+        """Return one sentence on the events so far."""
         return self._events.summary(self.way_back.fallen)
 
     def close(self) -> None:
-        """Stop measuring; layers that have fallen back run FP8 again. The file stays."""
+        """Stop measuring; layers that have fallen back run FP8 again. The file remains."""
         self._observer.remove()
         self._experts.remove()
         for handle in self._handles:
@@ -181,7 +184,7 @@ class Monitor:
         self.way_back.undo()
 
     def flush(self) -> None:
-        """Write the losses since the last measured step, on all ranks together."""
+        """Write the losses since the last measured step; all ranks call it together."""
         with guarded(self._events.failed):
             self._measure_losses()
             if self._losses.fetched:
@@ -190,7 +193,7 @@ class Monitor:
     # ---- the course of a step --------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Have the layers observed if the step that begins is to be measured."""
+        """Observe the layers if the step that begins is a measured one."""
         if self._joins():
             self._measuring = False
             return
@@ -200,7 +203,9 @@ class Monitor:
                 self._observer.install(eager=self._eager)
 
     def _joins(self) -> bool:
-        """Return whether ranks may run out of inputs, so that not all of them come to join."""
+        """Return whether ranks may run out of inputs, so that not all of them can join their
+        numbers.
+        """
         config = getattr(self._ddp(), "_join_config", None)
         if getattr(config, "enable", False) and not self._is_joining:
             self._is_joining = True
@@ -221,7 +226,7 @@ class Monitor:
             self._observer.remove()
             self._losses.forget()
             return
-        # Each rank's own failure must not keep it from the collectives of all.
+        # A failure on one rank must not keep it from the collectives that all ranks run.
         if self.config.on_loss_spike != "warn" or self._measuring:
             self._measure_losses()
         series = self._measure() if self._measuring else None
@@ -264,7 +269,7 @@ class Monitor:
         return self.series.named(values)
 
     def _measure_losses(self) -> None:
-        """Fetch the losses since the last time, and tell the first of spikes in a row."""
+        """Fetch the losses since the last time, and report the first of consecutive spikes."""
         for step, loss, spikes in self._losses.fetch():
             self._spiked_at = step if spikes else self._spiked_at
             if is_told(spikes):
@@ -290,7 +295,7 @@ class Monitor:
             self._log({prefix + n.removeprefix(PREFIX): v for n, v in series.items()}, step)
 
     def _note_empty(self, step: int, crossed: list[Crossing]) -> None:
-        """Name the experts of modules that an alarm says have some without a token."""
+        """Report which experts had no token, in the modules for which an alarm was raised."""
         alarmed = {layer_of(c.name) for c in crossed if c.bound.kind == EXPERTS}
         for layer, empty in self._experts.empty() if alarmed else ():
             if layer in alarmed:
@@ -299,7 +304,10 @@ class Monitor:
                 self._events.note(step, {"event": "empty_experts", "layer": layer, "what": what})
 
     def _act_on_spike(self, step: int) -> None:
-        """Take the way back; of many spikes in a row few are told, and go back to a checkpoint."""
+        """Run the fallback for a loss spike.
+
+        Of many consecutive spikes only some are reported and return to a checkpoint.
+        """
         action, told = self.config.on_loss_spike, is_told(self._losses.spikes.in_a_row)
         if action == "bf16":
             event = self.way_back.pause_all(step)
@@ -319,7 +327,7 @@ class Monitor:
         assert self._restore is not None
         step, losses = self.step, list(self._losses.spikes.losses)
         name = self._restore()
-        self.step = step  # goes on; so does the data
+        self.step = step  # the step count continues, and so does the data
         self._losses.go_on(losses)
         what = f"the run goes on from {name}"
         if name is None:
@@ -328,13 +336,13 @@ class Monitor:
 
     @property
     def _device(self) -> torch.device:
-        """Return where the model is now."""
+        """Return the model's present device."""
         if self._layers:
             return self._layers[0][1].weight.device
         return self._experts.device or torch.device("cpu")
 
     def _notice_compiled(self) -> None:
         if not self._eager:
-            self._eager = True  # no layer was seen: somebody has compiled the whole model
+            self._eager = True  # no layer was observed: the whole model is compiled
             what = "as where the model is compiled; measured steps run eagerly from now on"
             self._events.tell(f"FP8 monitor: no layer was seen in step {self.step + 1}, {what}")

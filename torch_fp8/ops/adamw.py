@@ -1,7 +1,7 @@
-"""The arithmetic of one Adam or AdamW step on a weight matrix whose states have 8 bits.
+"""The arithmetic of one Adam or AdamW step on a weight matrix with 8-bit states.
 
-For each element, in float32, in this order, each line an operation with one rounding (no fused
-multiply-add), so that the kernel gives the reference's bits::
+Each element goes through these lines in float32, in this order. Every operation rounds once (no
+fused multiply-add), so the kernel computes the same bits as the reference::
 
     w  = join(weight, residual)            g = decode(grad)  (-g where the step maximizes)
     g  = g + w * weight_decay              Adam's coupled decay; 0 for AdamW
@@ -11,15 +11,17 @@ multiply-add), so that the kernel gives the reference's bits::
     w  = w - (m / (sqrt(v) * inv_sqrt_correction + eps)) * step_size
 
 with ``step_size = lr / (1 - beta1^t)`` and ``inv_sqrt_correction = 1 / sqrt(1 - beta2^t)``. The
-update uses m and v before they are rounded. Then all three are rounded stochastically: a v at
-beta2 = 0.999 changes by less than its spacing, and rounded to nearest would stand still.
+update uses m and v before they are rounded. Then all three are rounded stochastically, because a v
+at beta2 = 0.999 changes by less than its spacing and would never change if rounded to nearest.
 
-One random word per element decides: bits 0-7 the weight, 8-15 m, 12-31 v; with fewer than 8
-residual bits the weight takes a second word. 8 bits for m, 16 and more for v: what the change per
-step is against the spacing, that and more. The four that m and v share are the lowest of v's.
+One random word per element provides the random bits: 0-7 for the weight, 8-15 for m, 12-31 for v.
+With fewer than 8 residual bits the weight uses a second word. m needs 8 bits and v 16 or more,
+because their change per step is that small against their spacing. The four bits that m and v share
+are the lowest of v's.
 
-An m in 4 bits is a ratio to the root of v as it was stored before the step, and, rounded by a
-threshold (`torch_fp8.quantization.ratio_int4`), to that of v as the step stores it.
+A 4-bit m is stored as a ratio to the root of the stored v: the step reads it with the v from before
+the step, and rounds it by a threshold (`torch_fp8.quantization.ratio_int4`) relative to the v that
+the step stores.
 """
 
 from collections.abc import Iterator
@@ -36,19 +38,19 @@ from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.split_float import join, pack, split, unpack
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
 
-_CHUNK = 1 << 15  # elements at a time: no temporary has a tensor's size
+_CHUNK = 1 << 15  # elements at a time, so that temporaries stay small
 
 
 def adamw_step_reference(
     matrix: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor | None = None
 ) -> None:
-    """Run the step above, part by part, in plain torch; the twin of `kernels.adamw`.
+    """Run the step above, part by part, in plain torch; the reference of `kernels.adamw`.
 
     Args:
-        matrix: updated in place.
-        scalars: the numbers of this step.
-        lr_multiplier: () float32, a factor of the learning rate, in ``step_size`` and ``decay``:
-            what update clipping, say, computes on the device.
+        matrix: the weight and its states, updated in place.
+        scalars: the scalars of this step.
+        lr_multiplier: () float32, a factor of the learning rate in ``step_size`` and ``decay``, for
+            example that of update clipping, which is computed on the device; None: 1.
     """
     for part in _parts(matrix):
         _step_part(part, scalars, lr_multiplier)
@@ -57,8 +59,8 @@ def adamw_step_reference(
 def update_rms_reference(matrix: WeightMatrix, scalars: StepScalars) -> Tensor:
     """Compute StableAdamW's ``sqrt(mean(g^2 / max(v_hat, eps^2)))`` (arXiv 2304.13013), () float32.
 
-    v_hat is the second moment that this step will have, without its bias; g is the gradient as the
-    moments take it.
+    v_hat is the bias-corrected second moment after this step; g is the gradient that enters the
+    moments.
     """
     total = torch.zeros((), dtype=torch.float32, device=matrix.weight.device)
     for part in _parts(matrix):
@@ -83,7 +85,7 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     exp_avg = _first_moment(part)
     exp_avg = exp_avg + (grad - exp_avg) * scalars.beta1_complement
     exp_avg_sq = _second_moment(part, grad, scalars)
-    # torch's float32 root on the CPU is wrong in the last bit of every fifth element.
+    # torch's float32 sqrt on the CPU has a wrong last bit in every fifth element.
     root = exp_avg_sq.double().sqrt().float()
     denominator = root * scalars.inv_sqrt_correction + scalars.eps
     weight = weight - (exp_avg / denominator) * step_size

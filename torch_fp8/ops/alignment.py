@@ -1,7 +1,7 @@
-"""Alignment of tensors: kernels move 16 bytes at once where an address is a multiple of that.
+"""Alignment of tensors: kernels move 16 bytes at once if an address is a multiple of 16.
 
-Memory begins aligned. A view need not: in a bucket of DistributedDataParallel all gradients behind
-a bias of an odd size begin in between, and each would be moved element by element.
+Allocated memory is aligned, but a view need not be. In a DistributedDataParallel bucket all
+gradients after a bias of odd size are unaligned, and would be moved element by element.
 """
 
 from torch import Tensor
@@ -10,10 +10,10 @@ ALIGNMENT = 16
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Return whether x begins at a multiple of ALIGNMENT bytes of its memory."""
+    """Return whether x starts at a multiple of ALIGNMENT bytes in its memory."""
     return x.storage_offset() * x.element_size() % ALIGNMENT == 0
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x, or a copy of it where it is not aligned."""
+    """Return x, or an aligned copy of it."""
     return x if is_aligned(x) else x.clone()

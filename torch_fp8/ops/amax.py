@@ -1,7 +1,8 @@
-"""The largest magnitude of a matrix, as an operator that torch.compile can look through.
+"""The largest magnitude of a matrix, as an operator that torch.compile can replace.
 
-In a graph the producer of a matrix may know its amax already: `torch_fp8.compile.quantize_fusion`
-takes it from there, and else traces plain torch in its place.
+In a graph the producer of a matrix may already compute its amax; then
+`torch_fp8.compile.quantize_fusion` uses that, and otherwise traces plain torch in place of this
+operator.
 """
 
 import torch

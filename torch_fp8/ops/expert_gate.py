@@ -1,11 +1,13 @@
 """The gated activation of experts, times the router's score, cast to FP8 by rows in one pass.
 
-``a = score * act(gate, up)`` is what the second GEMM takes. Backward gets a's gradient and gate and
-up in E4M3, as `torch_fp8.ops.swiglu` saves them. It makes the payload of a anew, for the weight
-gradient, that of the gradient of gate and up, and the gradient of the scores, all in one pass.
+``a = score * act(gate, up)`` is the input of the second GEMM. Backward gets the gradient of a, and
+gate and up in E4M3, saved as in `torch_fp8.ops.swiglu`. In one pass it recomputes the payload of a
+for the weight gradient, and computes the payload of the gradient of gate and up, and the gradient
+of the scores.
 
-Float32 inside; a and the gradients are rounded once, to the dtype of the GEMMs' results, and then
-cast. References on the CPU and kernels on CUDA differ by the last bits of exp alone, as SwiGLU's.
+Arithmetic is float32; a and the gradients are rounded once, to the dtype of the GEMMs' results, and
+then cast. References on the CPU and kernels on CUDA differ only in the last bits of exp, as
+SwiGLU's do.
 
 Legend: R rows of all experts, E experts, I expert width.
 """
@@ -22,14 +24,14 @@ from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.formats import E4M3
 
 _BEYOND, _CUT = 1.25, 1.125
-"""Multiples of a limit: what is saved of values just beyond it, and where backward tells these from
-values within, which E4M3 may have rounded up by a sixteenth.
+"""Multiples of a limit: the value saved for values just beyond it, and the threshold by which
+backward distinguishes these from values within, which E4M3 may have rounded up by a sixteenth.
 """
 ROWS = CastOptions(E4M3.dtype, "rowwise", True, rowwise=True, columnwise=False)
 
 
 def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
-    """Return gate and up, (R, I) each, of h (R, 2I)."""
+    """Return gate and up, (R, I) each, from h (R, 2I)."""
     if form.interleaved:
         return h[:, ::2], h[:, 1::2]
     gate, up = h.chunk(2, dim=1)
@@ -37,14 +39,14 @@ def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
 
 
 def join_gate(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
-    """Return h (R, 2I) of gate and up, (R, I) each."""
+    """Return h (R, 2I) from gate and up, (R, I) each."""
     if form.interleaved:
         return torch.stack([gate, up], 2).flatten(1)
     return torch.cat([gate, up], 1)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute the sigmoid of float32; tests put a card's in its place."""
+    """Compute the sigmoid of float32; tests replace it by a GPU's."""
     return x.sigmoid()
 
 
@@ -57,7 +59,9 @@ def activation(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
 
 
 def _saved_halves(gate: Tensor, up: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
-    """Return gate and up as they are saved: E4M3 tells what is beyond a limit from what is not."""
+    """Return gate and up as they are saved, so that E4M3 shows whether a value is beyond a
+    limit.
+    """
     if not form.clamped:
         return gate, up
     beyond = form.limit * _BEYOND
@@ -69,7 +73,7 @@ def _saved_halves(gate: Tensor, up: Tensor, form: GateForm) -> tuple[Tensor, Ten
 def activation_backward(
     grad: Tensor, gate: Tensor, up: Tensor, form: GateForm
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and up from that of the activation, all float32."""
+    """Compute the gradients of gate and up from the activation's gradient, all in float32."""
     if not form.clamped:
         sig = sigmoid(gate)
         silu = gate * sig
@@ -85,7 +89,7 @@ def activation_backward(
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x in E4M3 with a power of two for each row."""
+    """Return x in E4M3 with a power-of-two scale for each row."""
     q, s, *_ = quantize_2d.reference(x, ROWS)
     assert q is not None
     assert s is not None
@@ -112,15 +116,15 @@ def expert_gate_quantize(
     """The operator ``torch_fp8::expert_gate_quantize``: cast the activation times the score.
 
     Args:
-        h: (R, 2I) float32, bfloat16 or float16, contiguous: what the first GEMM returns.
+        h: (R, 2I) float32, bfloat16 or float16, contiguous: the result of the first GEMM.
         score: (R,) float32, 0 for a row of padding.
         offs: (E,) int32, see `torch_fp8.ops.moe_route.Route`.
-        bias: (E, 2I), any floating dtype, added to h, which is rounded again; or None.
-        form: order of gate and up, and limits.
+        bias: (E, 2I), any floating dtype, added to h, after which h is rounded again; or None.
+        form: the order of gate and up, and their limits.
         save: whether to return gate and up for backward.
     Returns:
-        ``(q, s, gate_q, gate_s, up_q, up_s)``: the payload (R, I) E4M3 with a scale (R, 1), a power
-        of two; gate and up in E4M3 (R, I) with scales (R, ceil(I / 128)), None unless `save`.
+        ``(q, s, gate_q, gate_s, up_q, up_s)``: the payload (R, I) E4M3 with power-of-two scales (R,
+        1); gate and up in E4M3 (R, I) with scales (R, ceil(I / 128)), None unless `save`.
     """
     gate, up = _biased_halves(h, offs, bias, form)
     halves = _saved_halves(gate, up, form)
@@ -131,7 +135,7 @@ def expert_gate_quantize(
 def scored_activation(
     h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm
 ) -> Tensor:
-    """Return what `expert_gate_quantize` casts, (R, I); it has the arguments."""
+    """Return the tensor that `expert_gate_quantize` casts, (R, I); same arguments."""
     return _scored(*_biased_halves(h, offs, bias, form), score, form)
 
 
@@ -172,16 +176,18 @@ def expert_gate_backward(
     up_s: Tensor,
     form: GateForm,
 ) -> tuple[Tensor, ...]:
-    """The operator ``torch_fp8::expert_gate_backward``: all that backward makes of a's gradient.
+    """The operator ``torch_fp8::expert_gate_backward``: all results that backward computes from
+    grad.
 
     Args:
         grad: (R, I) float32, bfloat16 or float16, contiguous: the gradient of a.
         score: (R,) float32.
-        gate_q, gate_s, up_q, up_s: what `expert_gate_quantize` saved.
+        gate_q, gate_s, up_q, up_s: the tensors that `expert_gate_quantize` saved.
         form: see `expert_gate_quantize`.
     Returns:
-        ``(q, s, dh_q, dh_s, dscore)``: the payload of a, (R, I) with (R, 1); that of the gradient
-        of h, (R, 2I) in the order of h with (R, 1); the gradient of the scores, (R,) float32.
+        ``(q, s, dh_q, dh_s, dscore)``: the payload of a, (R, I) with scales (R, 1); the payload of
+        the gradient of h, (R, 2I) in the order of h with scales (R, 1); the gradient of the scores,
+        (R,) float32.
     """
     gate, up = saved_values(gate_q, gate_s), saved_values(up_q, up_s)
     g, act = grad.float(), activation(gate, up, form)
@@ -197,7 +203,7 @@ def gate_gradient(
     up: tuple[Tensor, Tensor],
     form: GateForm,
 ) -> Tensor:
-    """Return the gradient that `expert_gate_backward` casts, (R, 2I); it has the arguments."""
+    """Return the gradient that `expert_gate_backward` casts, (R, 2I); same arguments."""
     return _gradient(grad, score, saved_values(*gate), saved_values(*up), form)
 
 

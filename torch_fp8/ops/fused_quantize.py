@@ -1,10 +1,10 @@
-"""What RMSNorm and SwiGLU that emit FP8 share: the cast of their result, and what they save.
+"""The common part of the RMSNorm and SwiGLU operators that emit FP8: casts, and saved tensors.
 
-Legend: R rows, C columns. Layouts are those of ``torch_fp8::quantize_2d``: ``(q, s, qt, st)`` is
-y quantized along C, its scale, y^T quantized along R, its scale. A tensorwise scale is known before
-the cast, as `scale` or as `amax`: a producer that computes its result in order to find the maximum
-computes it twice, unless one program holds all of it. Producers of the forward, which meet a few
-tokens, do find it.
+Legend: R rows, C columns. Layouts are those of ``torch_fp8::quantize_2d``: ``(q, s, qt, st)`` is y
+quantized along C, its scale, y^T quantized along R, and its scale. A tensorwise scale is known
+before the cast, from `scale` or `amax`. A producer that computes its result to find the maximum
+computes it twice, unless one program holds all of it. Forward producers do find the maximum for
+small numbers of tokens.
 """
 
 import torch
@@ -25,10 +25,11 @@ groups, arXiv 2410.19313 section 4, with Hopper's block length).
 
 
 def check_scale(options: CastOptions, finds_amax: bool = False) -> None:
-    """Raise ValueError unless a tensorwise scale is known, and no other is given.
+    """Raise ValueError unless a tensorwise cast has a scale or amax, and other casts have none.
 
     Args:
-        finds_amax: whether the producer makes a tensorwise scale of which nothing is known.
+        options: the cast.
+        finds_amax: whether the producer can compute a missing tensorwise scale itself.
     """
     granularity = options.granularity
     is_known = options.amax is not None or options.scale is not None
@@ -42,11 +43,13 @@ def cast_result(y: Tensor, options: CastOptions, finds_amax: bool = False) -> La
     """Cast y (R, C), of any strides.
 
     Args:
-        options: how; tensorwise with an amax, or with a scale, which is used as it is, and with a
-            slot, which is raised to y's amax.
-        finds_amax: whether tensorwise may have none of them, and the scale is made from y's amax.
+        y: the result of a producer.
+        options: the cast; tensorwise with an amax, or with a scale, which is used as it is; a slot
+            beside the scale is raised to y's amax.
+        finds_amax: whether a tensorwise cast may have neither, and computes the scale from y's
+            amax.
     Raises:
-        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
+        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
     check_scale(options, finds_amax)
     if options.amax is None or options.scale is not None:
@@ -57,23 +60,25 @@ def cast_result(y: Tensor, options: CastOptions, finds_amax: bool = False) -> La
 
 
 def cast_result_fake(y: Tensor, options: CastOptions, finds_amax: bool = False) -> Layouts:
-    """Return empty tensors of the shapes of `cast_result`, which refuses as that does."""
+    """Return empty tensors of the shapes of `cast_result`; raises the same errors."""
     check_scale(options, finds_amax)
     return options.new_layouts(y)
 
 
 def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
-    """Return x as backward needs it, if it is wanted: E4M3 (R, C), scale (R, ceil(C / 128))."""
+    """Return x in the form saved for backward, E4M3 (R, C) and scale (R, ceil(C / 128)), if
+    `wanted`.
+    """
     q, s, *_ = cast_result(x, CastOptions(E4M3.dtype, SAVED, True, wanted, False))
     return q, s
 
 
 def saved_stand_ins(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what stands for `save_input` of x, (R, C), where nothing is saved."""
+    """Return placeholders for the results of `save_input`, (R, C), if nothing is saved."""
     shape = scale_shape(x.shape[0], x.shape[1], SAVED)
     return stand_in(x.shape, E4M3.dtype, x), stand_in(shape, torch.float32, x)
 
 
 def saved_values(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a saved tensor, FP8 with its scale or plain with None, as float32 (R, C)."""
+    """Return a saved tensor (FP8 with its scale, or plain with None) as float32 (R, C)."""
     return x.float() if scale is None else dequantize(QuantizedTensor(x, scale, SAVED))

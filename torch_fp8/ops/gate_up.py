@@ -1,14 +1,14 @@
-"""SwiGLU's backward where gate and up are the halves of one linear layer's output.
+"""SwiGLU's backward for gate and up that are the halves of one linear layer's output.
 
-Forward takes them as they lie, as two strided views (`torch_fp8.ops.swiglu`). Backward has one
-gradient to hand over, (R, 2 C), with one scale for both halves where a tensor has one: these
-operators write both halves into one buffer, plain or in FP8, which the layer's dgrad and wgrad take
-as it is.
+Forward reads them as two strided views (`torch_fp8.ops.swiglu`). Backward must return one gradient,
+(R, 2 C), and a tensorwise scale covers both halves. These operators write both halves into one
+buffer, plain or in FP8, which the layer's dgrad and wgrad read directly.
 
-Formulas, rounding and the rules of `torch_fp8.ops.swiglu_backward` hold: the bytes are those of the
-two gradients, side by side, put through ``torch_fp8::quantize_2d``.
+Formulas and rounding are those of `torch_fp8.ops.swiglu_backward`: the bytes equal those of the two
+gradients side by side, cast by ``torch_fp8::quantize_2d``.
 
-Legend: R rows (tokens), C columns of gate and of up; `inputs` of all of them: see `BackwardInputs`.
+Legend: R rows (tokens), C columns of gate and of up; `inputs` of all operators: see
+`BackwardInputs`.
 """
 
 import torch
@@ -38,6 +38,7 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """Compute both results of `swiglu_backward` in one matrix, (R, 2 C) of `inputs.out_dtype`.
 
     Args:
+        inputs: see `BackwardInputs`.
         gate_first: whether dgate is the first half of each row.
     """
     dgate, dup = swiglu_backward.reference(inputs)
@@ -50,7 +51,7 @@ def _amax_fake(inputs: BackwardInputs) -> Tensor:
 
 @operator(_amax_fake)
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
-    """Compute the amax, () float32, of what `gate_up_backward` returns, without writing it."""
+    """Compute the amax, () float32, of the result of `gate_up_backward` without writing that."""
     return tensor_amax(gate_up_backward.reference(inputs, True))
 
 
@@ -62,18 +63,19 @@ def _quantize_fake(inputs: BackwardInputs, gate_first: bool, options: CastOption
 def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
 ) -> Layouts:
-    """Cast `gate_up_backward` to FP8 in the layouts asked for, in one read.
+    """Cast `gate_up_backward` to FP8 in the requested layouts, in one read.
 
-    Unfused, on CUDA, rowwise, where C is no multiple of 16, and in blocks where it is none of 128,
-    so that a block would have a part of both halves.
+    On CUDA this is not fused for rowwise casts, if C is not a multiple of 16, and for blocks if C
+    is not a multiple of 128, because a block would then contain parts of both halves.
 
     Args:
+        inputs: see `BackwardInputs`.
         gate_first: see `gate_up_backward`.
         options: the cast; tensorwise with the amax of `gate_up_backward_amax`, or with a scale,
             whose slot is raised to the amax of both halves.
     Returns:
         See `Layouts`.
     Raises:
-        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
+        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
     return cast_result(gate_up_backward.reference(inputs, gate_first), options)

@@ -1,6 +1,6 @@
-"""Operands of the scaled matmul as the CUDA operator takes them: padded, with scales laid out.
+"""Operands of the scaled matmul in the form of the CUDA operator: padded, with scales laid out.
 
-Sizes that tensor cores do not take are filled up with zeros, which add nothing to a sum.
+Sizes that tensor cores do not support are padded with zeros, which do not change a sum.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,18 @@ from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, E8M0_ROWS
 def operand(
     x: QuantizedTensor, contracted: int, *, is_b: bool, row_multiple: int = 1
 ) -> QuantizedTensor:
-    """Return x with payload padded and scales laid out as the CUDA operator takes them.
+    """Return x with its payload padded and its scales laid out for the CUDA operator.
 
-    The contraction dimension goes to a multiple of 16, with block scales of 128 to one of 128; the
-    rows of b, and of a with block scales, to one of 16, with square blocks to one of 128. The
-    scales of the padding are 1. Where the casts have padded tokens, nothing is left to do.
+    The contraction dimension is padded to a multiple of 16, with block scales of 128 to a multiple
+    of 128. The rows of b, and those of a with block scales, are padded to a multiple of 16, with
+    square blocks to a multiple of 128. The scales of the padding are 1. If the cast has already
+    padded, nothing is done.
 
     Args:
-        x: (R, C), or with more columns, which are zeros.
+        x: (R, C), possibly with additional columns of zeros.
         contracted: C.
-        is_b: whether it is the second operand.
-        row_multiple: power of two of which the rows become a multiple, if that is more.
+        is_b: whether x is the second operand.
+        row_multiple: a power of two that the number of rows must also be a multiple of.
     """
     blocks_of_128 = x.granularity in ("block_1x128", "block_128x128")
     col_multiple = 128 if blocks_of_128 else GEMM_ALIGNMENT
@@ -58,9 +59,10 @@ def operand(
 
 
 def aligned_operand(x: QuantizedTensor) -> QuantizedTensor:
-    """Return an operand at addresses that cuBLASLt takes, scales included.
+    """Return an operand whose payload and scales are at addresses that cuBLASLt supports.
 
-    Of a scale at another it says CUBLAS_STATUS_NOT_SUPPORTED, after it has chosen a kernel.
+    For a scale at an unaligned address cuBLASLt chooses a kernel and then returns
+    CUBLAS_STATUS_NOT_SUPPORTED.
     """
     if is_aligned(x.scale) and is_aligned(x.qdata):
         return x
@@ -68,15 +70,16 @@ def aligned_operand(x: QuantizedTensor) -> QuantizedTensor:
 
 
 def with_columns(qdata: Tensor, cols: int) -> Tensor:
-    """Return a payload with zeros up to `cols` columns."""
+    """Return a payload zero-padded to `cols` columns."""
     return _pad_payload(qdata, 0, cols - qdata.shape[1])
 
 
 def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
-    """Return x extended over the memory behind it to `rows` rows; None if there is none.
+    """Return x extended to `rows` rows over the memory after it; None if that memory does not
+    exist.
 
-    The contents of that memory reach only rows of the product that are cut off. Scales are laid out
-    with this room wherever such a payload is made.
+    The contents of that memory only affect rows of the product that are cut off. Scales are
+    allocated with this additional room wherever such a payload is created.
     """
     cols, groups = x.qdata.shape[1], x.scale.shape[1]
     if x.scale.stride() != (1, rows) or not x.qdata.is_contiguous():
@@ -90,7 +93,7 @@ def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
 
 
 def _elements_from(x: Tensor) -> int:
-    """Return how many elements lie in the memory of x from its first element on."""
+    """Return the number of elements in x's storage from its first element on."""
     return x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
 
 
@@ -103,10 +106,10 @@ def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    """Return (R, L) with strides (1, R), also where L is 1.
+    """Return (R, L) with strides (1, R), even if L is 1.
 
-    Where L is 1 any stride would do, but torch 2.11 takes a different one for one operand only if
-    the other operand has it as well.
+    If L is 1, any stride would be valid, but torch 2.11 accepts another stride for one operand only
+    if the other operand has it, too.
     """
     if scale.stride() == (1, scale.shape[0]):
         return scale
@@ -115,18 +118,20 @@ def _column_major(scale: Tensor) -> Tensor:
 
 
 def _square_blocks(scale: Tensor) -> Tensor:
-    """Lay out (ceil(R / 128), L) as (L rounded up to 4, ceil(R / 128)), dimension 0 contiguous."""
+    """Lay out (ceil(R / 128), L) as (L rounded up to 4, ceil(R / 128)) with dimension 0
+    contiguous.
+    """
     return _pad(scale, 0, -scale.shape[1] % 4, 1.0).contiguous().t()
 
 
 def _swizzled_e8m0(scale: Tensor) -> Tensor:
     """Lay out (R, L) float32 powers of two as flat E8M0 bytes in tiles of 128 rows x 4 blocks.
 
-    Within a tile the byte of row r and block c lies at (r % 32) * 16 + (r // 32) * 4 + c; tiles
-    follow each other row by row (cuBLAS documentation, "1D block scaling factors layout"). An E8M0
-    byte is the exponent field of the float32; Inf and NaN both give 255, its NaN. Rows are filled
-    up to whole tiles with what lies in memory behind them, where `new_group_scales` has left room,
-    for these bytes belong to rows of the product that do not exist; else with zeros, by a copy.
+    In a tile the byte of row r and block c is at (r % 32) * 16 + (r // 32) * 4 + c; tiles follow
+    each other row by row (cuBLAS documentation, "1D block scaling factors layout"). An E8M0 byte is
+    the exponent field of the float32; Inf and NaN both give 255, E8M0's NaN. Rows are padded to
+    whole tiles with the memory after them if `new_group_scales` has left room, because these bytes
+    belong to rows of the product that do not exist; otherwise a copy pads with zeros.
     """
     (rows, blocks), more = scale.shape, -scale.shape[0] % E8M0_ROWS
     if scale.is_contiguous() and _elements_from(scale) >= (rows + more) * blocks:

@@ -1,9 +1,10 @@
-"""Gradients of 8 bits per element: encoding, adding and decoding their parts.
+"""Encoding, accumulation and decoding of gradients with 8 bits per element.
 
-A sum over micro-batches is decoded, added to and encoded again each time, a few rows at a time, and
-every encoding rounds stochastically, with random bits of its own: the expectation of the stored sum
-is the sum. To nearest, it would lose whatever is the same in each micro-batch; with bits that
-depend on earlier ones it would be biased (benchmarks/results/accumulation.csv).
+To accumulate micro-batches, the stored sum is decoded, added to and encoded again, a few rows at a
+time. Every encoding rounds stochastically with new random bits, so the expectation of the stored
+sum is the exact sum. Rounding to nearest would lose components that are the same in each
+micro-batch; random bits that depend on earlier ones would make the sum biased
+(benchmarks/results/accumulation.csv).
 
 On CUDA these functions call `kernels.grad_codec`, with the same bytes.
 """
@@ -26,8 +27,8 @@ from torch_fp8.quantization.stochastic_rounding import (
 
 _SCALE_ONE, _SCALE_NAN = 127, 255
 _NORM_ELEMENTS = (1 << 20, 1 << 24)
-"""Elements decoded at a time for a norm: what the CPU's caches hold; on CUDA 64 MiB, for fewer
-launches.
+"""The number of elements decoded at a time for a norm, on the CPU and on CUDA: what fits a CPU's
+caches; 64 MiB on CUDA, for fewer launches.
 """
 
 Keys = tuple[int, int]
@@ -38,17 +39,16 @@ def _no_counters() -> tuple[int, ...]:
 
 
 class Rounding:
-    """The sequence of random bits with which a gradient's roundings are made.
+    """The sequence of random bits for a gradient's roundings.
 
     Args:
-        counters: gives what the stream belongs to: seed, step, parameter, ...
-        offset: index, in the whole tensor, of this shard's first element.
-        rank: whose gradient it is. Ranks round their own sums with bits of their own, so that the
-            noise averages out, and averages with the same.
-
+        counters: a function that returns the stream's key: seed, step, parameter, ...
+        offset: the index of this shard's first element in the whole tensor.
+        rank: the rank whose gradient it is. Ranks round their own sums with different bits, so that
+            the noise averages out, and averages with the same bits.
     Attributes:
-        count: roundings since the gradient was zero.
-        exchanges: averages over ranks since then.
+        count: the number of roundings since the gradient was zero.
+        exchanges: the number of averages over ranks since then.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Rounding:
         self.reset()
 
     def reset(self) -> None:
-        """Start again, since the gradient is zero."""
+        """Start again, because the gradient is zero."""
         self.count = self.exchanges = 0
 
     def next(self) -> Keys:
@@ -70,7 +70,7 @@ class Rounding:
         return self._keys(self.rank, self.count)
 
     def next_exchanged(self) -> Keys:
-        """Return the keys of the rounding of an average over ranks, equal on all of them."""
+        """Return the keys for rounding an average over ranks, equal on all of them."""
         self.exchanges += 1
         return self._keys(-1, self.exchanges)
 
@@ -78,13 +78,13 @@ class Rounding:
         return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
 
     def copy(self) -> "Rounding":
-        """Return a copy that goes on independently."""
+        """Return a copy that continues independently."""
         twin = Rounding(self.counters, self.offset, self.rank)
         twin.count, twin.exchanges = self.count, self.exchanges
         return twin
 
     def __reduce__(self) -> Any:
-        # What gives the counters is a live optimizer; a pickled gradient goes on without one.
+        # The counters come from a live optimizer; a pickled gradient continues without one.
         return Rounding, (_no_counters, self.offset, self.rank)
 
 
@@ -93,7 +93,7 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
 
     Args:
         x: (R, K) bfloat16 or float32, contiguous.
-        keys: keys of the random bits.
+        keys: the keys of the random bits.
     """
     rows, cols = x.shape
     multiplier = torch.ones((), dtype=torch.float32, device=x.device)
@@ -156,9 +156,7 @@ def zero_gradient(target: GradientParts) -> None:
 
 
 def norm(source: GradientParts, ord: float) -> Tensor:
-    """Compute the norm of all elements, () float32, of any order but 0; decodes some rows at a
-    time.
-    """
+    """Compute the norm of all elements, () float32, of any order but 0, a few rows at a time."""
     rows, cols = source.qdata.shape
     step = max(1, _NORM_ELEMENTS[source.qdata.is_cuda] // cols)
     norms = [
@@ -169,7 +167,7 @@ def norm(source: GradientParts, ord: float) -> Tensor:
 
 
 def has_nonfinite(source: GradientParts) -> Tensor:
-    """Return, as () bool, whether an element is Inf or NaN; reads scales and multiplier alone."""
+    """Return whether an element is Inf or NaN, as () bool; reads only scales and multiplier."""
     if not source.scale.numel():
         return torch.zeros((), dtype=torch.bool, device=source.scale.device)
     largest = source.scale.amax().to(torch.int32)

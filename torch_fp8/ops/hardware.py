@@ -1,12 +1,12 @@
-"""Which recipes a device can run, and what a user whose device cannot is told."""
+"""Which recipes a device can run, and the error for a device that cannot run one."""
 
 import torch
 
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import RECIPES, Granularity, make_recipe
 
-# granularity -> CUDA compute capabilities whose scaled matmul takes it. Block scales of 128 exist
-# for Hopper alone and need CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
+# granularity -> range of CUDA compute capabilities whose scaled matmul supports it. Block scales
+# of 128 need Hopper and CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
 _CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensorwise": ((8, 9), (99, 9)),
     "rowwise": ((8, 9), (99, 9)),
@@ -20,7 +20,7 @@ _MIN_CUDA_OF_BLOCKS = (12, 9)
 
 
 def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
-    """Raise ValueError if `device` cannot run the recipe and emulation was not asked for."""
+    """Raise ValueError if `device` cannot run the recipe and emulation was not requested."""
     if device.type in ("cpu", "meta"):
         return
     if device.type != "cuda" or torch.version.hip is not None:
@@ -34,8 +34,8 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
 
 
 def check_card(name: str, capability: tuple[int, int], recipe_name: str) -> None:
-    """Raise ValueError if a card that is not there, of this compute capability, cannot run the
-    recipe with a recent CUDA.
+    """Raise ValueError if a GPU of this compute capability, which need not be present, cannot run
+    the recipe with a recent CUDA.
     """
     _check(f"{name} (sm_{capability[0]}{capability[1]})", capability, recipe_name, None)
 
@@ -69,11 +69,11 @@ def runs_natively(device: torch.device, recipe_name: str) -> bool:
 
 
 def resolve_auto(device: torch.device) -> str:
-    """Return the recipe that ``auto`` stands for on `device` where nothing is measured.
+    """Return the recipe for ``auto`` on `device` if nothing is measured.
 
-    Tensorwise everywhere today: it is the fastest that published measurements show on Hopper among
-    those that quantize by the tensor at hand, and the CPU gives what Hopper gives. A measurement on
-    another architecture that says otherwise belongs here.
+    Today this is tensorwise everywhere. Published measurements on Hopper show it as the fastest
+    recipe that uses the present tensor's scale, and the CPU uses what Hopper does. If a measurement
+    on another architecture differs, it belongs here.
     """
     del device
     return "tensorwise"
@@ -95,7 +95,7 @@ def card_name(device: torch.device) -> str:
 
 
 def reason_not_native(device: torch.device, name: str) -> str | None:
-    """Return why `device` cannot run the GEMMs of the recipe, or None."""
+    """Return why `device` cannot run the GEMMs of the recipe; None if it can."""
     capability = torch.cuda.get_device_capability(device)
     reason = _unsupported(name, capability, card_name(device))
     blocks = [g for g in _granularities(name) if g.startswith("block_")]
@@ -105,7 +105,7 @@ def reason_not_native(device: torch.device, name: str) -> str | None:
 
 
 def _unsupported(name: str, capability: tuple[int, int], card: str) -> str | None:
-    """Return why a card of this capability cannot run the GEMMs of the recipe, or None."""
+    """Return why a GPU of this capability cannot run the GEMMs of the recipe; None if it can."""
     for granularity in _granularities(name):
         least, most = _CAPABILITIES[granularity]
         if not least <= capability <= most:

@@ -1,4 +1,4 @@
-"""Whether kernels can start here: Triton compiles a C module on first use."""
+"""A check that kernels can start: Triton compiles a C module on first use."""
 
 import os
 import shutil
@@ -12,19 +12,20 @@ import torch
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 
 PACKAGES = "build-essential python{}.{}-dev".format(*sys.version_info)
-"""Packages of Debian and Ubuntu that bring what Triton compiles with."""
+"""The packages of Debian and Ubuntu with the tools that Triton needs to compile."""
 
 
 def check_driver(device: torch.device) -> None:
-    """Start Triton's driver if kernels run on `device`, as the first of them does: with a warm
-    cache it needs no compiler.
+    """Start Triton's driver if kernels run on `device`, as the first kernel would.
+
+    With a warm cache the driver needs no compiler.
 
     Raises:
         ImportError: Triton is not installed.
         ValueError: the driver does not start; the message names the packages to install.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return  # the reference runs
+        return  # no kernels: the reference runs
     try:
         from torch_fp8.kernels.driver import start_driver
     except ModuleNotFoundError as error:
@@ -36,7 +37,9 @@ def check_driver(device: torch.device) -> None:
 
 
 def missing_tools() -> list[str]:
-    """Return what Triton compiles with and does not find: the C compiler, Python's header."""
+    """Return the tools that Triton needs to compile and that are missing: C compiler, Python
+    header.
+    """
     missing = []
     compiler = os.environ.get("CC")
     if compiler is not None and shutil.which(compiler) is None:
@@ -53,7 +56,7 @@ def missing_tools() -> list[str]:
 
 def _include_folder() -> str:
     scheme = sysconfig.get_default_scheme()
-    # Debian's Python looks for local packages first; Triton does not.
+    # Debian's Python defaults to the scheme of local packages; Triton does not use it.
     return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
 
 

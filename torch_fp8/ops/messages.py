@@ -1,7 +1,7 @@
-"""Messages of 8 bits per element: how values travel between ranks.
+"""Messages with 8 bits per element, in which ranks exchange values.
 
-A message has groups of 32 values as codes of `formats.GRADIENT` with an E8M0 scale each, and behind
-them plain values as BF16, for what is small or not worth it:
+A message has groups of 32 values, encoded in `formats.GRADIENT` with an E8M0 scale for each group,
+followed by plain BF16 values, for small tensors and those not worth encoding:
 
 =========  =========================================================================
 codes      32 bytes for each of G groups (`torch_fp8.quantization.block_scaled`)
@@ -9,18 +9,19 @@ scales     1 byte for each
 plain      P BF16 values, from the next multiple of 16 on
 =========  =========================================================================
 
-that is 33 G + 2 P bytes and up to 30 of padding. An average over N ranks is made of two collectives
-of such messages: each rank `pack`s its gradient into N of them, one for the rank that owns that
-part, which sums what it receives in float32, encodes the average again (`reduce_and_repack`) and
-gives it to all. Everybody decodes the same bytes and so has the same average, to the bit.
+In total this is 33 G + 2 P bytes and up to 30 bytes of padding. Two collectives of such messages
+compute an average over N ranks. Each rank `pack`s its gradient into N messages, one for each rank
+that owns a part. The owner sums the messages that it receives in float32, encodes the average again
+(`reduce_and_repack`) and sends it to all ranks. All ranks decode the same bytes, so they get the
+same average bit for bit.
 
-* Groups of 32 need less range than E4M3 has, and the format has more bits where they are large: two
+* Groups of 32 need less range than E4M3 has, and this format has more bits for large values: two
   roundings to nearest keep 36.2 dB of a Gaussian gradient, two of E4M3 28.1
   (benchmarks/results/wire.csv).
-* An Inf or a NaN makes its group NaN, in every sum that it takes part in: all ranks see it.
-* No addition is made in 8 bits, and the order of the additions is that of the ranks.
+* An Inf or NaN makes its group NaN in every sum, so all ranks see it.
+* Additions run in float32, in the order of the ranks.
 
-On CUDA these are `kernels.wire`, with the same bytes.
+On CUDA these functions call `kernels.wire`, with the same bytes.
 """
 
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Layout:
     """The layout of a message: its numbers of groups and of plain values.
 
     Attributes:
-        num_groups: G, groups of 32 values.
-        num_plain: P, BF16 values.
+        num_groups: the number of groups of 32 values, G.
+        num_plain: the number of BF16 values, P.
     """
 
     num_groups: int
@@ -87,8 +88,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 def split_layout(numel: int, num_plain: int, num_messages: int) -> Layout:
-    """Return the layout of each of `num_messages` messages that share `numel` values in groups and
-    `num_plain` plain ones.
+    """Return the layout of each of `num_messages` messages that share `numel` grouped and
+    `num_plain` plain values.
     """
     num_groups = -(-numel // GROUP_SIZE)
     return Layout(-(-num_groups // num_messages), -(-num_plain // num_messages))
@@ -104,9 +105,9 @@ def pack(
 
     Args:
         groups: (N, G, 32) or (N, 32 * G) bfloat16 or float32.
-        plain: (N, P), any floating-point dtype; None: nothing.
-        keys: keys of the random bits of stochastic rounding, a word for each value by its index in
-            `groups`; None: to nearest even.
+        plain: (N, P), any floating-point dtype; None: no plain values.
+        keys: the keys of the random bits for stochastic rounding, one word for each value by its
+            index in `groups`; None: round to nearest even.
     Returns:
         (N, B) uint8.
     """
@@ -131,9 +132,10 @@ def pack_flat(
 
     Args:
         values: (E,) bfloat16 or float32, contiguous; E at most ``num_messages * 32 * G``.
-        plain: (F,), any floating-point dtype, F at most ``num_messages * P``; None: nothing.
+        plain: (F,), any floating-point dtype, F at most ``num_messages * P``; None: no plain
+            values.
         layout: the layout of each message.
-        num_messages: N.
+        num_messages: the number of messages, N.
         keys: see `pack`.
     Returns:
         (N, B) uint8.
@@ -164,14 +166,15 @@ def unpack_sum(
     out_plain: Tensor | None,
     scale: float = 1.0,
 ) -> None:
-    """Sum the messages in float32, in their order, times `scale`.
+    """Write `scale` times the float32 sum of the messages, added in their order.
 
     Args:
         messages: (N, B) uint8.
         layout: the layout of each message.
-        out_groups: (32 * G,) bfloat16 or float32, contiguous: written, rounded to nearest.
-        out_plain: (P,), likewise; None where P is 0.
-        scale: a factor of the sum, such as 1 / N.
+        out_groups: (32 * G,) bfloat16 or float32, contiguous; receives the result, rounded to
+            nearest.
+        out_plain: (P,), the same for plain values; None if P is 0.
+        scale: the factor of the sum, for example 1 / N.
     """
     assert out_groups.numel() == layout.num_values
     assert (0 if out_plain is None else out_plain.numel()) == layout.num_plain
@@ -196,11 +199,11 @@ def reduce_and_repack(
     *,
     keys: Keys | None = None,
 ) -> Tensor:
-    """Encode the sum that `unpack_sum` makes as a message, without the float32 sum in memory.
+    """Encode the sum that `unpack_sum` computes as a message, without a float32 sum in memory.
 
     Args:
         messages, layout, scale: see `unpack_sum`.
-        keys: see `pack`; a value's index is that in the result.
+        keys: see `pack`; the index of a value is that in the result.
     Returns:
         (1, B) uint8, the message of the sum.
     """
@@ -244,13 +247,13 @@ def unpack(messages: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor
 def unpack_flat(
     messages: Tensor, layout: Layout, out_values: Tensor, out_plain: Tensor | None
 ) -> None:
-    """Decode as `unpack` does, into flat buffers that may end before the messages do.
+    """Decode as `unpack` does, into flat buffers that may be shorter than the messages.
 
     Args:
         messages: (N, B) uint8.
         layout: the layout of each message.
         out_values: (E,) bfloat16 or float32, contiguous; E at most ``N * 32 * G``.
-        out_plain: (F,), any floating-point dtype, F at most ``N * P``; None: they are not wanted.
+        out_plain: (F,), any floating-point dtype, F at most ``N * P``; None: not needed.
     """
     _check_buffers(out_values, out_plain, layout, messages.shape[0])
     if messages.is_cuda:
@@ -273,7 +276,7 @@ def _check_buffers(values: Tensor, plain: Tensor | None, layout: Layout, message
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory, and not a shape alone."""
+    """Return whether a tensor has memory, not only a shape."""
     return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
@@ -283,7 +286,7 @@ def _parts(num_groups: int) -> list[slice]:
 
 
 def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None) -> None:
-    """Write codes and scales of every message, some groups at a time."""
+    """Write the codes and scales of every message, some groups at a time."""
     for row, message in enumerate(messages.split(1)):
         codes, scales = layout.codes(message)[0], layout.scales(message)[0]
         for part in _parts(layout.num_groups):
@@ -328,7 +331,7 @@ def _sum_plain(messages: Tensor, layout: Layout) -> Tensor:
 def _random(
     shape: torch.Size, first: int, device: torch.device, keys: Keys | None
 ) -> Tensor | None:
-    """Return random bits for `encode` of groups from `first` on."""
+    """Return random bits to `encode` the groups from `first` on."""
     if keys is None:
         return None
     index = element_index(shape[0], shape[1], first, 0, GROUP_SIZE, device)

@@ -1,8 +1,8 @@
-"""The way of tokens to their experts and back, as an order of rows: `moe_route`.
+"""The order of rows in which experts compute tokens: `moe_route`.
 
-The rows of each expert are padded to a multiple of 16 in the map itself, so that one order of rows
-serves every GEMM of a block, and no group is empty. A row of padding is zeros. How many rows there
-are follows from shapes alone; the host waits for nothing.
+The order itself pads the rows of each expert to a multiple of 16, so one order serves every GEMM of
+a block, and no group is empty. Padding rows are zeros. The number of rows follows from shapes
+alone, so the host does not wait for the device.
 
 Legend: T tokens, k experts of a token, E experts, R rows.
 """
@@ -21,12 +21,12 @@ class Route(NamedTuple):
     """The order of the rows that experts compute.
 
     Attributes:
-        slot: (R,) int64, the entry of the (T, k) router's choice that a row computes; T * k for a
-            row of padding.
-        token: (R,) int64, the token of a row; T for a row of padding.
-        row: (T, k) int64, the row of each entry. The rows of entries that belong to no expert here
-            lie behind the last group.
-        offs: (E,) int32, the row behind the last one of each expert.
+        slot: (R,) int64, the entry in the router's choice (T, k) that a row computes; T * k for
+            padding.
+        token: (R,) int64, the token of a row; T for padding.
+        row: (T, k) int64, the row of each entry. Entries without an expert on this rank have rows
+            after the last group.
+        offs: (E,) int32, the end (exclusive) of each expert's rows.
     """
 
     slot: Tensor
@@ -41,9 +41,9 @@ def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
 
     Args:
         top_k_index: (T, k) integers; `num_experts` and above: no expert of this rank.
-        num_experts: E.
+        num_experts: the number of experts of this rank, E.
     Returns:
-        The order, with R = T * k rounded up to a multiple of 16, and 16 * E.
+        The order, with R = 16 * E + T * k rounded up to a multiple of 16.
     """
     (tokens, top_k), device = top_k_index.shape, top_k_index.device
     num_slots = tokens * top_k
@@ -65,11 +65,11 @@ def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
 
 
 def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
-    """Return the group of each row, (R,) int64; E for the rows behind the last group."""
+    """Return the group of each row, (R,) int64; E for the rows after the last group."""
     rows = torch.arange(num_rows, device=offs.device, dtype=offs.dtype)
     return torch.searchsorted(offs, rows, right=True)
 
 
 def spread_rows(x: Tensor, token: Tensor) -> Tensor:
-    """Return the tokens (T, K) of rows (R, K), zeros for rows of padding."""
+    """Return the tokens (T, K) as rows (R, K), zeros for padding."""
     return F.pad(x, (0, 0, 0, 1))[token]

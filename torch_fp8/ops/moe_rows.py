@@ -1,7 +1,7 @@
-"""Rows of experts: FP8 tokens gathered and transposed, and results added up for each token.
+"""Operators on rows of experts: gather FP8 tokens, transpose them, and sum results for each token.
 
-Each function is an operator with a reference in plain torch and Triton kernels on CUDA that make
-the same bits. Bytes read and written for an element of a row: `gather_payload` 1 and 1,
+Each function is an operator with a reference in plain torch, and Triton kernels on CUDA that
+compute the same bits. Bytes read and written for an element of a row: `gather_payload` 1 and 1,
 `transpose_payload` 2 and 1, `combine_rows` those of its dtype, and a k-th of them.
 
 Legend: T tokens, k experts of a token, R rows of all experts, E experts, K columns.
@@ -19,7 +19,7 @@ from torch_fp8.quantization.scaling import scale_from_amax
 
 
 def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
-    """Return the payload and scales of the tokens of rows, zeros for rows of padding.
+    """Return the payload and scales of the rows' tokens, zeros for padding.
 
     Args:
         x: (T, K) with a scale (T, 1) for each token.
@@ -32,17 +32,17 @@ def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
 def transpose_groups(
     x: QuantizedTensor, offs: Tensor, token: Tensor | None = None
 ) -> QuantizedTensor:
-    """Transpose the rows of each group, without a cast of their values in high precision.
+    """Transpose the rows of each group without a second cast from high precision.
 
-    Scales are powers of two, so that a new one for each group and column shifts exponents, and
-    loses only what falls below the least number of the format.
+    Scales are powers of two, so a new one for each group and column only shifts exponents. Values
+    below the format's smallest number are lost.
 
     Args:
-        x: (R, K) with a scale (R, 1); (T, K) with (T, 1) where tokens are gathered.
-        offs: ends of the groups, see `torch_fp8.ops.moe_route.Route`; multiples of 16 on CUDA.
-        token: tokens of the rows, which are gathered in the same pass; None: x has rows.
+        x: (R, K) with a scale (R, 1); (T, K) with (T, 1) if `token` is given.
+        offs: the ends of the groups, see `torch_fp8.ops.moe_route.Route`; multiples of 16 on CUDA.
+        token: the tokens of the rows, gathered in the same pass; None: x consists of rows.
     Returns:
-        (K, R), with a scale (E, K) for each group; zeros behind the last group.
+        (K, R) with a scale (E, K), one for each group; zeros after the last group.
     """
     qdata, scale = transpose_payload(x.qdata, x.scale, offs, token)
     return x._replace(qdata=qdata, scale=scale)
@@ -62,7 +62,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
         scale: (T, 1) float32.
         token: (R,) int64, T for a row of padding.
     Returns:
-        (R, K) FP8 and (R, 1) float32; a row of padding has zeros and the scale 1.
+        (R, K) FP8 and (R, 1) float32; padding rows have zeros and scale 1.
     """
     codes = F.pad(qdata.view(torch.uint8), (0, 0, 0, 1))[token]  # (T + 1, K) -> (R, K)
     return codes.view(qdata.dtype), F.pad(scale, (0, 0, 0, 1), value=1.0)[token]
@@ -109,13 +109,13 @@ def _combine_fake(rows: Tensor, row: Tensor) -> Tensor:
 
 @operator(_combine_fake)
 def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """The operator ``torch_fp8::combine_rows``: add up the rows of each token.
+    """The operator ``torch_fp8::combine_rows``: sum the rows of each token.
 
     Args:
         rows: (R, K) float32, bfloat16 or float16, contiguous.
         row: (T, k) int64, the rows of each token; see `torch_fp8.ops.moe_route.Route`.
     Returns:
-        (T, K) of the dtype of `rows`: a float32 sum in the order of `row`, rounded once.
+        (T, K) in the dtype of `rows`: a float32 sum in the order of `row`, rounded once.
     """
     if not row.shape[1]:
         return rows.new_zeros(row.shape[0], rows.shape[1])

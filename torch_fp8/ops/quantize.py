@@ -1,9 +1,9 @@
 """Casting to FP8 and back: `QuantizedTensor`, `quantize`, `dequantize`.
 
 One operator, ``torch_fp8::quantize_2d``, does every cast. It reads a matrix once and writes the
-layouts that are asked for: rowwise, quantized along the last dimension, and columnwise, the
-transpose, quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is
-plain torch; on CUDA it is a Triton kernel with the same bytes.
+requested layouts: rowwise, quantized along the last dimension, and columnwise, the transpose,
+quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is plain
+torch; on CUDA it is a Triton kernel with the same bytes.
 
 What a cast reads and writes, in bytes per element of a BF16 matrix, both layouts:
 
@@ -14,8 +14,8 @@ What a cast reads and writes, in bytes per element of a BF16 matrix, both layout
 | tensorwise | 6 | 2 | its amax is a read of its own |
 | rowwise | 8 | 3 | rows are read once; columns are no tile's, and read twice on their own |
 
-With delayed scaling the scale is given, and the cast raises the amax of its input on its way. Casts
-that add up rows are in `torch_fp8.ops.quantize_dbias`.
+With delayed scaling the scale is given, and the cast also raises the recorded amax to that of its
+input. Casts that also sum rows are in `torch_fp8.ops.quantize_dbias`.
 """
 
 from collections.abc import Sequence
@@ -41,15 +41,15 @@ from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
 
 class QuantizedTensor(NamedTuple):
-    """``x ~= qdata.float() * scale``, a plain container: torch operations on it fail loudly.
+    """A matrix in FP8: ``x ~= qdata.float() * scale``. A tuple, so torch operations on it raise
+    errors.
 
     Attributes:
         qdata: (R, C) FP8, contiguous.
-        scale: float32 dequantization scale: () tensorwise, (R, 1) rowwise, (R, ceil(C / 128)) for
-            block_1x128, block by block in memory as the GEMM takes them, (ceil(R / 128),
-            ceil(C / 128)) for block_128x128, (R, ceil(C / 32)) for block_1x32, there always a power
-            of two.
-        granularity: how many elements share a scale.
+        scale: float32 dequantization scale: () tensorwise; (R, 1) rowwise; (R, ceil(C / 128)) for
+            block_1x128, stored block by block as the GEMM needs them; (ceil(R / 128), ceil(C /
+            128)) for block_128x128; (R, ceil(C / 32)) for block_1x32, always powers of two.
+        granularity: the elements that share a scale.
     """
 
     qdata: Tensor
@@ -58,19 +58,22 @@ class QuantizedTensor(NamedTuple):
 
 
 Payloads = tuple[QuantizedTensor | None, QuantizedTensor | None]
-"""A matrix (R, C) quantized along C, and its transpose (C, R) quantized along R; None: not made."""
+"""A matrix (R, C) quantized along C, and its transpose (C, R) quantized along R; None: not
+computed.
+"""
 
 
 def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
     """Cast x to FP8 along its last dimension, so that ``x ~= qdata.float() * scale``.
 
-    Finite overflow saturates; NaN stays NaN; an infinite element makes its group NaN (with a given
-    scale: the element alone becomes NaN in E4M3 and stays infinite in E5M2).
+    Finite overflow saturates, and NaN stays NaN. An infinite element makes all elements that share
+    its scale NaN; with a given scale only the element itself becomes NaN in E4M3, and stays
+    infinite in E5M2.
 
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides.
         spec: format and granularity.
-        scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
+        scale: () float32 dequantization scale for tensorwise; None: computed from the amax of x.
     """
     rowwise, _ = quantize_layouts(x, CastOptions.of(spec, scale, rowwise=True, columnwise=False))
     assert rowwise is not None
@@ -82,11 +85,11 @@ def quantize_layouts(x: Tensor, options: CastOptions) -> Payloads:
 
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides.
-        options: how; a tensorwise scale that is not given is made from the amax, which saves a
-            read where it is given.
+        options: the cast. A missing tensorwise scale is computed from the amax; a given amax saves
+            a read of x.
     Returns:
-        ``(rowwise, columnwise)``, None for what was not asked for. Tensorwise, both share one
-        scale.
+        ``(rowwise, columnwise)``, None for a layout that was not requested. Tensorwise, both share
+        one scale.
     """
     return as_layouts(quantize_2d(x, options), options)
 
@@ -95,12 +98,12 @@ def as_layouts(made: Sequence[Any], options: CastOptions) -> Payloads:
     """Turn an operator's ``(qdata, scale, qdata_t, scale_t)`` into two payloads.
 
     Args:
-        made: see `quantize_2d`.
-        options: with which the operator was called.
+        made: the result of `quantize_2d`.
+        options: the options of that call.
     """
     qdata, scale, qdata_t, scale_t = made
     granularity: Any = options.granularity
-    # Traced, the cast of a producer's result may have found the scale of another reader.
+    # In a trace, the cast of a producer's result may return another reader's scale.
     if options.scale is not None and (scale is None or scale.ndim):
         scale = options.scale
     if granularity == "tensorwise":
@@ -123,14 +126,14 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def transposed(x: QuantizedTensor, grad_output: Tensor | None = None) -> QuantizedTensor | None:
-    """Return x^T, (C, R) contiguous, with the same codes; None where its scales would differ.
+    """Return x^T, (C, R) contiguous, with the same codes; None if its scales would differ.
 
-    Scales are the same where each belongs to as many rows as columns.
+    The scales are the same if each covers as many rows as columns.
 
     Args:
         x: (R, C).
-        grad_output: the gradient with which a backward begins: a compiled graph then makes the
-            transpose there, and forward keeps none.
+        grad_output: the gradient at the start of a backward; a compiled graph then transposes in
+            backward, and forward saves no transpose.
     """
     if x.granularity not in SQUARE:
         return None
@@ -193,10 +196,10 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
 
     Args:
         x: (R, C), any strides.
-        options: how; an amax beside a scale is raised.
+        options: the cast; an amax beside a scale is raised to that of x.
     Returns:
-        See `Layouts`. All contiguous, but scales of block_1x128, which are laid out by
-        `new_group_scales`.
+        See `Layouts`. All are contiguous, except scales of block_1x128, which `new_group_scales`
+        lays out.
     """
     format, granularity = format_of(options.dtype), options.granularity
     more = padded_rows(x.shape[0], granularity) - x.shape[0]

@@ -1,8 +1,8 @@
-"""The gradient of a bias, ``g.sum(0)``, made by the cast that reads the gradient g anyway.
+"""The gradient of a bias, ``g.sum(0)``, computed by the cast that reads the gradient g anyway.
 
-``torch_fp8::quantize_2d_sum`` is ``torch_fp8::quantize_2d`` with sums over rows besides. On CUDA
+``torch_fp8::quantize_2d_sum`` is ``torch_fp8::quantize_2d`` with additional sums over rows. On CUDA
 each tile stores the sums of its 128 rows, a hundredth of the bytes of g, and one more launch adds
-these up, in an order that the shape alone decides.
+these in an order that depends only on the shape.
 """
 
 import torch
@@ -18,7 +18,7 @@ Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tens
 def quantize_layouts_and_sum(
     x: Tensor, options: CastOptions, sum_dtype: torch.dtype
 ) -> tuple[Payloads, Tensor]:
-    """Cast as `quantize_layouts`, and return (C,) ``x.sum(0)``, in float32, rounded once to
+    """Cast as `quantize_layouts`, and return ``x.sum(0)``, (C,), rounded once from float32 to
     `sum_dtype`.
     """
     *layouts, sums = quantize_2d_sum(x, options, sum_dtype)
@@ -26,7 +26,7 @@ def quantize_layouts_and_sum(
 
 
 def quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
-    """Return what `quantize_2d_sum` does on CUDA: its launcher."""
+    """Run `quantize_2d_sum` on CUDA: launch its kernels."""
     if emulates_casts(x.device):
         return quantize_2d_sum.reference(x, options, sum_dtype)
     from torch_fp8.kernels import quantize
@@ -43,6 +43,6 @@ def _quantize_2d_sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtyp
 
 @operator(_quantize_2d_sum_fake, cuda=quantize_2d_sum_cuda)
 def quantize_2d_sum(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
-    """Cast as `quantize_2d`, and add up the rows; the kernel adds in another order."""
+    """Cast as `quantize_2d`, and sum the rows; the kernel adds in another order."""
     sums = x.sum(0, dtype=torch.float32).to(sum_dtype)
     return (*quantize_2d.reference(x, options), sums)

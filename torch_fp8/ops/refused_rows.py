@@ -1,11 +1,11 @@
-"""GEMMs that cuBLASLt refuses because of their size: they run with more rows, which are zeros.
+"""GEMMs whose size cuBLASLt refuses: they run with additional rows of zeros.
 
-Which sizes cuBLASLt has no algorithm for depends on its version, the card and the scales. One
+For which sizes cuBLASLt has no algorithm depends on its version, the GPU and the scales. One
 example is an H100 with rowwise scales, 9,216 columns and up to 256 rows
 (https://github.com/pytorch/ao/issues/4582). The first GEMM of a refused size is tried again with
-more rows. The process remembers the number that was taken, so that later GEMMs of this size are
-padded at once. cuBLASLt refuses before it launches anything: a CUDA graph that is being captured
-stays valid, and records the padded GEMM.
+more rows. The process remembers the number that worked and pads later GEMMs of this size at once.
+cuBLASLt refuses before it launches anything, so a CUDA graph that is being captured stays valid and
+records the padded GEMM.
 """
 
 import warnings
@@ -22,12 +22,12 @@ _MULTIPLES = (128, 256, 512)
 
 
 class Sizes(NamedTuple):
-    """A kind of GEMMs that are refused alike.
+    """A class of GEMMs for which cuBLASLt makes the same choice.
 
     Attributes:
-        device: the card.
-        scales: granularities of the operands.
-        options: all else on which the choice of an algorithm depends.
+        device: the GPU.
+        scales: the granularities of the operands.
+        options: all other options that affect the choice of an algorithm.
         rows, contracted, cols: the sizes of the product, the first two in multiples of 128.
     """
 
@@ -46,7 +46,7 @@ def sizes(
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Sizes:
-    """Return the kind of a GEMM; the arguments are those of torch's operator."""
+    """Return the class of a GEMM; the arguments are those of torch's operator."""
     rows, contracted = a.qdata.shape
     return Sizes(
         a.qdata.device,
@@ -59,7 +59,7 @@ def sizes(
 
 
 padded: dict[Sizes, int] = {}
-"""Sizes that were refused, and the number of whose multiples their rows are padded to."""
+"""Refused sizes, with the number to whose multiples their rows are padded."""
 
 
 def whole(size: int, multiple: int = _MULTIPLES[0]) -> int:
@@ -70,15 +70,16 @@ def whole(size: int, multiple: int = _MULTIPLES[0]) -> int:
 def find_rows(
     refusal: RuntimeError, kind: Sizes, shape: torch.Size, product: Callable[[int], Tensor]
 ) -> Tensor:
-    """Return the product with more rows, as few as the card takes; remember and report them.
+    """Return the product with the fewest additional rows that the GPU accepts; remember and report
+    them.
 
     Args:
-        refusal: error of the GEMM without padding. Any error but this refusal is raised again.
-        kind: key under which the answer is remembered.
-        shape: rows and contracted columns of the GEMM that was refused.
-        product: function that runs the GEMM with rows padded to a multiple of its argument.
+        refusal: the error of the GEMM without padding; any other error is raised again.
+        kind: the key under which the answer is stored.
+        shape: the rows and contracted columns of the refused GEMM.
+        product: a function that runs the GEMM with rows padded to a multiple of its argument.
     Raises:
-        RuntimeError: the card refuses these scales with every number of rows.
+        RuntimeError: the GPU refuses these scales with every number of rows.
     """
     if _STATUS not in str(refusal):
         raise refusal

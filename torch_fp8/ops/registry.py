@@ -1,12 +1,13 @@
-"""The registry of this package's operators, in ``torch.library`` and as eager code calls them.
+"""The registry of this package's operators, in ``torch.library`` and for eager code.
 
-An operator is its reference in plain torch, decorated with `operator`: what is decorated becomes
-the function that calls the operator, and the schema is read from its annotations. Tuples of
-arguments, such as `torch_fp8.kernels.arguments.CastOptions`, are flattened here and nowhere else.
+An operator is defined by decorating its reference in plain torch with `operator`. The decorated
+name becomes the function that calls the operator, and the schema is derived from the annotations.
+Tuples of arguments, such as `torch_fp8.kernels.arguments.CastOptions`, are flattened here and
+nowhere else.
 
-torch's dispatcher takes a while for an operator whose implementation is Python, and a block calls
-many. If tensors are plain ones on CUDA, no dispatch mode is on and nothing is compiled, nobody
-needs to see the call, and it goes straight to the implementation.
+torch's dispatcher is slow for operators implemented in Python, and a block calls many. If tensors
+are plain CUDA tensors, no dispatch mode is active and nothing is compiled, no other code has to see
+the call, so it goes directly to the implementation.
 """
 
 import functools
@@ -31,10 +32,11 @@ R = TypeVar("R", covariant=True)
 
 
 class Operator(Generic[P, R]):
-    """What `operator` makes of a reference; in truth a function, which torch.compile traces.
+    """The type of a reference decorated with `operator`; at run time a function, which
+    torch.compile traces.
 
     Attributes:
-        reference: what was decorated.
+        reference: the decorated function.
     """
 
     reference: Callable[P, R]
@@ -44,7 +46,7 @@ class Operator(Generic[P, R]):
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an operator: a tuple of `size` arguments of a schema, or one."""
+    """A parameter of an operator: a tuple of `size` schema arguments, or a single one."""
 
     cls: Any
     size: int
@@ -56,18 +58,19 @@ def operator(
     results: int | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return who calls it.
+    """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return the function that calls
+    it.
 
-    The first argument is a tensor, or a tuple that begins with one; all are positional. Among
-    several results, those that do not exist are None; the dispatcher returns empty tensors for
-    them.
+    The first argument is a tensor or a tuple that starts with one; all arguments are positional. If
+    there are several results, those that do not exist are None; the dispatcher returns empty
+    tensors for them.
 
     Args:
-        fake: takes the same arguments and returns empty tensors of the results' shapes.
-        results: number of tensors that come back, where the annotation does not tell.
-        cuda: launches the kernels. None: the function of the same name in the module of
-            `torch_fp8.kernels` that is called as the reference's module. It is imported only where
-            kernels run, because it imports Triton.
+        fake: a function of the same arguments that returns empty tensors of the results' shapes.
+        results: the number of returned tensors, if the annotation does not show it.
+        cuda: the function that launches the kernels; None: the function of the same name in the
+            module of `torch_fp8.kernels` that has the name of the reference's module. It is
+            imported only if kernels run, because it imports Triton.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -103,10 +106,11 @@ def define(
     """Define ``torch.ops.torch_fp8.<name>`` and return the function that calls it.
 
     Args:
-        schema: as for `torch.library.Library.define`; the first argument is a tensor.
-        implementations: on the CPU, on CUDA and for tracing; they take and return what it says.
-        eager: instead of that on CUDA where the dispatcher is not asked; it takes tuples of
-            arguments as they are.
+        schema: the schema, as for `torch.library.Library.define`; the first argument is a tensor.
+        implementations: the functions for the CPU, for CUDA and for tracing, with the schema's
+            arguments and results.
+        eager: a function that replaces the CUDA one in calls that bypass the dispatcher; it accepts
+            tuples of arguments.
     """
     name, (cpu, cuda, fake) = schema.partition("(")[0], implementations
     _LIBRARY.define(schema)
@@ -131,7 +135,7 @@ def _first(args: Sequence[Any]) -> Tensor:
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:
-    """Return arguments with those in tuples one by one, as a schema has them."""
+    """Return the arguments with tuples flattened, as in a schema."""
     flattened: list[Any] = []
     for argument in args:
         if isinstance(argument, tuple):
@@ -144,9 +148,10 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 def _unflattened(
     function: Callable[..., Any], parameters: Sequence[_Parameter]
 ) -> Callable[..., Any]:
-    """Return `function` of flat arguments; those at the end that have their defaults may lack.
+    """Return `function` with flat arguments; trailing arguments that have their defaults may be
+    missing.
 
-    It returns an empty tensor for each result that does not exist, as schemas have no other.
+    It returns an empty tensor for each missing result, because schemas do not allow None.
     """
 
     def of_flat(*args: Any) -> Any:
@@ -188,7 +193,7 @@ def _schema(function: Callable[..., Any], results: int | None) -> tuple[list[_Pa
 
 
 def _argument(name: str, hint: Any) -> str:
-    """Return a parameter as a schema has it."""
+    """Return a parameter in schema syntax."""
     optional = NoneType in get_args(hint)
     of = get_args(hint)[0] if optional else hint
     text = _SCHEMA_TYPES.get(of) or of.__name__
@@ -197,13 +202,14 @@ def _argument(name: str, hint: Any) -> str:
 
 @functools.cache
 def emulates_casts(device: torch.device) -> bool:
-    """Return whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
+    """Return whether the reference must run, because a CUDA device is older than FP8."""
     return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
 
 
 def is_watched(x: Tensor) -> bool:
-    """Return whether the dispatcher must see an operator on x: a mode, a transform, a subclass,
-    autograd or the CPU.
+    """Return whether the dispatcher must see an operator on x.
+
+    It must for a dispatch mode, a transform, a tensor subclass, autograd, or a CPU tensor.
     """
     return (
         not on_cuda(x)
@@ -215,5 +221,5 @@ def is_watched(x: Tensor) -> bool:
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Return whether a tensor is on CUDA; a benchmark without a card says so of all."""
+    """Return whether a tensor is on CUDA; benchmarks without a GPU replace it."""
     return x.is_cuda

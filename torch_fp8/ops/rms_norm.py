@@ -1,17 +1,18 @@
 """RMSNorm that emits FP8: ``y = (x * rstd) * (weight + offset)``, ``rstd = 1/sqrt(mean(x^2)+eps)``.
 
-Zhang and Sennrich, arXiv 1910.07467. Float32 inside; y is rounded to `out_dtype` once, as by a norm
-that returns it, and only then cast: the bytes are those of the norm followed by
-``torch_fp8::quantize_2d``. `offset` is 1 where a model stores ``weight - 1`` (Gemma).
+Zhang and Sennrich, arXiv 1910.07467. Arithmetic is float32; y is rounded once to `out_dtype`, as in
+a norm that returns it, and then cast, so the bytes equal those of the norm followed by
+``torch_fp8::quantize_2d``. `offset` is 1 if a model stores ``weight - 1`` (Gemma).
 
-A row's statistic needs the whole row, a scale along R needs 128 rows or the tensor; hence two
-operators: `rms_norm_statistics` reads x once and returns what the second needs and what backward
-saves, `rms_norm_quantize` reads x again and writes FP8 where the norm would write y. Where the
-rule of the scales is known beforehand, `rms_norm_quantize_once` does both.
+A row's statistic needs the whole row, and a scale along R needs 128 rows or the whole tensor. So
+there are two operators: `rms_norm_statistics` reads x once and returns the inputs of the second
+operator and the tensors that backward saves, and `rms_norm_quantize` reads x again and writes FP8
+where the norm would write y. If the scales are known in advance, `rms_norm_quantize_once` does
+both.
 
 Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. With
-the same rstd the two agree byte for byte; rstd itself may differ in its last bits, as sums in
-another order do. Nothing here is differentiable: the modules that use it wire their backward.
+the same rstd the two agree byte for byte; rstd itself may differ in its last bits, because sums run
+in another order. Nothing here is differentiable: the modules that use it call the backward.
 
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """
@@ -37,7 +38,9 @@ def _norm_fake(norm: NormWithRstd) -> Tensor:
 
 @operator(_norm_fake)
 def rms_norm(norm: NormWithRstd) -> Tensor:
-    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted."""
+    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, for readers that need
+    BF16.
+    """
     x, weight, rstd, offset, out_dtype = norm
     y = (x.float() * rstd[:, None]) * (weight.float() + offset)
     return y.to(out_dtype).contiguous()
@@ -55,16 +58,16 @@ def _statistics_fake(
 def rms_norm_statistics(
     inputs: NormInputs, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Compute in one read of x: rstd, the amax of the norm's result, and x as backward saves it.
+    """Compute rstd, the amax of the norm's result, and the saved x, in one read of x.
 
     Args:
-        inputs: the inputs of the norm whose result's amax is taken.
+        inputs: the norm's inputs.
         save: whether to return x in FP8.
     Returns:
-        rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
-        and its power-of-two scale (R, ceil(C / 128)), both None unless `save`.
+        rstd (R,) float32; amax () float32, NaN if any element of the result is NaN; x in E4M3 (R,
+        C) and its power-of-two scale (R, ceil(C / 128)), both None unless `save`.
     """
-    x = inputs.x.contiguous()  # the order of a sum follows the strides
+    x = inputs.x.contiguous()  # the order of a sum depends on the strides
     squares = x.float().square().sum(1) / max(x.shape[1], 1)
     rstd = (squares + inputs.eps).rsqrt()
     y = rms_norm.reference(inputs._replace(x=x).with_rstd(rstd))
@@ -77,16 +80,16 @@ def _quantize_fake(norm: NormWithRstd, options: CastOptions) -> Layouts:
 
 @operator(_quantize_fake)
 def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
-    """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
+    """Cast `rms_norm` to FP8 in the requested layouts, in one read of x (rowwise: unfused).
 
     Args:
         norm: the norm whose result is cast.
-        options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale,
-            whose slot is raised.
+        options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale, whose
+            slot is raised to the amax.
     Returns:
         ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
     Raises:
-        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
+        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
     return cast_result(rms_norm.reference(norm), options)
 
@@ -100,25 +103,25 @@ def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Te
 def rms_norm_quantize_once(
     inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
-    beforehand.
+    """Run `rms_norm_statistics` and `rms_norm_quantize` at once, if the scales are known in
+    advance.
 
     A program owns a band of whole rows, 32 with a given tensorwise scale and 128 with blocks, and
-    goes through its columns twice, the second time out of the L2 cache: x is read from memory once
-    and FP8 written instead of BF16, no byte more than the BF16 norm moves. It is to be preferred
-    where there are bands enough to fill the card and what those at work hold stays in its L2 cache,
-    on an H200 4,224 tokens of up to 4,096 BF16 features with a given scale, and 16,896 tokens of up
-    to 1,117 features in blocks; the CUDA operator takes two launches otherwise.
+    goes through its columns twice, the second time from the L2 cache. So x is read from memory once
+    and FP8 is written instead of BF16: no more bytes than the BF16 norm moves. Prefer it if there
+    are enough bands to fill the GPU, and if the active bands fit its L2 cache: on an H200 4,224
+    tokens of up to 4,096 BF16 features with a given scale, and 16,896 tokens of up to 1,117
+    features in blocks. Otherwise the CUDA operator uses two launches.
 
     Args:
         inputs, save: see `rms_norm_statistics`.
-        options: the cast; tensorwise with a scale, as the amax is not known yet, whose slot is
-            raised to the amax of the rounded result in the same read, or with neither: that the
-            CUDA operator does in one launch where one program holds all of x.
+        options: the cast. Tensorwise with a scale, because the amax is not known yet; its slot is
+            raised to the amax of the rounded result in the same read. Or with neither; the CUDA
+            operator then needs one launch if one program holds all of x.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale)``.
     Raises:
-        ValueError: if another granularity than tensorwise has an amax or a scale.
+        ValueError: if a granularity other than tensorwise has an amax or a scale.
     """
     rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
     y = rms_norm.reference(inputs.with_rstd(rstd))
@@ -134,8 +137,8 @@ def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dx = rstd * (g w' - xhat * mean(g w' xhat))``, ``dw = sum over rows of g xhat``.
 
-    With ``xhat = x * rstd`` and ``w' = weight + offset``, float32 inside, in one read of grad and
-    x. The sum over rows is taken in an order that the shape alone decides: deterministic.
+    Here ``xhat = x * rstd`` and ``w' = weight + offset``, in float32 and in one read of grad and x.
+    The order of the sum over rows depends only on the shape, so it is deterministic.
 
     Returns:
         dx (R, C) of `dx_dtype`, dw (C,) float32 or empty.

@@ -1,15 +1,14 @@
 """`scaled_grouped_matmul`: one FP8 GEMM for each expert, in one call.
 
-The rows of a mixture of experts lie one expert behind the other, and an expert's rows end where
-`offs` says. Two forms do the three GEMMs of a layer:
+The rows of a mixture of experts are sorted by expert, and `offs` holds the end of each expert's
+rows. Two forms cover the three GEMMs of a layer:
 
 * ``rows`` multiplies each row by the weight of its expert (fprop and dgrad),
 * ``sums`` contracts the rows of each expert (wgrad).
 
-Both operands are contiguous along the contraction, with a scale for each of their rows, as
-`torch_fp8.ops.scaled_mm` has it. On the CPU each group is one call of that operator, so that the
-results are the same bits. CUDA runs ``torch._scaled_grouped_mm``, which exists for sm_90 and
-sm_100.
+Both operands are contiguous along the contraction dimension, with a scale for each of their rows,
+as in `torch_fp8.ops.scaled_mm`. On the CPU each group is one call of that operator, so the results
+have the same bits. CUDA runs ``torch._scaled_grouped_mm``, which exists for sm_90 and sm_100.
 
 Legend: E experts, M rows of all experts, K in, N out.
 """
@@ -27,7 +26,7 @@ from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
 MOST_GROUPS = 1023
-"""The largest number of groups that torch's kernel takes."""
+"""The largest number of groups that torch's kernel supports."""
 _CAPABILITIES = ((9, 0), (10, 0))
 
 
@@ -64,13 +63,13 @@ def scaled_grouped_matmul(
     Args:
         a: rows: (M, K) with scale (M, 1). sums: (N, M) with scale (E, N).
         b: rows: (E, N, K) with scale (E, N, 1). sums: (K, M) with scale (E, K).
-        offs: (E,) int32, the row behind the last one of each group. On CUDA, ``sums`` takes groups
-            of a multiple of 16 rows, none of them empty, as `torch_fp8.ops.moe_route` makes them.
+        offs: (E,) int32, the end (exclusive) of each group. On CUDA ``sums`` needs non-empty groups
+            of a multiple of 16 rows, as `torch_fp8.ops.moe_route` makes them.
         form: ``"rows"`` or ``"sums"``.
         out_dtype: float32, bfloat16 or float16; CUDA rounds to bfloat16 first.
         fast_accum, emulate: see `torch_fp8.ops.scaled_mm.scaled_matmul`.
     Returns:
-        rows: (M, N), zeros behind the last group. sums: (E, N, K), zeros for an empty group.
+        rows: (M, N), zeros after the last group. sums: (E, N, K), zeros for an empty group.
     """
     output: Tensor = _call(
         a.qdata, a.scale, b.qdata, b.scale, offs, form, out_dtype, fast_accum, emulate
@@ -93,7 +92,7 @@ def _reference(
     fast_accum: bool,
     emulate: bool,
 ) -> Tensor:
-    """Compute a group at a time; the ends of the groups are read on the host."""
+    """Compute one group at a time; the host reads the ends of the groups."""
     output = _fake(a, a_scale, b, b_scale, offs, form, out_dtype).zero_()
     start = 0
     for group, end in enumerate(offs.tolist()):
@@ -140,19 +139,19 @@ def _on_cuda(
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )
-    if form == "rows":  # the kernel leaves what lies behind the last group as it was
+    if form == "rows":  # the kernel does not write the rows after the last group
         behind = torch.arange(a.shape[0], device=a.device) >= offs[-1]
         output.masked_fill_(behind[:, None], 0)
     return cast(output[..., : size[0], : size[1]], out_dtype)
 
 
 def _aligned(x: Tensor, scale: Tensor, *, rows: bool = True) -> tuple[Tensor, Tensor]:
-    """Pad a payload (..., R, C), and its scales (..., R), to the multiples that the kernel takes.
+    """Pad a payload (..., R, C), and its scales (..., R), to the multiples that the kernel needs.
 
     Args:
-        x: zeros are added.
-        scale: ones are added.
-        rows: whether the kernel asks R to be a multiple, too.
+        x: the payload, padded with zeros.
+        scale: the scales, padded with ones.
+        rows: whether R must be a multiple, too.
     """
     more_rows = -x.shape[-2] % GEMM_ALIGNMENT if rows else 0
     more_cols = -x.shape[-1] % GEMM_ALIGNMENT
@@ -187,13 +186,15 @@ _call = define(
 
 @register_flop_formula(torch.ops.torch_fp8.scaled_grouped_mm)
 def _flops(a_shape: tuple[int, int], *args: Any, **_: Any) -> int:
-    """Count FLOPs from shapes: every row counts once, whichever its expert."""
+    """Count FLOPs from shapes: each row counts once, whatever its expert."""
     b_shape: tuple[int, ...] = args[1]
     return 2 * a_shape[0] * a_shape[1] * b_shape[-2 if len(b_shape) == 3 else 0]
 
 
 def too_many(sizes: tuple[int, ...]) -> str | None:
-    """Return why torch's kernel does not take weights of these sizes (E, N, K); None: it does."""
+    """Return why torch's kernel does not support weights of these sizes (E, N, K); None if it
+    does.
+    """
     if sizes[0] > MOST_GROUPS:
         return f"{sizes[0]} experts are more than the {MOST_GROUPS} of a grouped GEMM"
     return None

@@ -1,21 +1,21 @@
-"""This module alone calls torch's scaled matmul; it knows what each device can run.
+"""The only module that calls torch's scaled matmul; it knows what each device can run.
 
 Every GEMM has the form ``a @ b.T`` with both operands contiguous along the contraction dimension,
-the one layout that Hopper's FP8 tensor cores take. Any shape works: casts pad the tokens to sizes
-that these take (`torch_fp8.quantization.payload_shape`), `torch_fp8.ops.gemm_operand` whatever else
-does not fit.
+the only layout that Hopper's FP8 tensor cores support. Any shape works: casts pad the tokens to
+supported sizes (`torch_fp8.quantization.payload_shape`), and `torch_fp8.ops.gemm_operand` pads the
+rest.
 
-One operator, ``torch_fp8::scaled_mm``, does every GEMM, so that a compiler sees this one alone:
-Dynamo of torch 2.11 breaks a graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's
-operator by its predecessor, which takes no scales per block that are laid out for the other.
+One operator, ``torch_fp8::scaled_mm``, runs every GEMM, so a compiler sees only this one. Dynamo of
+torch 2.11 breaks the graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's operator by
+its predecessor, which does not accept block scales laid out for the newer one.
 
-A bias is added in the GEMM's epilogue, before its one rounding, where torch's operator takes a
+A bias is added in the GEMM's epilogue, before its only rounding, if torch's operator accepts a
 bias.
 
-What the device at hand cannot run natively runs through `scaled_matmul_reference` if emulation was
-asked for, and is refused otherwise: once, by `check_device` at conversion, so that a step asks
-nothing. The CPU is emulation as a whole: torch's operator runs tensorwise and rowwise there, block
-scales go through the reference.
+A GEMM that the device cannot run natively runs through `scaled_matmul_reference` if emulation was
+requested, and is refused otherwise. `check_device` refuses it once at conversion, so a step needs
+no check. The CPU always emulates: torch's operator runs tensorwise and rowwise there, and the
+reference runs block scales.
 """
 
 import functools
@@ -35,7 +35,7 @@ from torch_fp8.ops.registry import define, is_watched
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Granularity
 
-# torch 2.11 has this operator for CUDA only; there the CPU has its predecessor, tensorwise.
+# torch 2.11 has this operator for CUDA only; on its CPU the predecessor runs, tensorwise.
 _CPU_HAS_OPERATOR = torch.__version__ >= "2.12"
 _CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_OPERATOR else ("tensorwise",)
 
@@ -63,14 +63,14 @@ def scaled_matmul(
     """Compute ``dequantize(a) @ dequantize(b).T + bias`` on the FP8 payloads.
 
     Args:
-        a: (R, C), or with more columns, which are zeros.
-        b: (S, C), likewise. At most one of a and b is E5M2.
+        a: (R, C), possibly with additional columns of zeros.
+        b: (S, C), possibly with additional columns of zeros. At most one of a and b is E5M2.
         out_dtype: float32, bfloat16 or float16.
-        contracted: C; None: the columns of the narrower one.
+        contracted: C; None: the number of columns of the narrower operand.
         bias: (S,) of any floating dtype, rounded to `out_dtype`; or None.
-        fast_accum: let the tensor core accumulate in its own, narrower format.
-        emulate: run the reference path instead of torch's operator. The CPU takes the operator
-            wherever it has one.
+        fast_accum: whether the tensor core accumulates in its own, narrower format.
+        emulate: whether to run the reference instead of torch's operator. The CPU always uses the
+            operator if it has one.
     Returns:
         (R, S) of `out_dtype`.
     """
@@ -135,7 +135,7 @@ _operator: Any = torch.ops.torch_fp8.scaled_mm.default
 def _scaled_mm_flops(
     a_shape: tuple[int, int], *args: Any, out_shape: tuple[int, int], **_: Any
 ) -> int:
-    """Count FLOPs for ``torch.utils.flop_counter``: those of the product, as ``aten::mm``."""
+    """Count the product's FLOPs for ``torch.utils.flop_counter``, as for ``aten::mm``."""
     contracted: int = args[5]
     return 2 * out_shape[0] * out_shape[1] * contracted
 
@@ -148,7 +148,7 @@ def _emulated(
     bias: Tensor | None,
 ) -> Tensor:
     device_type = a.qdata.device.type
-    # Either multiplies dequantized operands: autocast would round them to bfloat16 first.
+    # Both paths multiply dequantized operands, which autocast would round to bfloat16 first.
     with torch.autocast(device_type, enabled=False):
         if device_type == "cpu" and a.granularity in _CPU_NATIVE:
             return _scaled_mm_cpu(a, b, out_dtype, fast_accum, bias)
@@ -164,9 +164,9 @@ def scaled_matmul_reference(
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, without the call if there is nothing to do.
+    """Return ``x.to(dtype)``, or x itself if it has this dtype.
 
-    A gradient that ends in a no-op ``.to`` reads zero in a graph compiled by torch 2.11.
+    In a graph compiled by torch 2.11, a gradient that ends in a no-op ``.to`` reads zero.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -188,17 +188,17 @@ def _scaled_mm_cpu(
     )
 
 
-# What the operator takes of a second operand: its transpose (C, S), scales, and their kind.
+# The operator's arguments for a second operand: its transpose (C, S), scales, and their kind.
 _Arguments = tuple[Tensor, list[Tensor], list[int]]
 
 
 class LaidOut(NamedTuple):
-    """A second operand as the CUDA operator takes it, for as many GEMMs as there are.
+    """A second operand prepared for any number of GEMMs on CUDA.
 
     Attributes:
-        operand: padded, with scales laid out.
+        operand: the operand, padded and with scales laid out.
         cols, contracted: the sizes of the product, without padding.
-        arguments: the operator's, of this operand: the payload's transpose, scales and their kind.
+        arguments: the operator's arguments for it: the payload's transpose, scales and their kind.
     """
 
     operand: QuantizedTensor
@@ -208,10 +208,11 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
-    """Return b (S, C) as GEMMs on CUDA take it.
+    """Prepare b (S, C) for GEMMs on CUDA.
 
     Args:
-        contracted: C, without the zeros that a cast has padded.
+        b: the second operand.
+        contracted: C, without the zeros that a cast has added.
     """
     laid_out = aligned_operand(operand(b, contracted, is_b=True))
     return LaidOut(laid_out, b.qdata.shape[0], contracted, _arguments(laid_out))
@@ -229,7 +230,9 @@ def _scaled_mm(
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
+    """Call the operator behind ``F.scaled_mm`` directly, which would build its lists in each
+    call.
+    """
     qdata_b, scales_b, kind_b = arguments
     swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
     output: Tensor = torch._scaled_mm_v2(
@@ -246,12 +249,12 @@ def multiply_laid_out(
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """Compute what `scaled_matmul` does, on CUDA, without asking what runs there.
+    """Compute `scaled_matmul` on CUDA without checking what the device can run.
 
     Args:
         a: (R, C), with at least one row.
-        laid_out: an operand that `lay_out` returned.
-        out_dtype, fast_accum: as there.
+        laid_out: the result of `lay_out`.
+        out_dtype, fast_accum: see `scaled_matmul`.
         bias: (S,) of `out_dtype`, or None.
     """
     b, cols, contracted, _ = laid_out
@@ -295,11 +298,11 @@ def _product(a: QuantizedTensor, b: LaidOut, *options: Any) -> Tensor:
 
 
 def _padded_product(a: QuantizedTensor, b: LaidOut, multiple: int, *options: Any) -> Tensor:
-    """Multiply with rows in whole multiples of a number, and contracted columns in those of 128."""
+    """Multiply with rows padded to a multiple of a number, and contracted columns to one of 128."""
     contracted = refused_rows.whole(b.contracted)
     a = operand(a, contracted, is_b=False, row_multiple=multiple)
     if b.operand.qdata.shape[1] != contracted:
-        # Scales per block are laid out in whole multiples of 128 columns.
+        # Block scales are laid out for multiples of 128 columns.
         qdata = with_columns(b.operand.qdata, contracted)
         b = b._replace(
             operand=b.operand._replace(qdata=qdata), arguments=(qdata.t(), *b.arguments[1:])
@@ -309,10 +312,10 @@ def _padded_product(a: QuantizedTensor, b: LaidOut, multiple: int, *options: Any
 
 @functools.cache
 def _rowwise_dtype(device: torch.device) -> torch.dtype:
-    """Return the output dtype of a rowwise GEMM whose result is wanted in float32.
+    """Return the output dtype of a rowwise GEMM whose result must be float32.
 
-    cuBLASLt writes float32; torch calls cuBLASLt on sm_90 alone and from CUDA 12.9 on. The kernel
-    for all others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
+    cuBLASLt writes float32, but torch calls it only on sm_90 with CUDA 12.9 or later. CUTLASS's
+    kernel for all other devices writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
     """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return torch.float32 if hopper and _cuda_version() >= (12, 9) else torch.bfloat16
@@ -321,7 +324,7 @@ def _rowwise_dtype(device: torch.device) -> torch.dtype:
 def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:
     """Return whether the CUDA operator adds a bias of the output's dtype.
 
-    The operator refuses a bias with a float32 output. With block scales nobody documents that
-    cuBLASLt takes a bias: to be tried on a card.
+    The operator refuses a bias with a float32 output. It is not documented whether cuBLASLt accepts
+    a bias with block scales; this has to be tried on a GPU.
     """
     return granularity in ("tensorwise", "rowwise") and out_dtype != torch.float32

@@ -1,14 +1,14 @@
-"""Scales per channel of an activation that move into the next weight (Smooth-SwiGLU).
+"""Factors of an activation's channels that move into the next weight (Smooth-SwiGLU).
 
-The idea is that of arXiv 2409.12517 section 4.
+The idea is from arXiv 2409.12517 section 4.
 
-With factors s (C,), powers of two, ``x w^T = (x s) (w / s)^T`` holds exactly; what is cast to FP8
-is smoother. A channel whose largest magnitude is a gets ``s = 2^-floor(floor(log2 a) / 2)``, about
-``a^-1/2``: an outlier is shared between activation and weight, whose formats reach over 15 powers
-of two each before they lose bits. Moved into the weight alone, as ``s = 1 / a`` does, the outlier
-of an aligned channel (200 times larger in gate and up, 40,000 times in the product) takes the
-weight's whole range instead: 16.6 dB are left of what the other channels contribute, 28.5 dB with
-the root (benchmarks/results/smooth_factors.csv).
+With factors s (C,), powers of two, ``x w^T = (x s) (w / s)^T`` holds exactly, and the tensor that
+is cast to FP8 is smoother. A channel whose largest magnitude is a gets
+``s = 2^-floor(floor(log2 a) / 2)``, about ``a^-1/2``. This divides an outlier between activation
+and weight, whose formats each cover 15 powers of two before they lose bits. ``s = 1 / a`` would
+move it into the weight alone. The outlier of an aligned channel (200 times larger in gate and up,
+40,000 times in the product) then takes up the weight's whole range: 16.6 dB are left of what the
+other channels contribute, 28.5 dB with the root (benchmarks/results/smooth_factors.csv).
 
 Legend: R rows (tokens), C columns (channels).
 """
@@ -23,7 +23,7 @@ from torch_fp8.ops.registry import operator
 from torch_fp8.ops.swiglu import swiglu
 
 RANGE = 32
-"""The powers of two below the largest channel from which channels count as equally small."""
+"""The powers of two below the largest channel at which all channels count as equally small."""
 _BIAS, _MANTISSA = 127, 23
 
 
@@ -33,7 +33,7 @@ def _column_fake(x: Tensor) -> Tensor:
 
 @operator(_column_fake)
 def column_amax(x: Tensor) -> Tensor:
-    """Compute the largest magnitude of each column, (C,) float32, NaN if any of it is.
+    """Compute the largest magnitude of each column, (C,) float32; NaN if a column has a NaN.
 
     Args:
         x: (R, C) float32, bfloat16 or float16.
@@ -49,14 +49,14 @@ def _save_fake(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...
 
 @operator(_save_fake, results=5)
 def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
-    """Save gate and up as `torch_fp8.ops.swiglu.swiglu_save`, with the amax of each column.
+    """Save gate and up as `torch_fp8.ops.swiglu.swiglu_save`, and compute the amax of each column.
 
     Args:
         gate, up: see `torch_fp8.ops.swiglu.swiglu`.
-        save: False: the amaxes alone.
+        save: whether to save gate and up; False: compute only the amaxes.
     Returns:
-        gate in E4M3 and its scale, the same of up, None unless `save`; and the amaxes (C,) float32
-        of ``silu(gate) * up``, all from one read.
+        gate in E4M3 and its scale, the same of up, all None unless `save`; and the amaxes (C,)
+        float32 of ``silu(gate) * up``. All come from one read.
     """
     amax = column_amax.reference(swiglu.reference(gate, up, None))
     return (*save_input(gate, save), *save_input(up, save), amax)
@@ -70,13 +70,14 @@ def _factors_fake(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``s = 2^-floor(floor(log2 amax) / 2)``, its reciprocal, and ``max(amax s)``.
 
-    Channels that are smaller than the largest by `RANGE` powers of two, those that are zero among
-    them, get the factor of such a one; a channel that is not finite keeps its values.
+    Channels smaller than the largest by more than `RANGE` powers of two, including zero channels,
+    get the factor of a channel that is smaller by exactly `RANGE`. A channel that is not finite
+    keeps its values.
 
     Args:
-        amax: (C,) float32, of each channel.
+        amax: (C,) float32, one for each channel.
     Returns:
-        s and 1 / s, (C,) float32; the amax () of what is multiplied by s.
+        s and 1 / s, (C,) float32; the amax () of the product with s.
     """
     exponent = (amax.view(torch.int32) >> _MANTISSA) - _BIAS
     is_finite = exponent <= _BIAS
@@ -96,18 +97,18 @@ def _quantize_fake(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Te
 
 @operator(_quantize_fake, results=4)
 def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
-    """Cast ``x * factors``, in float32, to FP8, in one read (rowwise: unfused).
+    """Cast ``x * factors``, computed in float32, to FP8 in one read (rowwise: unfused).
 
     Args:
         x: (R, C) float32, bfloat16 or float16, of any strides.
         factors: (C,) float32.
         options: the cast; tensorwise with an amax or a scale of the result.
     Returns:
-        ``(q, s, qt, st)`` as told in `torch_fp8.ops.fused_quantize`.
+        ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
     """
     return cast_result((x.float() * factors).contiguous(), options)
 
 
 def smoothed_layouts(x: Tensor, factors: Tensor, options: CastOptions) -> Payloads:
-    """Cast as `quantize_columns`; returns the payloads that are asked for."""
+    """Cast as `quantize_columns`; returns the requested payloads."""
     return as_layouts(quantize_columns(x, factors, options), options)

@@ -1,15 +1,15 @@
 """SwiGLU that emits FP8: ``h = silu(gate) * up``, or ``h * smooth``.
 
 Shazeer, arXiv 2002.05202; ``silu(g) = g * sigmoid(g)``. Smooth-SwiGLU (arXiv 2409.12517 section 4)
-multiplies every channel of h by a factor that keeps its outliers within FP8's range and divides the
-next weight's column by it: `smooth` is that factor, a constant to backward.
+multiplies every channel of h by a factor that keeps its outliers within FP8's range, and divides
+the next weight's column by it. `smooth` is that factor; backward treats it as a constant.
 
-Float32 inside; h is rounded once, to the dtype of gate, as by a gated MLP that returns it, and only
-then cast: the bytes are those of the rounded h put through ``torch_fp8::quantize_2d``.
+Arithmetic is float32; h is rounded once to the dtype of gate, as in a gated MLP that returns it,
+and then cast, so the bytes equal those of the rounded h cast by ``torch_fp8::quantize_2d``.
 
-Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. The
-two round the same values to the same bytes; exp differs in its last bits between a processor's
-library and a card, so that now and then an h is the neighbouring BF16, and rarely its FP8 code too.
+Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. Both
+round the same values to the same bytes. exp differs in its last bits between a CPU's library and a
+GPU, so now and then h is the neighbouring BF16 value, and rarely its FP8 code differs, too.
 
 Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
 """
@@ -29,7 +29,7 @@ def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 
 @operator(_swiglu_fake)
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    """Compute ``silu(gate) * up``, times `smooth`: (R, C) of gate's dtype, rounded once.
+    """Compute ``silu(gate) * up``, times `smooth` if given: (R, C) of gate's dtype, rounded once.
 
     Args:
         gate, up: (R, C) float32, bfloat16 or float16, of one dtype.
@@ -55,10 +55,10 @@ def swiglu_save(
 
     Args:
         gate, up, smooth: see `swiglu`.
-        save: False: the amax alone.
+        save: whether to save gate and up; False: compute only the amax.
     Returns:
         gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all None
-        unless `save`; amax () float32, NaN if any element of h is.
+        unless `save`; amax () float32, NaN if any element of h is NaN.
     """
     amax = tensor_amax(swiglu.reference(gate, up, smooth))
     return (*save_input(gate, save), *save_input(up, save), amax)
@@ -75,19 +75,19 @@ def _quantize_fake(
 def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
+    """Cast `swiglu` to FP8 in the requested layouts, in one read (rowwise: unfused).
 
     Args:
         gate, up, smooth: see `swiglu`.
-        options: the cast; tensorwise with the amax of `swiglu_save`, with a scale, whose slot is
-            raised to the amax of h, or with none of them: the amax is found first, on CUDA in the
-            same launch where one program holds all of h.
+        options: the cast; tensorwise with the amax of `swiglu_save`; with a scale, whose slot is
+            raised to the amax of h; or with neither: the amax is computed first, on CUDA in the
+            same launch if one program holds all of h.
         save: whether to return gate and up as `swiglu_save` does, from the same read.
     Returns:
-        ``(q, s, qt, st, gate_q, gate_s, up_q, up_s)``, the first four as told in
+        ``(q, s, qt, st, gate_q, gate_s, up_q, up_s)``; for the first four see
         `torch_fp8.ops.fused_quantize`.
     Raises:
-        ValueError: if another granularity than tensorwise has an amax or a scale.
+        ValueError: if a granularity other than tensorwise has an amax or a scale.
     """
     results = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
     return (*results, *save_input(gate, save), *save_input(up, save))

@@ -1,8 +1,8 @@
 """SwiGLU's backward that emits FP8: ``dgate`` and ``dup`` of ``h = silu(gate) * up * smooth``.
 
-The rules of `torch_fp8.ops.swiglu` hold. Gradients are rounded to `out_dtype`, and only then cast.
+The rules of `torch_fp8.ops.swiglu` apply. Gradients are rounded to `out_dtype` and then cast.
 
-Legend: R rows (tokens), C columns (features); `inputs` of all of them: see `BackwardInputs`.
+Legend: R rows (tokens), C columns (features); `inputs` of all operators: see `BackwardInputs`.
 Results are contiguous.
 """
 
@@ -24,7 +24,7 @@ def _backward_fake(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
 
-    With ``sig = sigmoid(gate)`` and ``g = grad * smooth``, in one read.
+    Here ``sig = sigmoid(gate)`` and ``g = grad * smooth``; all in one read.
 
     Returns:
         dgate and dup, (R, C) of `inputs.out_dtype`.
@@ -44,7 +44,9 @@ def _amax_fake(inputs: BackwardInputs) -> Tensor:
 
 @operator(_amax_fake)
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
-    """Compute the amaxes, (2,) float32, of what `swiglu_backward` returns, without writing it."""
+    """Compute the amaxes, (2,) float32, of the results of `swiglu_backward` without writing
+    those.
+    """
     return torch.stack([tensor_amax(d) for d in swiglu_backward.reference(inputs)])
 
 
@@ -62,16 +64,17 @@ def swiglu_backward_quantize(
     dup_scale: Tensor | None = None,
     dup_amax: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Cast `swiglu_backward` to FP8 in the layouts asked for, in one read (rowwise: unfused).
+    """Cast `swiglu_backward` to FP8 in the requested layouts, in one read (rowwise: unfused).
 
     Args:
+        inputs: see `BackwardInputs`.
         options: the cast; tensorwise with the amaxes (2,) of `swiglu_backward_amax`, or with the
-            scale of dgate, whose slot is raised.
-        dup_scale, dup_amax: the scale and the slot of dup, where dgate's scale is given.
+            scale of dgate, whose slot is raised to the amax.
+        dup_scale, dup_amax: the scale and the slot of dup, if dgate's scale is given.
     Returns:
-        ``(q, s, qt, st)`` of dgate, the same of dup: eight.
+        ``(q, s, qt, st)`` of dgate, then the same of dup: eight results.
     Raises:
-        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
+        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
     gradients, casts = swiglu_backward.reference(inputs), options.of_gradients(dup_scale, dup_amax)
     return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in cast_result(d, cast))

@@ -1,7 +1,7 @@
-"""The transpose of FP8 bytes, by a kernel that reads and writes each of them once.
+"""The transpose of FP8 bytes, by a kernel that reads and writes each byte once.
 
-dgrad takes a weight's bytes in the other layout. Where a scale belongs to as many rows as columns
-they are the very bytes that fprop takes.
+dgrad needs a weight's bytes in the other layout. If each scale covers as many rows as columns,
+these are the same bytes that fprop reads.
 """
 
 import torch
@@ -17,11 +17,11 @@ def _empty(qdata: Tensor, columns: int) -> Tensor:
 
 @operator(_empty)
 def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
-    """The operator ``torch_fp8::transposed_bytes``: qdata^T with zeros behind it.
+    """The operator ``torch_fp8::transposed_bytes``: qdata^T, zero-padded to `columns` columns.
 
     Args:
         qdata: (R, C), FP8.
-        columns: at least R.
+        columns: the number of columns, at least R.
     Returns:
         (C, `columns`), FP8, contiguous.
     """
@@ -43,11 +43,12 @@ def _on_cuda(qdata: Tensor, grad_output: Tensor) -> Tensor:
 def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
     """The operator ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
 
-    A graph that torch.compile cuts in two cannot move it to forward, for it takes the gradient.
+    It depends on the gradient, so torch.compile cannot move it to forward when it partitions a
+    graph.
 
     Args:
         qdata: (N, K), FP8.
-        grad_output: the gradient with which backward begins; not read.
+        grad_output: the gradient at the start of backward; not read.
     Returns:
         (K, N), FP8.
     """

@@ -1,1 +1,1 @@
-"""AdamW with FP8 states and split weights."""
+"""Optimizers with 8-bit states and split master weights."""

@@ -1,4 +1,4 @@
-"""Errors for wrong calls of `torch_fp8.convert_optimizer`, raised before anything changes."""
+"""Checks of the arguments of `torch_fp8.convert_optimizer`, before it changes anything."""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -7,14 +7,14 @@ from torch_fp8.nn.training_guard import refuse_training
 
 
 def check_arguments(optimizer: object, model: object) -> None:
-    """Check the optimizer that is to be converted, and the model that it is said to train.
+    """Check the arguments `optimizer` and `model` of `torch_fp8.convert_optimizer`.
 
     Args:
-        optimizer: shall be an ``Optimizer``.
-        model: shall be the module that it trains, or None.
+        optimizer: the argument that should be an ``Optimizer``.
+        model: the argument that should be the ``nn.Module`` it trains, or None.
     Raises:
-        TypeError: one of them is something else.
-        ValueError: none of the optimizer's parameters is the model's, or one was frozen.
+        TypeError: an argument has another type.
+        ValueError: the optimizer has none of the model's parameters, or has a frozen weight.
     """
     if not isinstance(optimizer, Optimizer):
         way_out = "pass the optimizer"

@@ -1,8 +1,8 @@
-"""Options that bitsandbytes' optimizers have for single weights, where copies step in their place.
+"""Keep bitsandbytes' per-weight options when its optimizer steps float32 copies of the weights.
 
-``GlobalOptimManager`` finds them by the id of a weight's object, and by its place in a group if
-somebody has looked for it there. A copy has another id, and so embeddings for which transformers
-asks 32-bit states would get 8-bit ones.
+``GlobalOptimManager`` finds these options by ``id(weight)``, or by the weight's position in its
+group once the optimizer has looked it up. A copy has another id, so embeddings for which
+transformers requests 32-bit states would get 8-bit states.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 @contextlib.contextmanager
 def placed_overrides(optimizer: Optimizer) -> Iterator[None]:
-    """Let bitsandbytes find by their places what it has for weights; nothing for any other."""
+    """Register bitsandbytes' per-weight options by position; no-op for other optimizers."""
     manager: Any = getattr(optimizer, "mng", None)
     if not hasattr(manager, "pid2config") or not hasattr(optimizer, "check_overrides"):
         yield
         return
     if not getattr(optimizer, "initialized", True):
-        optimizer.check_overrides()  # of modules, which its first step looks up by the weight
+        optimizer.check_overrides()  # overrides of modules, which the first step looks up by weight
     by_place = manager.index2config
     manager.index2config = dict(by_place)
     for i, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's checkpoint, of all of it before any of it is loaded."""
+"""Checks of a whole optimizer checkpoint, before any part of it is loaded."""
 
 import itertools
 import math
@@ -24,7 +24,9 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_weight import stored
 
 FORMAT_VERSION = 1
-"""The version of what `Float8Optimizer.state_dict` adds to the format of torch.optim.AdamW."""
+"""The format version of the entries that `Float8Optimizer.state_dict` adds to
+torch.optim.AdamW's.
+"""
 
 OPTIONS_KEY = "torch_fp8"
 RESIDUALS_KEY = "torch_fp8_residuals"
@@ -37,9 +39,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def entries(
     state_dict: Mapping[str, Any], parameters: list[Tensor]
 ) -> Iterator[tuple[Any, Tensor, dict[str, Any]]]:
-    """Yield each parameter's key in a checkpoint, the parameter, and its entry there.
+    """Yield (key in the checkpoint, parameter, entry in the checkpoint) for each parameter.
 
-    An entry is a state, or a residual alone (of a weight that was not stepped yet), or empty.
+    An entry is a state, only a residual (of a weight that was not stepped yet), or empty.
     """
     residuals = state_dict.get(RESIDUALS_KEY) or {}
     ids = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
@@ -52,14 +54,14 @@ def entries(
 def check_state_dict(
     state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]], bits: int
 ) -> int:
-    """Raise ValueError, naming the place, unless a checkpoint fits the groups of an optimizer.
+    """Raise ValueError, naming the entry, unless a checkpoint fits an optimizer's parameter groups.
 
     Args:
         state_dict: the checkpoint to be loaded.
-        param_groups: the groups of the optimizer.
-        bits: the residual bits of its large weights.
+        param_groups: the optimizer's groups.
+        bits: the residual bits of the optimizer's large weights.
     Returns:
-        The bits of the checkpoint's, which are `bits` where it does not say.
+        The checkpoint's residual bits; `bits` if the checkpoint does not name them.
     """
     for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
         if not isinstance(state_dict.get(key), kind):
@@ -93,7 +95,9 @@ def check_state_dict(
 
 
 def saved_options(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options that a checkpoint was saved with, and where; in older files, by group."""
+    """Yield (place, options) that a checkpoint was saved with; older files have them in each
+    group.
+    """
     if OPTIONS_KEY in state_dict:
         yield f"state_dict[{OPTIONS_KEY!r}]", state_dict[OPTIONS_KEY]
     for i, group in enumerate(state_dict["param_groups"]):
@@ -102,10 +106,10 @@ def saved_options(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def has_residual(entry: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint's entry has a residual of the weight that it was saved with.
+    """Return whether a checkpoint entry has a residual that belongs to the saved weight.
 
-    Stock AdamW carries our residuals along in the dtype of its weights, and changes the weights
-    without them.
+    Stock AdamW casts our residuals to the dtype of its weights and passes them on, but it changes
+    the weights without updating the residuals; such a residual is ignored.
     """
     saved = entry.get("residual")
     return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())
@@ -151,7 +155,7 @@ def _check_options(saved: Any, where: str) -> None:
 
 
 def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError unless a checkpoint's entry is a state of this parameter."""
+    """Raise ValueError unless a checkpoint entry is a state of this parameter."""
     for name in ("step", *_MOMENTS):
         if name not in entry and not is_encoded(name, entry):
             raise ValueError(f"{where} has no {name!r}; is it a checkpoint of Adam or AdamW?")
@@ -176,7 +180,7 @@ def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> Non
 
 
 def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, where: str) -> None:
-    """Raise ValueError unless a checkpoint's residual, if it has one, fits the parameter."""
+    """Raise ValueError if a checkpoint entry has a residual that does not fit the parameter."""
     if not has_residual(entry):
         return
     saved, where = entry["residual"], f"{where}['residual']"
@@ -189,7 +193,7 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
     if saved.dtype not in dtypes:
         raise ValueError(f"{where} is {saved.dtype}, expected {dtypes[0]}")
     fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
-    # The shape as sharded where it was saved, though it may have been gathered since.
+    # A residual that was saved sharded keeps that shape, even if it has been gathered since.
     sharded = sharded_residual_shape(parameter, fits[0], bits)
     fits = [sharded] if isinstance(saved, DTensor) else [*fits, sharded]
     if tuple(saved.shape) not in fits:

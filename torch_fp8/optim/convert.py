@@ -1,6 +1,4 @@
-"""The functions that convert an optimizer: `convert_optimizer`, `restore_weights`,
-`torch_fp8.optim.merged_state.merged_state_dict`.
-"""
+"""The functions that convert an optimizer, `convert_optimizer`, and undo it, `restore_weights`."""
 
 import warnings
 import weakref
@@ -50,31 +48,32 @@ _SHARDED = "they were sharded before"
 def convert_optimizer(
     optimizer: Optimizer, config: FP8Config | str | None = None, *, model: nn.Module | None = None
 ) -> OptimizerReport:
-    """Give an optimizer split master weights, and Adam or AdamW 8-bit moments, in place.
+    """Split an optimizer's master weights and, for Adam and AdamW, quantize the moments to 8 bits.
 
-    The optimizer stays the same object, with its groups, hooks and scheduler, and so do the
-    Parameters. Large float32 weights of FP8 layers, embeddings and output layers are stored as
-    a BF16 half and a residual (`torch_fp8.tensor.split_weight`). States of Adam and AdamW that
-    exist are quantized. Other optimizers, and (with a warning) subclasses with a ``step`` of their
-    own, keep their states, and step float32 copies of their weights
-    (`torch_fp8.optim.split_optimizer`). Those that cannot are left alone, and the report says why.
-    A second call changes nothing.
+    The optimizer is changed in place: it stays the same object with its groups, hooks and
+    scheduler, and the Parameters stay the same objects too. Large float32 weights of FP8 layers,
+    embeddings and output layers are stored as a BF16 half and a residual
+    (`torch_fp8.tensor.split_weight`). Existing Adam and AdamW states are quantized. Other
+    optimizers, and (with a warning) subclasses with their own ``step``, keep their states and
+    step float32 copies of their weights (`torch_fp8.optim.split_optimizer`). An optimizer that
+    supports neither is left alone, and the report says why. A second call changes nothing.
 
     Args:
-        optimizer: Adam, AdamW and subclasses that inherit their ``step``; any other.
-        config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. At level
-            O1 nothing is done.
-        model: the converted model that it trains, which tells which weights may be split
-            (`torch_fp8.optim.weight_owners`): without it none is, and the report says so. Its
-            embeddings continue to return float32, and its output layer to multiply in float32
-            where autocast is off (`torch_fp8.optim.embedding_dtype`). Weights that
-            DistributedDataParallel has wrapped before are not split, nor are DTensors: these by
-            `torch_fp8.distributed.split_sharded`.
+        optimizer: Adam, AdamW, a subclass that inherits their ``step``, or any other optimizer.
+        config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. Level O1
+            changes nothing.
+        model: the converted model that the optimizer trains. It determines which weights can be
+            split (`torch_fp8.optim.weight_owners`); without it no weight is split, and the report
+            says so. Its embeddings keep returning float32, and its output layer keeps multiplying
+            in float32 outside autocast (`torch_fp8.optim.embedding_dtype`). Weights already
+            wrapped by DistributedDataParallel are not split. DTensors aren't either; split them
+            with `torch_fp8.distributed.split_sharded`.
     Raises:
-        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
-            weights; weights sharded as states cannot be (`torch_fp8.optim.state_sharding`); no
-            `model` where the configuration needs one, or one that has none of the parameters.
-        TypeError: an argument is of another type.
+        ValueError: ``amsgrad``, ``capturable`` or ``differentiable`` is set; update clipping is
+            set and weights are sharded; the states cannot follow a weight's sharding
+            (`torch_fp8.optim.state_sharding`); the configuration needs `model` and it is None, or
+            `model` has none of the optimizer's parameters.
+        TypeError: an argument has the wrong type.
     """
     config = config_or_default(config)
     check_arguments(optimizer, model)
@@ -160,7 +159,7 @@ def _keep_states(
 
 
 def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> tuple[int, list[str]]:
-    """Split the weights that may be; return how many, and why each other large one stays
+    """Split the weights that can be; return their number, and why each other large one is
     float32.
     """
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
@@ -194,7 +193,7 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> tu
 
 
 def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:
-    """Let high-precision modules compute in float32 though their weights were split."""
+    """Keep high-precision modules computing in float32 after their weights were split."""
     split = {p for _, _, p in optimizer.indexed_parameters() if isinstance(p, SplitWeight)}
     keep_output_dtype(model, split)
     for module in model.modules():
@@ -206,7 +205,7 @@ def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
-    """Update `report` with what wrapping can change: the number of 8-bit gradients, and hooks."""
+    """Update the fields of `report` that wrapping can change: 8-bit gradients and hooks."""
     if not isinstance(optimizer, ConvertedOptimizer):
         return report
     return replace(
@@ -220,7 +219,7 @@ def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> Optimizer
 
 
 def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -> None:
-    """Put hooks on the parameters whose gradients have 8 bits or are released, and only there."""
+    """Add hooks to exactly the parameters whose gradients are quantized or released."""
     had_hooks = optimizer.fp8_layers
     optimizer.fp8_layers, optimizer.fp8_why_bf16_gradients = (), None
     if optimizer.fp8_config.opt_level == "O3":
@@ -240,8 +239,8 @@ def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -
 def restore_weights(optimizer: Optimizer) -> int:
     """Make each split weight a plain float32 Parameter again, the same object.
 
-    Another `convert_optimizer` splits them again, exactly. Sharded weights stay as they are, since
-    their model has to know: see `torch_fp8.distributed.join_sharded`.
+    A later `convert_optimizer` splits them again without any loss. Sharded weights stay split,
+    because joining them needs the model: call `torch_fp8.distributed.join_sharded`.
 
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
@@ -257,7 +256,11 @@ def restore_weights(optimizer: Optimizer) -> int:
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
-    """Let layers whose weights it steps keep scales, or payloads if asked for; return how many."""
+    """Let layers keep the scales of stepped weights, or with `cache_weights` the FP8 payloads.
+
+    Returns:
+        The number of weights whose payloads are kept.
+    """
     payloads = optimizer.fp8_config.cache_weights
     if payloads and model is None:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
@@ -319,9 +322,7 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
 
 
 def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
-    """Warn where updates are small against the rounding, whose noise grows as the learning rate
-    falls.
-    """
+    """Warn if the learning rate is so low that rounding noise hides a part of the updates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     bits = config.large_residual_bits
     if bits is None and not any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters):
@@ -340,7 +341,7 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
 
 
 def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
-    """Turn the stock state of a parameter, from steps before the conversion, into ours."""
+    """Quantize the moments that a parameter has from steps before the conversion."""
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" in state:
         settle_moments(parameter, state, ratio=optimizer.has_ratio(parameter))

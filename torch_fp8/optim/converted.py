@@ -1,6 +1,4 @@
-"""`ConvertedOptimizer`: what the classes have in common that `convert_optimizer` puts in front of a
-user's.
-"""
+"""`ConvertedOptimizer`: the common base of the classes that `convert_optimizer` swaps in."""
 
 import functools
 import weakref
@@ -21,15 +19,15 @@ from torch_fp8.tensor.split_weight import SplitWeight, halves_of, split_paramete
 
 
 class ConvertedOptimizer(Optimizer):
-    """An optimizer whose class was exchanged: methods, and no ``__init__``.
+    """Base of converted optimizers. It has no ``__init__``, because only the class is swapped.
 
     Attributes:
         fp8_config: the configuration with which the optimizer was converted.
-        fp8_layers: layers whose weights get 8-bit gradients.
-        fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
-        fp8_hooks_restored: gradient hooks that were lost and put back so far.
-        fp8_released: parameters that were stepped in backward, since ``step``.
-        fp8_reducers: reducers of 8-bit gradients over ranks, one for each DDP module.
+        fp8_layers: weak references to the layers whose weights get 8-bit gradients.
+        fp8_why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
+        fp8_hooks_restored: the number of lost gradient hooks that were put back so far.
+        fp8_released: the parameters stepped in backward since the last ``step``.
+        fp8_reducers: reducers that average 8-bit gradients over ranks, one for each DDP module.
     """
 
     fp8_config: FP8Config
@@ -48,7 +46,7 @@ class ConvertedOptimizer(Optimizer):
     )
 
     def set_config(self, config: FP8Config) -> None:
-        """Take over a configuration; residuals change their bits at the next step."""
+        """Set the configuration; residuals change their number of bits at the next step."""
         self.fp8_config = config
         self.__dict__.setdefault("fp8_layers", ())
         self.__dict__.setdefault("fp8_why_bf16_gradients", None)
@@ -61,41 +59,39 @@ class ConvertedOptimizer(Optimizer):
 
     @property
     def fp8_gradients(self) -> set[Tensor]:
-        """The weights that get 8-bit gradients, as their layers have them now."""
+        """The current Parameters that get 8-bit gradients."""
         layers = (layer for ref in self.fp8_layers if isinstance(layer := ref(), RunsFP8))
         return {w for layer in layers for w in layer.fp8_weights if is_large(w)}
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a parameter is quantized as soon as it is there."""
+        """Return whether a hook quantizes the gradient as soon as autograd has accumulated it."""
         hook = hook_of(parameter)
         return hook is not None and hook.quantize
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
-        """Return every parameter with its group and its index among all, which keys the
-        rounding.
-        """
+        """Return (index, group, parameter) for each parameter; the index keys the rounding."""
         parameters = ((g, p) for g in self.param_groups for p in g["params"])
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
     def loss_of(self, closure: Callable[[], Any] | None) -> Any:
-        """Run a closure, once and before anything else; return what it returns."""
+        """Run a closure with gradients enabled and return its result; None without a closure."""
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
 
     def step_of(self, parameter: Tensor) -> int:
-        """Return how often a parameter was stepped, which keys the rounding, too."""
+        """Return a parameter's step count, which also keys the rounding."""
         raise NotImplementedError
 
     def residual_bits(self, parameter: Tensor) -> int:
-        """Return k, the residual bits of a BF16 parameter; 0: it has none."""
+        """Return k, the number of residual bits of a BF16 parameter; 0: no residual."""
         return 0
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self.__dict__[name] for name in self._fp8_attributes}
         indexed = self.indexed_parameters()
-        # Copies of these are plain float32, and of BF16 weights without residual.
+        # Copying turns split weights into plain float32 and drops the residuals of BF16 weights.
         split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]
         residuals = {i: known for i, _, p in indexed if (known := known_residual(p)) is not None}
         layers = [layer for ref in self.fp8_layers if (layer := ref())]
@@ -115,23 +111,24 @@ class ConvertedOptimizer(Optimizer):
                 set_residual(parameter, *residuals[i])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time; pickle and deepcopy rebuild it from ours and the user's.
+        # The class is created at run time; pickle and deepcopy rebuild it from the two bases.
         return _rebuild, (type(self).__mro__[1], self._fp8_base), self.__getstate__()
 
 
 @functools.cache
 def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
-    """Return a subclass of `base` with `ours` in front, under its name, which hosts log learning
-    rates by.
+    """Return a subclass of `ours` and `base` that has the name of `base`.
+
+    Frameworks log learning rates under the name of the class.
     """
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    # A user may compile a function that calls it: the graph breaks there, and the step is eager.
+    # If a compiled function calls step, the graph breaks there and the step runs eagerly.
     own = {**named, "__doc__": base.__doc__, "step": torch.compiler.disable(ours.step)}
     return type(base.__name__, (ours, base), own)
 
 
 def unhooked(method: Any) -> Any:
-    """Return a ``step`` without what torch puts around it, for a class, at its first object."""
+    """Return a ``step`` without the profiling wrapper that torch adds once per class."""
     return method.__wrapped__ if getattr(method, "hooked", False) else method
 
 
@@ -141,12 +138,12 @@ def _rebuild(ours: Any, base: Any) -> Any:
 
 
 def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
-    """Change the class; whatever wraps the old ``step`` on the instance then wraps the new one."""
+    """Change the optimizer's class; a scheduler's wrapper around the old ``step`` is rebuilt."""
     base: Any = type(optimizer)
     cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
     optimizer.__class__ = cls
     optimizer.__dict__["_fp8_base"] = base
-    # torch puts hooks and the profiler around step once per class, as of an unpickled object.
+    # torch adds hooks and the profiler to step once per class; __setstate__ does so, too.
     Optimizer.__setstate__(optimizer, {})
     wrapped = optimizer.__dict__.get("step")
     if getattr(wrapped, "_wrapped_by_lr_sched", False):
@@ -154,9 +151,9 @@ def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
 
 
 def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
-    """Return a scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of `function`.
+    """Wrap `function` as torch.optim.lr_scheduler wraps ``step``, to note that it was called.
 
-    The scheduler's own wrapper holds the old class's function: the new step would never be called.
+    The scheduler's own wrapper holds the old class's function and would never call the new step.
     """
     reference = weakref.ref(optimizer)
 
@@ -171,11 +168,11 @@ def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
 
 
 _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")
-"""Packages whose optimizers are called as torch's are."""
+"""Packages that have optimizers of the same names as torch's."""
 
 
 def stock_name(optimizer: Optimizer) -> str:
-    """Return the name of the class that an optimizer had, with its library."""
+    """Return the name of the optimizer's original class, with its library if it isn't torch."""
     base = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
     library = base.__module__.partition(".")[0]
     return f"{base.__name__} of {library}" if library in _LIBRARIES else base.__name__

@@ -1,16 +1,17 @@
-"""Layers in high precision go on to compute in the user's dtype when their weight becomes BF16.
+"""Hooks that keep high-precision layers computing in the user's dtype after their weight is split.
 
-Autocast casts what enters a linear layer, but not what an embedding looks up: that has the weight's
-dtype. With a float32 weight the residual stream of a transformer is float32 under ``bf16-mixed``;
-with the BF16 weight of a split master it would be BF16, at the price of 0.9 % of the evaluation
-loss after 3,000 steps (benchmarks/results/optimizer_loss.csv, "residual stream in BF16"). So a hook
-casts the output.
+Autocast casts the input of a linear layer, but not the output of an embedding, which has the
+weight's dtype. With a float32 weight the residual stream of a transformer is float32 under
+``bf16-mixed``. With the BF16 half of a split weight it would be BF16, which costs 0.9 % of the
+evaluation loss after 3,000 steps (benchmarks/results/optimizer_loss.csv, "residual stream in
+BF16"). So a hook casts the embedding's output to float32.
 
-Under autocast a linear layer (the output layer, say) multiplies in BF16. A hook gives it the BF16
-half of a `SplitWeight` (`torch_fp8.tensor.split_weight`), so that nothing is joined and cast.
+Under autocast a linear layer such as the output layer multiplies in BF16. A hook gives it the BF16
+half of a `SplitWeight` (`torch_fp8.tensor.split_weight`), so the halves need not be joined and
+cast.
 
-Not under FSDP2 with a policy that computes in BF16: there the stream is BF16 with stock weights,
-too.
+No hook is used under FSDP2 with a policy that computes in BF16: stock weights give a BF16 stream
+there, too.
 """
 
 import contextlib
@@ -26,24 +27,24 @@ from torch_fp8.tensor.weight_half import half
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _HIDES_IN_GRAPHS = torch.__version__ >= "2.12"
-"""Whether Dynamo traces how `WholeWeight` ends what `HalfWeight` began. Where it breaks the graph
-instead, compiled code joins the halves of the weight, and autocast rounds them.
+"""Whether Dynamo can trace the pair of `HalfWeight` and `WholeWeight`. If it would break the graph,
+compiled code joins the halves of the weight instead, and autocast rounds the result.
 """
 
 
 class _Hook:
-    """A hook of ours.
+    """Base of this module's hooks.
 
     Attributes:
-        handle: torch's handle, which removes it.
+        handle: torch's handle, which removes the hook.
     """
 
     handle: Any
 
 
 class Float32Output(_Hook):
-    """A forward hook that turns an output in the weight's BF16 into float32; no-op for other
-    weights.
+    """A forward hook that casts a BF16 output to float32 if the module's weight is stored in
+    BF16.
     """
 
     paused = False
@@ -55,10 +56,11 @@ class Float32Output(_Hook):
 
 
 class HalfWeight(_Hook):
-    """A forward pre-hook that lets a module multiply by, or look up, the BF16 half of its weight.
+    """A forward pre-hook that makes a module multiply by, or look up, the BF16 half of its weight.
 
-    Not outside autocast, where stock would multiply float32, nor within
-    `torch_fp8.high_precision`, in transforms of torch.func and in traces for programs without us.
+    It does nothing outside autocast, where a stock layer would multiply in float32, within
+    `torch_fp8.high_precision`, in torch.func transforms, and in traces for programs without this
+    package.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -73,7 +75,7 @@ class HalfWeight(_Hook):
 
 
 class WholeWeight(_Hook):
-    """A forward hook that ends what `HalfWeight` began, also where the forward raised."""
+    """A forward hook that undoes `HalfWeight`, even if the forward raised an error."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if "weight" in module.__dict__:
@@ -81,7 +83,7 @@ class WholeWeight(_Hook):
 
 
 def multiply_half(linear: nn.Module) -> None:
-    """Let a linear layer in high precision multiply by the BF16 half under autocast."""
+    """Make a high-precision linear layer multiply by its weight's BF16 half under autocast."""
     if not _hooks(linear):
         _use_half(linear)
 
@@ -93,10 +95,10 @@ def _use_half(module: nn.Module) -> None:
 
 
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
-    """Let the embeddings of `model` whose weights are among `split` return float32.
+    """Make the embeddings of `model` whose weights are in `split` return float32.
 
     Returns:
-        The number of embeddings that do so from now on, and did not before.
+        The number of embeddings that received the hooks in this call.
     """
     count = 0
     for module in model.modules():
@@ -110,9 +112,10 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
 
 @contextlib.contextmanager
 def bf16_stream(model: nn.Module) -> Iterator[None]:
-    """Let embeddings with BF16 weights return BF16, within.
+    """Make embeddings with BF16 weights return BF16 in this context.
 
-    A cache that is made in the dtype of the model's first weight takes keys of that dtype alone.
+    A key-value cache created in the dtype of the model's first weight accepts only keys of that
+    dtype.
     """
     hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
     paused = [hook for hook in hooks if isinstance(hook, Float32Output)]
@@ -126,19 +129,21 @@ def bf16_stream(model: nn.Module) -> Iterator[None]:
 
 
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
-    """Remove the hooks where the weight is no longer BF16, or `everywhere`."""
+    """Remove the hooks of modules whose weight is no longer BF16, or with `everywhere` all
+    hooks.
+    """
     for module in model.modules():
         for hook in _hooks(module) if everywhere or not _is_narrow(module) else ():
             hook.handle.remove()
 
 
 def _is_narrow(module: nn.Module) -> bool:
-    """Return whether the weight is BF16 in memory."""
+    """Return whether the weight is stored in BF16."""
     weight: Any = module._parameters.get("weight")
     return isinstance(weight, Tensor) and stored(weight).dtype == torch.bfloat16
 
 
 def _hooks(module: nn.Module) -> list[_Hook]:
-    """Return our hooks of a module."""
+    """Return this module's hooks on a layer."""
     registered = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return [hook for hook in registered if isinstance(hook, _Hook)]

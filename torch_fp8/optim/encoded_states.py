@@ -1,19 +1,20 @@
-"""Moments in a checkpoint as they are in memory: codes and scales, 1.03 bytes each.
+"""Moments in a checkpoint in their stored form, codes and scales: 1.03 bytes per element.
 
-A moment of shape (..., K), say ``exp_avg``, is two tensors beside ``step``::
+A moment of shape (..., K), for example ``exp_avg``, becomes two tensors beside ``step``::
 
     exp_avg_codes   (..., K) uint8
-    exp_avg_scale   (..., ceil(K / 32)) uint8, of groups along the last dimension
+    exp_avg_scale   (..., ceil(K / 32)) uint8, one for each group of 32 along the last dimension
 
-or, in 4 bits and relative to ``exp_avg_sq``, which then is stored so, too::
+A 4-bit first moment is stored relative to ``exp_avg_sq``, which is then also stored as codes::
 
     exp_avg_ratio_codes   (..., K / 2) int8
     exp_avg_ratio_scale   (..., K / 8) uint8
 
-in the formats of `torch_fp8.tensor.float8_moment.MOMENT_FORMATS`, which the checkpoint names. Where
-the last dimension is tiny, groups lie along all but the first one (`matrix_shape`), and the scales
-have two dimensions. Both are sharded as their parameter is, where ranks have whole rows of it.
-Moments of parameters that are sharded along columns are float32 in any checkpoint.
+The formats are those of `torch_fp8.tensor.float8_moment.MOMENT_FORMATS`; the checkpoint names them.
+If the last dimension is tiny, groups run along all dimensions but the first (`matrix_shape`), and
+the scales have two dimensions. Codes and scales are sharded like their parameter if each rank has
+whole rows of it. Moments of parameters that are sharded along columns are always float32 in a
+checkpoint.
 """
 
 import math
@@ -32,19 +33,19 @@ from torch_fp8.tensor.quantized_state import QuantizedState
 from torch_fp8.tensor.ratio_moment import RatioMoment
 
 FORMATS_KEY = "moment_formats"
-"""The option of a checkpoint that names the formats of its codes."""
+"""The checkpoint option that names the formats of the codes."""
 STATE_FORMATS = {name: format.name for name, format in MOMENT_FORMATS.items()}
 RATIO, RATIO_FORMATS = "exp_avg_ratio", {"exp_avg_ratio": "int4"}
 
 
 def _rows_of(shape: torch.Size, cols: int) -> tuple[int, ...]:
-    """Return the shape of what has so many columns for each row of a parameter's matrix."""
+    """Return the shape of a tensor with `cols` columns for each row of a parameter's matrix."""
     leading = shape[:-1] if matrix_shape(shape)[0] == math.prod(shape[:-1]) else shape[:1]
     return (*leading, cols)
 
 
 _Parts = dict[str, Callable[[torch.Size], tuple[int, ...]]]
-"""The parts of a moment, with the function of their shape for a parameter's."""
+"""The parts of a moment, each with a function from the parameter's shape to the part's shape."""
 
 _PARTS: _Parts = {
     "codes": tuple,
@@ -58,7 +59,7 @@ _RATIO = RATIO, _RATIO_PARTS
 
 
 def shards_rows(parameter: Tensor) -> bool:
-    """Return whether a rank has whole rows of a parameter."""
+    """Return whether each rank holds whole rows of a parameter."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return all(getattr(placement, "dim", 0) == 0 for placement in placements)
 
@@ -66,13 +67,13 @@ def shards_rows(parameter: Tensor) -> bool:
 def encoded_entry(
     name: str, moment: QuantizedState, parameter: Tensor, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return codes and scales of a moment, of this rank's part, under their names.
+    """Return the codes and scales of a moment, this rank's part, under their checkpoint names.
 
     Args:
         name: the name of the moment.
         moment: this rank's part.
-        parameter: sharded by rows, or not.
-        device: where what is returned shall be.
+        parameter: the moment's parameter, sharded by rows or not sharded.
+        device: the device of the returned tensors.
     """
     entry = {}
     key, parts = _RATIO if isinstance(moment, RatioMoment) else (name, _PARTS)
@@ -83,31 +84,31 @@ def encoded_entry(
 
 
 def is_encoded(name: str, entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has the codes of a moment."""
+    """Return whether a checkpoint entry has the codes of a moment."""
     return f"{name}_codes" in entry or (name == "exp_avg" and is_ratio(entry))
 
 
 def is_ratio(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has the codes of a first moment in 4 bits."""
+    """Return whether a checkpoint entry has the codes of a 4-bit first moment."""
     return f"{RATIO}_codes" in entry
 
 
 def codes_of(name: str, entry: Mapping[str, Any]) -> Tensor:
-    """Return the codes of a moment."""
+    """Return the codes of a moment in a checkpoint entry."""
     key, _ = _form(name, entry)
     codes: Tensor = entry[f"{key}_codes"]
     return codes
 
 
 def restore(name: str, entry: Mapping[str, Any], moment: QuantizedState) -> None:
-    """Give a moment the codes and scales of an entry in its form."""
+    """Copy the codes and scales of a checkpoint entry into a moment of the same form."""
     key, parts = _RATIO if isinstance(moment, RatioMoment) else (name, _PARTS)
     for part, target in zip(parts, moment.codes[: len(parts)], strict=True):
         target.copy_(local(entry[f"{key}_{part}"]).reshape(target.shape))
 
 
 def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry whose moments are float32, in torch.optim.AdamW's format."""
+    """Return an entry with float32 moments, in torch.optim.AdamW's format."""
     plain, second = dict(entry), None
     for name in reversed(MOMENT_FORMATS):
         if not is_encoded(name, entry):
@@ -129,7 +130,7 @@ def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """Explain why codes and scales of an entry are none of a parameter; None: they are."""
+    """Explain why an entry's codes and scales do not fit a parameter; None if they fit."""
     key, parts = _form(name, entry)
     dtype = torch.uint8
     if key == RATIO:
@@ -150,5 +151,5 @@ def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None
 
 
 def _form(name: str, entry: Mapping[str, Any]) -> tuple[str, _Parts]:
-    """Return the first part of a moment's names in an entry, and its parts."""
+    """Return the name prefix that a moment has in an entry, and its parts."""
     return _RATIO if name == "exp_avg" and is_ratio(entry) else (name, _PARTS)

@@ -1,22 +1,22 @@
 """The hook that runs when autograd has accumulated a parameter's gradient.
 
-At level O3 it turns the gradient of an FP8 layer's weight into a `Float8Grad`, before the next one
-is made. Later micro-batches are added in place, which `Float8Grad.add_` does.
+At level O3 it quantizes the gradient of an FP8 layer's weight to a `Float8Grad` before autograd
+computes the next one. Later micro-batches are added in place by `Float8Grad.add_`.
 
-With gradient release it runs the optimizer on the parameter, and frees the gradient: all uses of
-the parameter in this backward are behind it, so it is stepped there and then, and its gradient is
-gone before the next is made. The loop's ``optimizer.step()`` has only the bookkeeping left, and the
-run is the same bit for bit. That takes a loop with one backward per step, where nobody needs all
-gradients at once. Between backward and ``step()`` ``p.grad`` is None, which functions that clip
-gradients take for a parameter without any: they would find the norm 0, and clip nothing. So a
-Parameter has a class meanwhile that tells them (`ReleasedParameter`): torch's by an error, a loop
-of one's own, which may only count, by a warning at the line that reads. A second backward before
-``step()`` and GradScaler are told, too.
+With gradient release it steps the parameter and frees the gradient. At that point this backward has
+no more use for the parameter, so stepping it there gives the same bits as a step after backward,
+and the gradient is gone before the next one exists. Only bookkeeping is left for
+``optimizer.step()``. Gradient release needs a loop with one backward per step in which nothing
+reads all gradients at once. ``p.grad`` is None between backward and ``step()``, so clipping
+functions would see a parameter without a gradient, compute a norm of 0 and clip nothing. Therefore
+the Parameter temporarily has another class (`ReleasedParameter`): torch's clipping functions get an
+error, and other code that reads ``p.grad`` gets a warning at its line. A second backward before
+``step()`` and GradScaler raise errors, too.
 
-Hooks get lost: ``fully_shard`` and ``load_state_dict(assign=True)`` replace Parameters, deepcopy
-and pickling leave hooks behind. So an optimizer remembers the FP8 layers whose weights want one,
-and puts missing ones back in every step. A lost hook costs memory, not correctness. You may add,
-remove, split and reorder groups meanwhile.
+Hooks can get lost: ``fully_shard`` and ``load_state_dict(assign=True)`` replace Parameters, and
+deepcopy and pickling drop hooks. So an optimizer remembers the FP8 layers whose weights need one
+and adds missing hooks in each step. A lost hook costs memory, not correctness. You may add, remove,
+split and reorder groups in between.
 """
 
 import itertools
@@ -76,9 +76,10 @@ class _Released(Tensor):
 
 
 class ReleasedParameter(_Released, nn.Parameter):
-    """A Parameter between the backward that has stepped it and the optimizer's ``step()``.
+    """A Parameter between the backward that stepped it and the optimizer's ``step()``.
 
-    Its ``grad`` is None. Code other than torch's that reads it is warned, once at each line.
+    Its ``grad`` is None. Code outside torch and this package that reads it gets one warning per
+    line.
 
     Raises:
         RuntimeError: ``clip_grad_norm_`` or ``clip_grad_value_`` reads its ``grad``.
@@ -90,7 +91,7 @@ class ReleasedDTensor(_Released, DTensor):
 
 
 class ReleasedSplitWeight(_Released, SplitWeight):
-    """A `ReleasedParameter` in two halves."""
+    """A `ReleasedParameter` that is stored in two halves."""
 
 
 _CLASSES: dict[type[Tensor], type[Tensor]] = {
@@ -104,12 +105,12 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
     """Step one parameter and free its gradient.
 
     Args:
-        optimizer: converted, with gradient release.
-        index: the parameter's place among all of it.
-        group: the group that the parameter belongs to.
-        parameter: a parameter that has its gradient.
+        optimizer: the converted optimizer, with gradient release.
+        index: the parameter's index among all parameters of the optimizer.
+        group: the parameter's group.
+        parameter: the parameter, with its gradient.
     Raises:
-        RuntimeError: it was stepped since the last ``optimizer.step()`` already.
+        RuntimeError: the parameter was already stepped since the last ``optimizer.step()``.
     """
     if parameter in optimizer.fp8_released:
         raise RuntimeError(
@@ -127,19 +128,19 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
 
 
 def finish_release(optimizer: Any) -> None:
-    """Do what is left of ``optimizer.step()`` after a backward that stepped the parameters.
+    """Do what remains of ``optimizer.step()`` after a backward that stepped the parameters.
 
     Raises:
-        RuntimeError: GradScaler runs the step: the gradients had its scale.
+        RuntimeError: GradScaler runs the step, so the applied gradients were scaled.
     """
     optimizer.fp8_released.clear()
     if not optimizer.fp8_config.gradient_release:
         return
     for _, _, parameter in optimizer.indexed_parameters():
         if isinstance(parameter, _Released):
-            # The note goes where the Parameter is moved as torch moves subclasses.
+            # The attribute is lost if torch moves the Parameter as it moves subclasses.
             parameter.__class__ = parameter.__dict__.pop("_fp8_class", SplitWeight)
-    # What GradScaler tells an optimizer that unscales by itself.
+    # GradScaler sets found_inf on optimizers that unscale gradients themselves.
     if hasattr(optimizer, "found_inf"):
         raise RuntimeError(
             "GradScaler cannot unscale gradients that FP8Config(gradient_release=True) has applied "
@@ -148,11 +149,11 @@ def finish_release(optimizer: Any) -> None:
 
 
 class GradientHook:
-    """The hook that quantizes, detaches or releases a parameter's gradient; its optimizer's own.
+    """A hook that quantizes, detaches or releases a parameter's gradient for one optimizer.
 
     Args:
-        optimizer: converted.
-        index: place of the parameter among all of the optimizer, as of its last step; it keys the
+        optimizer: the converted optimizer.
+        index: the parameter's index among all of the optimizer as of its last step; it keys the
             random bits.
     """
 
@@ -184,7 +185,9 @@ class GradientHook:
         """Quantize ``parameter.grad``.
 
         Args:
-            exchanged: whether it is an average over ranks, which all of them round alike.
+            parameter: the parameter, with its gradient.
+            exchanged: whether the gradient is an average over ranks, which all ranks must round
+                alike.
         """
         grad = stored_grad(parameter)
         assert grad is not None
@@ -192,20 +195,20 @@ class GradientHook:
         if isinstance(shard, Float8Grad) or _is_partial(grad):
             return
         if not exchanged and type(grad) is Tensor and _is_part(grad):
-            return  # of a flat buffer of the user's, which has to see what is written
+            return  # a view of the user's flat buffer, which has to see the gradient
         rounding, dtype = self.rounding(parameter), local(parameter).dtype
         quantized = Float8Grad.quantize(shard, rounding, dtype, exchanged=exchanged)
         parameter.grad = with_data(grad, quantized)
 
     def rounding(self, parameter: Tensor) -> Rounding:
-        """Return the random bits of a new gradient."""
+        """Return the random bits for the rounding of a new gradient."""
         row, col, row_length = shard_origin(parameter)
         reducer = _reducer_of(self._optimizer(), parameter)
         rank = 0 if reducer is None else reducer.rank
         return Rounding(self._counters, row * row_length + col, rank)
 
     def _counters(self) -> tuple[int, ...]:
-        """Return seed, step and parameter, which a resumed run has again."""
+        """Return seed, step and parameter index, which are the same in a resumed run."""
         optimizer: Any = self._optimizer()
         if optimizer is None:
             return (self.index,)
@@ -250,7 +253,7 @@ def attach_hooks(optimizer: Any) -> int:
 
 
 def detach_hooks(optimizer: Optimizer) -> None:
-    """Remove every hook that `attach_hooks` has added."""
+    """Remove all hooks that `attach_hooks` added for this optimizer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             hook = hook_of(parameter)
@@ -265,28 +268,28 @@ def hook_of(parameter: Tensor) -> GradientHook | None:
 
 
 def keeps_8_bits(parameter: Tensor) -> bool:
-    """Return whether a gradient that has come from other ranks in 8 bits stays as it is."""
+    """Return whether a gradient that arrived from other ranks in 8 bits stays quantized."""
     hook = hook_of(parameter)
     return hook is None or hook.quantize
 
 
 def remove_hook(parameter: Tensor) -> None:
-    """Remove the hook of a parameter, whoever owns it."""
+    """Remove the gradient hook of a parameter, for any optimizer."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
         del hooks[key]
 
 
 def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None:
-    """Return the group that has the parameter now; None: it was taken out."""
+    """Return the group that has the parameter now; None if it was taken out."""
     groups = optimizer.param_groups
     return next((g for g in groups if any(p is parameter for p in g["params"])), None)
 
 
 def _take_out(parameter: Tensor) -> None:
-    """Give a gradient that FSDP2 has reduced memory of its own, that of a split weight in BF16.
+    """Copy a gradient that FSDP2 has reduced to its own memory, for a split weight in BF16.
 
-    It is a view of the buffer of a whole block in float32.
+    The gradient is a view of the float32 buffer of a whole block, which it would keep alive.
     """
     grad = parameter.grad
     assert grad is not None
@@ -300,12 +303,12 @@ def _take_out(parameter: Tensor) -> None:
 
 
 def _is_part(grad: Tensor) -> bool:
-    """Return whether a plain gradient lies in memory that holds more."""
+    """Return whether a plain gradient is a view of a larger storage."""
     return grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def _is_partial(grad: Tensor) -> bool:
-    """Return whether a gradient holds the addends of a sum that is still to be made."""
+    """Return whether a gradient holds partial sums that are still to be reduced."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 

@@ -1,12 +1,12 @@
-"""Float32 copies of split weights, lent to an optimizer for its own step.
+"""Temporary float32 copies of split weights for optimizers that run their own step.
 
-An optimizer that the user brings steps plain float32 tensors: it may call kernels that take
-addresses, exchange ``p.data``, or compile its arithmetic. So while it steps, its groups hand out a
-copy of each weight that is stored in two halves, with a float32 gradient. A copy goes back into the
-halves as soon as nobody else refers to it. A loop over the weights thus has two copies at a time; a
-step that first collects all weights in a list has as many as it collects.
+The user's optimizer steps plain float32 tensors: it may call kernels that take addresses, exchange
+``p.data``, or compile its arithmetic. So while it steps, its groups return a float32 copy of each
+weight that is stored in two halves, with a float32 gradient. A copy is written back into the halves
+as soon as nothing else refers to it. A loop over the weights therefore holds two copies at a time;
+a step that first collects all weights in a list holds as many as it collects.
 
-Where a copy is asked for its state, the state of the weight is found.
+The optimizer's ``state`` accepts a copy as a key for the state of its weight.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.split_weight import halves_of
 
 _LENT = "_fp8_lent"
-_OWN_REFERENCES = 2  # of a copy that only `Lending` has: in its dictionary, and as an argument
+_OWN_REFERENCES = 2  # getrefcount of a copy in Lending's dict only: the dict and the argument
 
 
 class Lending:
     """The copies of one step.
 
     Args:
-        seed, step: they key the rounding, with a weight's index.
+        seed, step: the optimizer's seed and step; with a weight's index they key the rounding.
         indices: the index of each weight.
     """
 
@@ -43,7 +43,9 @@ class Lending:
         self._copies: dict[Tensor, nn.Parameter] = {}
 
     def lend(self, parameter: Tensor) -> Tensor:
-        """Return the copy of a split weight that has a gradient; any other parameter itself."""
+        """Return a float32 copy of a split weight that has a gradient, or any other parameter
+        itself.
+        """
         self.take_back()
         halves = halves_of(parameter)
         if halves is None or stored_grad(parameter) is None:
@@ -53,7 +55,9 @@ class Lending:
         return self._copies[parameter]
 
     def take_back(self, *, everything: bool = False) -> None:
-        """Put copies back into the halves of their weights: those that nobody uses any more."""
+        """Write unused copies back into the halves of their weights, or with `everything` all
+        copies.
+        """
         for parameter in list(self._copies):
             if everything or sys.getrefcount(self._copies[parameter]) <= _OWN_REFERENCES:
                 self._put_back(parameter, self._copies.pop(parameter))
@@ -76,7 +80,7 @@ class Lending:
 
 
 class LentList(Sequence[Tensor]):
-    """The parameters of a group, of which readers get copies."""
+    """A group's list of parameters that returns float32 copies of split weights."""
 
     def __init__(self, parameters: list[Tensor], lending: Lending) -> None:
         self._parameters, self._lending = parameters, lending
@@ -98,7 +102,7 @@ class LentList(Sequence[Tensor]):
 
 
 class LentState(MutableMapping[Any, Any]):
-    """The optimizer's ``state``, of which a copy is asked for its weight's."""
+    """The optimizer's ``state``, in which a copy is a key for its weight's state."""
 
     def __init__(self, state: MutableMapping[Any, Any]) -> None:
         self._state = state
@@ -124,12 +128,12 @@ class LentState(MutableMapping[Any, Any]):
 
 @contextlib.contextmanager
 def lent(optimizer: Optimizer, lending: Lending, chosen: set[Tensor]) -> Iterator[None]:
-    """Let the groups of an optimizer hand out copies of their weights.
+    """Make an optimizer's groups return float32 copies of their split weights in this context.
 
     Args:
-        optimizer: its groups stay the same objects.
+        optimizer: the optimizer, whose groups stay the same objects.
         lending: the copies.
-        chosen: the parameters that its groups have meanwhile.
+        chosen: the parameters that the groups contain meanwhile.
     """
     groups, state = [(group, group["params"]) for group in optimizer.param_groups], optimizer.state
     optimizer.state = LentState(state)

@@ -1,7 +1,7 @@
-"""A model's weights for others: whole, plain and on the CPU, all at once or one after the other.
+"""Export a model's weights as plain CPU tensors, all at once or one at a time.
 
-At level O2 and O3 a trained weight is stored as BF16 and a residual, and a weight that nobody
-trains may be stored as FP8 alone. Here both are what a stock run would have.
+At levels O2 and O3 a trained weight is stored as BF16 and a residual, and a frozen weight may be
+stored as FP8 only. The functions return the weights that a stock run would have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,20 +22,19 @@ def merged_state_dict(
     optimizer: Optimizer | Iterable[Optimizer],
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Return ``model.state_dict()`` with every weight joined with its residual, on the CPU.
+    """Return ``model.state_dict()`` on the CPU, with each weight joined with its residual.
 
-    Weights are joined one at a time, so that their device never holds more than one joined weight.
+    Weights are joined one at a time, so their device holds at most one joined weight.
 
     Args:
-        model: the model that the optimizer trains, or its DistributedDataParallel.
-        optimizer: one that `convert_optimizer` has converted, or several; the weights of others are
-            taken as they are.
+        model: the model that the optimizer trains, or its DistributedDataParallel wrapper.
+        optimizer: one or several optimizers; only those that `convert_optimizer` has converted
+            keep residuals, and other weights are copied unchanged.
         dtype: the dtype of the floating-point parameters in the result; buffers keep theirs.
     Returns:
-        The keys of ``model.state_dict()``, with plain tensors on the CPU.
+        A dict with the keys of ``model.state_dict()`` and plain CPU tensors.
     Raises:
-        ValueError: the model is sharded; torch.distributed.checkpoint.state_dict gathers its
-            weights.
+        ValueError: the model is sharded; gather it with torch.distributed.checkpoint.state_dict.
     """
     owner, joined = _owners(optimizer), dict[Tensor, Tensor]()
     merged = {}
@@ -51,18 +50,18 @@ def stream_state_dict(
     optimizer: Optimizer | Iterable[Optimizer] = (),
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what `merged_state_dict` returns, each weight made when its turn comes.
+    """Yield the items of `merged_state_dict` one by one, and create each weight only when needed.
 
-    Who lets go of one before asking for the next, as a writer of files or an inference engine's
-    ``load_weights`` does, never holds a second copy of the model, only of one weight.
+    If you release each weight before you request the next, as file writers and the
+    ``load_weights`` of inference engines do, memory holds a copy of one weight, not of the model.
 
     Args:
         model, optimizer: see `merged_state_dict`.
-        dtype: the dtype of floating-point parameters. None: BF16 for weights that are stored as FP8
-            alone, float32 for those with a residual, and else their own.
+        dtype: the dtype of floating-point parameters. None: BF16 for weights stored as FP8 only,
+            float32 for weights with a residual, and their own dtype for the rest.
     Yields:
-        The keys of ``model.state_dict()``, in its order, and plain tensors on the CPU. Weights that
-        are tied come once for each key.
+        Pairs of a key of ``model.state_dict()``, in its order, and a plain CPU tensor. A tied
+        weight is yielded once for each of its keys.
     Raises:
         ValueError: see `merged_state_dict`.
     """

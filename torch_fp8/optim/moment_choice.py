@@ -1,4 +1,4 @@
-"""Which weights have a first moment in 4 bits, as a conversion tells their optimizer."""
+"""The choice of weights whose first moment has 4 bits."""
 
 import weakref
 from typing import Any
@@ -14,8 +14,8 @@ from torch_fp8.quantization.wording import counted, first_of
 
 
 def check_model(config: FP8Config, model: nn.Module | None) -> None:
-    """Raise ValueError where first moments in 4 bits are asked for and no model tells of which
-    weights.
+    """Raise ValueError if `moment_bits` is 4 and no model shows which weights belong to FP8
+    layers.
     """
     if config.moment_bits == 4 and model is None:
         raise ValueError(
@@ -25,10 +25,10 @@ def check_model(config: FP8Config, model: nn.Module | None) -> None:
 
 
 def choose_moments(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[str, Any]:
-    """Tell the optimizer whose first moments have 4 bits.
+    """Choose the weights with a 4-bit first moment, and give the optimizer their layers.
 
     Returns:
-        What an `OptimizerReport` says of it.
+        Fields of an `OptimizerReport` that describe the choice.
     """
     if optimizer.fp8_config.moment_bits == 8 or model is None:
         return {}

@@ -1,12 +1,13 @@
-"""`MuonOptimizer`: Muon with its own step, over weights in two halves, with an int8 momentum.
+"""`MuonOptimizer`: Muon with its own step, split weights and an int8 momentum.
 
 A weight takes 2 + 1 bytes, its BF16 gradient 2 and its momentum 1.03: 6.03, and 4.03 with gradient
-release. While the optimizer steps a weight it finds a float32 momentum in its state, as it finds a
-float32 weight in its group; both go back into their 8-bit forms afterwards. So the update comes
-from a momentum that this step has not rounded.
+release. While Muon steps a weight, the state contains a float32 momentum, as the group contains a
+float32 weight. Both are encoded again afterwards, so this step's update uses a momentum that this
+step has not rounded.
 
-``torch.optim.Muon`` and classes of that name, or ``SingleDeviceMuon``, with the same state are
-known by it. States of other weights in them, as Adam's beside Muon, stay as they are.
+``torch.optim.Muon`` is supported, and classes named ``Muon`` or ``SingleDeviceMuon`` with the same
+state. States that such a class keeps for other weights, for example Adam's beside Muon, stay as
+they are.
 """
 
 import inspect
@@ -36,10 +37,10 @@ _METHODS = ("step", "_init_group")
 
 
 class MomentumLending(Lending):
-    """The copies of one step, and the float32 momenta that belong to them.
+    """The float32 copies of weights in one step, with their float32 momenta.
 
     Args:
-        state: state of the optimizer, by parameter.
+        state: optimizer state, by parameter.
         seed, step, indices: see `Lending`.
     """
 
@@ -48,7 +49,9 @@ class MomentumLending(Lending):
         self._states, self._lent = state, set[Tensor]()
 
     def lend(self, parameter: Tensor) -> Tensor:
-        """Return what `Lending` does, and put a plain momentum of its dtype into the state."""
+        """Return what `Lending.lend` returns, and decode the momentum in the state to the copy's
+        dtype.
+        """
         copy = super().lend(parameter)
         if copy.grad is not None and parameter not in self._lent:
             self._lent.add(parameter)
@@ -59,7 +62,9 @@ class MomentumLending(Lending):
         return copy
 
     def take_back(self, *, everything: bool = False) -> None:
-        """Put copies back, and in the end the momenta of weights that were stepped themselves."""
+        """Write copies back; at the end of a step also encode the momenta of weights without a
+        copy.
+        """
         super().take_back(everything=everything)
         for parameter in list(self._lent) if everything else ():
             self._round(parameter)
@@ -84,7 +89,7 @@ class MuonOptimizer(SplitOptimizer):
             unhooked(self._fp8_base.step)(self)
 
     def set_config(self, config: FP8Config) -> None:
-        """Take over what of a configuration applies, gradient release too."""
+        """Set the parts of a configuration that apply to Muon, including gradient release."""
         super().set_config(config)
         released = config.gradient_release and releases(self)
         self.fp8_config = replace(self.fp8_config, gradient_release=released)
@@ -92,7 +97,9 @@ class MuonOptimizer(SplitOptimizer):
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's optimizer's own, with float32 momenta, and what keys the rounding."""
+        """Return the optimizer's own state with float32 momenta, and the options that key the
+        rounding.
+        """
         packed = super().state_dict()
         for key, state in packed["state"].items():
             momentum = state.get(BUFFER)
@@ -102,7 +109,7 @@ class MuonOptimizer(SplitOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of the user's optimizer; momenta round to nearest."""
+        """Load a state of this class or of the original optimizer; momenta round to nearest."""
         super().load_state_dict(state_dict)
         self._settle()
 
@@ -136,12 +143,12 @@ class MuonOptimizer(SplitOptimizer):
 def settle_momentum(
     parameter: Tensor, state: dict[str, Any], counters: tuple[int, int, int] | None
 ) -> None:
-    """Store the plain momentum of a large weight in int8.
+    """Encode the plain momentum of a large weight as int8.
 
     Args:
-        parameter: weight that the state belongs to.
-        state: optimizer's state of it.
-        counters: seed, step and index of the parameter, for the thresholds; None: to nearest.
+        parameter: the weight.
+        state: the weight's optimizer state.
+        counters: seed, step and parameter index that key the rounding thresholds; None: to nearest.
     """
     momentum = state.get(BUFFER)
     if not isinstance(momentum, Tensor) or isinstance(local(momentum), Int8Momentum):
@@ -157,7 +164,7 @@ def settle_momentum(
 
 
 def is_muon(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is Muon, with a momentum in its state."""
+    """Return whether an optimizer is a Muon with a momentum buffer in its state."""
     base = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
     if not any("Muon" in cls.__name__ for cls in base.__mro__):
         return False
@@ -166,7 +173,9 @@ def is_muon(optimizer: Optimizer) -> bool:
 
 
 def releases(optimizer: ConvertedOptimizer) -> bool:
-    """Return whether a Muon can step a weight by itself: one that no other rank waits for."""
+    """Return whether a Muon can step a single weight in backward, because no other rank takes
+    part.
+    """
     base = optimizer._fp8_base
     sharded = any(isinstance(p, DTensor) for _, _, p in optimizer.indexed_parameters())
     own = base.__module__.startswith("torch.optim") or "SingleDevice" in base.__name__

@@ -1,9 +1,9 @@
-"""Muon's step of a weight that FSDP2 has sharded by rows, with one collective of int8.
+"""Muon's step for a weight that FSDP2 has sharded by rows, with a single int8 collective.
 
-The operators of ``torch.optim.Muon`` would gather a matrix several times in each of five steps of
-Newton-Schulz, in BF16. Here each rank moves its part of the momentum, quantizes its part of what is
-to be orthogonalized, and gathers the codes: 1.03 bytes an element, once. Then each computes the
-whole update and takes its own rows.
+``torch.optim.Muon`` on DTensors would gather a matrix several times in each of its five
+Newton-Schulz steps, in BF16. Here each rank updates its part of the momentum, quantizes its part of
+the matrix to be orthogonalized, and all-gathers the codes once: 1.03 bytes per element. Each rank
+then computes the whole update and applies its own rows.
 """
 
 import math
@@ -21,7 +21,7 @@ _COLUMNS = 1
 
 
 def steps_by_shards(parameter: Tensor) -> bool:
-    """Return whether a weight is a matrix that is sharded by rows."""
+    """Return whether a weight is a matrix sharded by rows."""
     return (
         isinstance(parameter, DTensor)
         and parameter.ndim == 2
@@ -30,11 +30,11 @@ def steps_by_shards(parameter: Tensor) -> bool:
 
 
 def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
-    """Step this rank's part of a weight as ``torch.optim.Muon`` steps the whole.
+    """Step this rank's part of a weight as ``torch.optim.Muon`` would step the whole.
 
     Args:
-        weight: float32 DTensor (R, K), with its gradient.
-        momentum: float32 DTensor of the same sharding.
+        weight: float32 DTensor (R, K) with its gradient.
+        momentum: float32 DTensor (R, K) of the same sharding.
         group: options of ``torch.optim.Muon``.
     """
     assert weight.grad is not None
@@ -50,7 +50,7 @@ def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
 
 
 def _gathered(weight: Tensor, update: Tensor) -> Tensor:
-    """Gather what all ranks have of an update: (R / ranks, K) float32 -> (R, K) bfloat16."""
+    """All-gather an update's int8 codes: (R / ranks, K) float32 on each rank -> (R, K) bfloat16."""
     codes, scale = encode(update)
     message = torch.cat([codes, scale.view(torch.int8)], _COLUMNS)  # (R / ranks, K + 2 groups)
     shape = weight.shape[0], message.shape[_COLUMNS]
@@ -61,7 +61,7 @@ def _gathered(weight: Tensor, update: Tensor) -> Tensor:
 
 
 def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
-    """Run the steps of Newton-Schulz, in BF16 as ``torch.optim.Muon`` does."""
+    """Run the Newton-Schulz iteration on (R, K) in BF16, as ``torch.optim.Muon`` does."""
     a, b, c = group["ns_coefficients"]
     tall = x.shape[0] > x.shape[1]
     y = x.T if tall else x  # wide, so that the Gram matrix is the smaller one
@@ -73,7 +73,7 @@ def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _adjustment(shape: torch.Size, name: str | None) -> float:
-    """Return the factor of the learning rate for a matrix of this shape."""
+    """Return the learning rate factor for a matrix of this shape."""
     rows, cols = shape
     if name == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))

@@ -1,13 +1,12 @@
 """`Float8Optimizer`: Adam and AdamW with 8-bit states and split master weights.
 
-`torch_fp8.convert_optimizer` swaps the class of the user's object for one that derives from this
-and from its own, with another ``step``, ``state_dict`` and ``load_state_dict``; groups, hooks and
-the scheduler that holds it never notice.
+`torch_fp8.convert_optimizer` gives the user's optimizer a class that inherits from this one and
+from the original class. It replaces ``step``, ``state_dict`` and ``load_state_dict``; the object,
+its groups, its hooks and its scheduler stay the same.
 
-A float32 weight is stored as a BF16 half and an 8-bit residual
-(`torch_fp8.tensor.split_weight`); both moments have 8 bits (`torch_fp8.ops.adamw`). With the
-BF16 gradient a weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, where float32 takes
-16.
+A float32 weight is stored as a BF16 half and an 8-bit residual (`torch_fp8.tensor.split_weight`);
+both moments have 8 bits (`torch_fp8.ops.adamw`). With its BF16 gradient a weight then takes 2 + 1 +
+2 + 1 + 1 bytes and the scales, 7.06 in all, instead of 16 in float32.
 """
 
 import dataclasses
@@ -72,9 +71,10 @@ class Float8Optimizer(ConvertedOptimizer):
     """The class that `convert_optimizer` puts in front of Adam and AdamW.
 
     Attributes:
-        fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
-        fp8_ratio_layers: layers whose weights may have a first moment of 4 bits.
-        fp8_ratios: the weights that have, as layers and groups were last.
+        fp8_caches: payload caches of the weights; empty in a copy, whose layers cast in their
+            forward.
+        fp8_ratio_layers: layers whose weights may have a 4-bit first moment.
+        fp8_ratios: weights that have one, for the layers and groups of the last step.
     """
 
     fp8_caches: Caches
@@ -93,13 +93,14 @@ class Float8Optimizer(ConvertedOptimizer):
         return loss
 
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
-        """Step those of some `indexed_parameters` that have a gradient."""
+        """Step the parameters of some `indexed_parameters` that have a gradient."""
         large, small = [], []
         with_grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
         with_grads = [entry for entry in with_grads if entry[3] is not None]
         parameters = [p for _, _, p, _ in with_grads]
-        # Kernels write past torch, and shards have versions of their own. A graph that needs the
-        # old value shall notice; what is kept of the new one comes after this.
+        # Kernels write without torch's knowledge, and shards have their own version counters.
+        # Increment the versions so that a graph which saved the old value raises an error. Payloads
+        # of the new value are cached after this.
         torch.autograd.graph.increment_version(parameters)
         in_4_bits = self.fp8_config.moment_bits == 4
         for index, group, parameter, grad in with_grads:
@@ -123,7 +124,9 @@ class Float8Optimizer(ConvertedOptimizer):
             step_small(group, [(p, s) for g, p, s in small if g is group])
 
     def _state_of(self, parameter: Tensor, *, ratio: bool) -> State:
-        """Return a parameter's state, made at its first step and repaired after outside changes."""
+        """Return a parameter's state: created at its first step, repaired if it was changed
+        outside.
+        """
         state: State = self.state[parameter]
         if "step" not in state:
             large = is_large(parameter)
@@ -136,7 +139,7 @@ class Float8Optimizer(ConvertedOptimizer):
             if name != "step" and value.device != device:
                 state[name] = value.to(device)
         first, second = state["exp_avg"], state["exp_avg_sq"]
-        settled = first.__class__ is second.__class__ is Float8Moment  # the usual case, quickly
+        settled = first.__class__ is second.__class__ is Float8Moment  # fast path
         settled = settled and not ratio and parameter.dtype in (torch.float32, torch.bfloat16)
         if not settled or not first.shape == second.shape == parameter.shape:
             settle_moments(parameter, state, ratio=ratio)
@@ -145,11 +148,11 @@ class Float8Optimizer(ConvertedOptimizer):
     def has_ratio(self, parameter: Tensor) -> bool:
         """Return whether the first moment of a parameter has 4 bits."""
         if parameter not in self.fp8_ratios and not self.state.get(parameter):
-            self.choose_ratios()  # before its first step, which may be one within backward
+            self.choose_ratios()  # before the first step, which may happen in backward
         return parameter in self.fp8_ratios
 
     def choose_ratios(self) -> set[Tensor]:
-        """Find, and return, the weights of FP8 layers whose first moment has 4 bits."""
+        """Find and return the weights of FP8 layers that get a 4-bit first moment."""
         layers = [layer for ref in self.fp8_ratio_layers if isinstance(layer := ref(), RunsFP8)]
         weights = {w for layer in layers for w in layer.fp8_weights if takes_ratio(w)}
         groups = [g for g in self.param_groups if ratio_int4.holds(*map(float, g["betas"]))]
@@ -157,12 +160,12 @@ class Float8Optimizer(ConvertedOptimizer):
         return self.fp8_ratios
 
     def set_config(self, config: FP8Config) -> None:
-        """Take over a configuration; residuals change their bits at the next step."""
+        """Set the configuration; residuals change their number of bits at the next step."""
         super().set_config(config)
         self.fp8_caches = {}
         self.fp8_ratio_layers, self.fp8_ratios = (), set()
-        # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
-        # only where they are gone by then does the step tell it that it cannot.
+        # GradScaler should unscale and check the gradients itself instead of leaving it to a fused
+        # step. With gradient release no gradients are left by then, and the step raises an error.
         self._step_supports_amp_scaling = config.gradient_release
 
     def step_of(self, parameter: Tensor) -> int:
@@ -170,7 +173,9 @@ class Float8Optimizer(ConvertedOptimizer):
         return int(self.state.get(parameter, {}).get("step", 0))
 
     def residual_bits(self, parameter: Tensor) -> int:
-        """Return k, the residual bits of a parameter: 0 where it is not BF16 (any more)."""
+        """Return k, the number of residual bits of a parameter; 0 if it is not (or no longer)
+        BF16.
+        """
         if parameter.dtype != torch.bfloat16:
             return 0
         if not is_large(parameter):
@@ -178,12 +183,12 @@ class Float8Optimizer(ConvertedOptimizer):
         return self.fp8_config.large_residual_bits or 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.optim.AdamW's format, on the CPU; with
-        ``checkpoint_states="fp8"`` moments of 8 bits stay as they are stored.
+        """Return the state in torch.optim.AdamW's format, on the CPU.
 
-        Weights that their user holds in BF16 have a ``residual`` beside it. Beside ``state`` and
-        ``param_groups`` are options of ours and the residuals of weights that were not stepped.
-        Hooks run as in stock: post hooks see, and may change, what is returned.
+        With ``checkpoint_states="fp8"`` 8-bit moments stay encoded. A weight that the user holds in
+        BF16 has its ``residual`` in its state. Beside ``state`` and ``param_groups`` the dict has
+        this package's options, and the residuals of weights that were not stepped yet. State dict
+        hooks run as in a stock optimizer: post hooks see the returned dict and can change it.
         """
         with self.register_state_dict_post_hook(type(self)._to_checkpoint, prepend=True):
             return super().state_dict()
@@ -193,7 +198,7 @@ class Float8Optimizer(ConvertedOptimizer):
         parameters = {i: p for i, _, p in self.indexed_parameters()}
         encoded = self.fp8_config.checkpoint_states == "fp8"
         for i, state in packed["state"].items():
-            if i in parameters:  # beside them may be what a hook has put there
+            if i in parameters:  # a hook may have added other entries
                 ours = "step" in state
                 state = (
                     to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
@@ -204,7 +209,8 @@ class Float8Optimizer(ConvertedOptimizer):
                     state["residual"] = residual
         ratio = any(is_ratio(state) for i, state in packed["state"].items() if i in parameters)
         formats = STATE_FORMATS | (RATIO_FORMATS if ratio else {})
-        # Not in state or param_groups, where torch.distributed.checkpoint asks a file for each key.
+        # Not in state or param_groups: torch.distributed.checkpoint needs each of their keys in
+        # the file that it loads.
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
             "residual_bits": self.fp8_config.residual_bits,
@@ -216,16 +222,16 @@ class Float8Optimizer(ConvertedOptimizer):
         packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, of torch.optim.AdamW or Adam; ours goes on bit for bit.
+        """Load a state of this class, of torch.optim.AdamW or of Adam.
 
-        A state without residuals (a stock one) leaves the residuals that the weights have. The
-        weights of a state with residuals may be loaded before it or after it. Hooks run as in
-        stock: pre hooks may change what is loaded, post hooks see it loaded.
+        A run continues bit for bit from a state of this class. A state without residuals (a stock
+        one) leaves the weights' present residuals. You can load the weights before or after a state
+        with residuals. Hooks run as in a stock optimizer: pre hooks can change the dict, post hooks
+        see it loaded.
 
         Raises:
-            ValueError: what is loaded is no state of these parameters, or of another version of the
-                format (`torch_fp8.optim.checkpoint`); the entry is named, and nothing is
-                loaded.
+            ValueError: the dict does not fit these parameters, or has another format version
+                (`torch_fp8.optim.checkpoint`). The error names the entry, and nothing is loaded.
         """
         ours: list[Any] = []
 
@@ -256,7 +262,7 @@ class Float8Optimizer(ConvertedOptimizer):
         for group in self.param_groups:
             group.pop(OPTIONS_KEY, None)
         ours = any(saved_options(state_dict))
-        ratios = self.choose_ratios()  # with the betas that were loaded
+        ratios = self.choose_ratios()  # depends on the loaded betas
         for _, parameter, entry in loaded:
             bits, halves = self.residual_bits(parameter), halves_of(parameter)
             if halves is not None:
@@ -286,4 +292,4 @@ class Float8Optimizer(ConvertedOptimizer):
             self.fp8_ratio_layers = tuple(map(weakref.ref, state["fp8_ratio_layers"]))
             self.fp8_ratios = set()
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
-        attach_hooks(self)  # the copied parameters have none
+        attach_hooks(self)  # copied parameters have no hooks

@@ -1,4 +1,4 @@
-"""`OptimizerReport`: what became of an optimizer, as a line of the start-up summary."""
+"""`OptimizerReport`: the result of a conversion, printed as a line of the start-up summary."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ from torch_fp8.quantization.wording import counted
 
 @dataclass(frozen=True)
 class OptimizerReport:
-    """What `convert_optimizer` did.
+    """The result of `convert_optimizer`; ``str(report)`` is its line of the start-up summary.
 
     Attributes:
         optimizer: the name of the user's class.
-        converted: whether the optimizer has 8-bit states or split weights now.
-        reason: why it keeps its own states; None if it has 8-bit ones.
-        num_split: the number of float32 weights that became BF16 with a residual.
+        converted: whether the optimizer now has 8-bit states or split weights.
+        reason: the reason why the optimizer keeps its own states; None if they are 8-bit.
+        num_split: the number of float32 weights now stored as BF16 and a residual.
         num_float32: the number of large weights that stay float32.
-        why_float32: the reasons for that, each with its number of weights; None if there are none.
-        num_fp8_gradients: the number of weights whose gradients have 8 bits.
-        why_bf16_gradients: why at level O3 no gradients have 8 bits; None where some have.
+        why_float32: the reasons why they do, with the number of weights for each; None: none do.
+        num_fp8_gradients: the number of weights whose gradients are 8-bit.
+        why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
         num_hooks_restored: the number of gradient hooks that were lost (to ``fully_shard``,
             deepcopy, pickling, ``assign=True``) and put back.
         num_cached: the number of weights whose FP8 payloads are kept between steps.
         num_large: the number of parameters that are large enough for 8-bit states.
-        states: the states that it has now, in words.
-        notes: options that do not apply to it.
+        states: a description of the optimizer's present states, for the summary.
+        notes: options of the configuration that do not apply to this optimizer.
     """
 
     optimizer: str
@@ -73,7 +73,7 @@ class OptimizerReport:
 
 
 def in_words(reasons: list[str]) -> str | None:
-    """Join distinct reasons, with the number of weights for each; None for an empty list."""
+    """Join the distinct reasons, with a count for each if they differ; None for an empty list."""
     counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
     if len(counts) < 2:
         return next(iter(counts), None)

@@ -1,13 +1,13 @@
-"""The residual of a weight that its user holds in BF16: the bits that the weight has below BF16.
+"""The residual of a weight that the user holds in BF16: the weight's bits below BF16.
 
-Such a weight stays the user's Parameter, and reads as BF16. Its residual (`torch_fp8.quantization.
-split_float`) is an attribute of the Parameter, so that it goes along from one optimizer to the
-next. The optimizer's steps change both. So does a checkpoint in FP8, whose weights, codes times
-float32 scales, have more bits than BF16.
+The weight remains the user's Parameter and reads as BF16. Its residual
+(`torch_fp8.quantization.split_float`) is an attribute of the Parameter, so it survives a change of
+the optimizer. The optimizer's step changes both. Loading an FP8 checkpoint also sets residuals,
+because its weights, codes times float32 scales, have more bits than BF16.
 
-Nobody watches the weight: whoever writes it writes BF16 values, which it has then, and the residual
-stays. Weight and residual together are within half a spacing of BF16 of what was written. A deep
-copy of the Parameter, and what `fully_shard` makes of it, has no residual.
+Writes to the weight are not detected: code that writes it stores BF16 values, and the residual
+stays. Weight and residual together are then within half a BF16 spacing of the written value. A deep
+copy of the Parameter has no residual, and neither do the Parameters that `fully_shard` creates.
 """
 
 import math
@@ -30,7 +30,7 @@ _ATTRIBUTE = "_fp8_residual"
 
 
 def residual_of(weight: Tensor) -> Tensor | None:
-    """Return the stored residual of a weight, this rank's part of it; None: it has none."""
+    """Return the stored residual of this rank's part of a weight; None if it has none."""
     halves = halves_of(weight)
     if halves is not None:
         return halves.residual
@@ -39,25 +39,25 @@ def residual_of(weight: Tensor) -> Tensor | None:
 
 
 def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored residual of a BF16 weight and its bits; None: it has none."""
+    """Return the stored residual of a BF16 weight and its number of bits; None if it has none."""
     known: tuple[Tensor, int] | None = vars(weight).get(_ATTRIBUTE)
     if known is None or weight.dtype != torch.bfloat16:
         return None
     fits = known[0].numel() == math.prod(residual_shape(local(weight).shape, known[1]))
-    return known if fits else None  # else its data were exchanged
+    return known if fits else None  # another shape: the weight's data were exchanged
 
 
 def set_residual(weight: Tensor, stored: Tensor | None, bits: int) -> None:
-    """Give a BF16 weight a residual as stored, of this rank's part; None: it has none."""
+    """Set the stored residual of this rank's part of a BF16 weight; None removes it."""
     vars(weight).pop(_ATTRIBUTE, None)
     if stored is not None:
-        # A plain tuple is what torch.load(weights_only=True) reads, if somebody saves Parameters
-        # instead of their data.
+        # A plain tuple, because torch.load(weights_only=True) must read it if a user saves
+        # Parameters instead of their data.
         setattr(weight, _ATTRIBUTE, (stored, bits))
 
 
 def settled_residual(weight: Tensor, bits: int) -> Tensor | None:
-    """Return the residual of a BF16 weight with the bits of a step, zeros if it has none yet."""
+    """Return the residual of a BF16 weight with `bits` bits on its device; zeros if it has none."""
     shard, known = local(weight), known_residual(weight)
     if not bits:
         set_residual(weight, None, 0)
@@ -74,7 +74,7 @@ def settled_residual(weight: Tensor, bits: int) -> Tensor | None:
 
 
 def drop_residuals(optimizer: Optimizer) -> None:
-    """Free the residuals of BF16 weights that an optimizer trains without them."""
+    """Free the residuals of BF16 weights whose optimizer does not use them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             set_residual(parameter, None, 0)
@@ -82,14 +82,15 @@ def drop_residuals(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
-    """Give a BF16 Parameter its weight in float32, some rows at a time, and keep the residual.
+    """Fill a BF16 Parameter from float32 values, some rows at a time, and keep the residual.
 
-    What both hold together is within a relative ``2 ** -(8 + bits)`` of the weight: rounding to
-    nearest leaves half a unit of 8 + `bits` significant bits.
+    The BF16 value and the residual together are within a relative ``2 ** -(8 + bits)`` of the
+    weight: rounding to nearest has an error of half a unit in 8 + `bits` significant bits.
 
     Args:
         parameter: (N, K) bfloat16, contiguous, or stacked (E, N, K); its values are replaced.
-        parts: pairs of row slice and float32 values (rows, K), of all rows, E * N if stacked.
+        parts: pairs of a row slice and float32 values (rows, K) that together cover all N rows, or
+            E * N rows if stacked.
         bits: the residual bits of large weights, 8, 4 or 0; a small weight has 16.
     """
     bits = bits if is_large(parameter) else SMALL_RESIDUAL_BITS
@@ -105,14 +106,14 @@ def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
 
 
 def join_weight(weight: Tensor) -> Tensor:
-    """Return a weight, this rank's part of it, with its residual: a plain float32 tensor."""
+    """Return this rank's part of a weight with its residual, as a plain float32 tensor."""
     shard = plain(local(weight.detach()))
     known = known_residual(weight)
     return shard.float() if known is None else join_matrix(shard, *known)
 
 
 def zero_residual(shard: Tensor, bits: int) -> Tensor:
-    """Return the residual of a shard that is exactly BF16."""
+    """Return the zero residual of a shard whose values are exactly BF16."""
     empty = empty_residual(shard, bits)
     dtype = torch.int16 if bits == EXACT_BITS else torch.int8
     return torch.zeros(1, 0, dtype=dtype, device=shard.device) if empty is None else empty.zero_()
@@ -125,7 +126,7 @@ def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
 
 
 def with_bits(shard: Tensor, saved: Tensor, saved_bits: int, bits: int) -> Tensor:
-    """Return a shard's residual of other bits, rounded to nearest where it has more than `bits`."""
+    """Return a shard's residual with `bits` bits; if it had more, it is rounded to nearest."""
     target = zero_residual(shard, bits)
     if not bits or not shard.numel():
         return target
@@ -148,11 +149,12 @@ def with_bits(shard: Tensor, saved: Tensor, saved_bits: int, bits: int) -> Tenso
 
 
 def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
-    """Return the residual of a BF16 weight as it is saved: on the CPU, or as a DTensor.
+    """Return the residual of a BF16 weight for a checkpoint: on the CPU, or as a DTensor if
+    sharded.
 
-    A sharded parameter's residual is saved as int8 (S, n), S the parameter's first dimension: the
-    matrix of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
-    neither gloo nor NCCL sends int16.
+    A sharded parameter's residual is saved as int8 (S, n), where S is the size of the parameter's
+    first dimension. The matrix of a vector or of stacked matrices has other rows than those that
+    the parameter is sharded by, and neither gloo nor NCCL can send int16.
     """
     known = known_residual(weight)
     if known is None:
@@ -163,18 +165,22 @@ def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
     shape = sharded_residual_shape(weight, residual_shape(weight.shape, bits), bits)
     shard = stored.contiguous().view(torch.int8)
     rows = local(weight).shape[0]
-    cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
+    cols = shard.numel() // rows if rows else shape[1]  # fewer than n if columns are sharded
     return with_data(weight, shard.view(rows, cols).clone(), shape)
 
 
 def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """Return the shape of a sharded parameter's residual as `residual_to_checkpoint` has it."""
+    """Return (S, n), the shape that `residual_to_checkpoint` gives a sharded parameter's
+    residual.
+    """
     size = 2 if bits == EXACT_BITS else 1
     return parameter.shape[0], math.prod(shape) * size // parameter.shape[0]
 
 
 def shard_of(parameter: Tensor, saved: Tensor) -> Tensor:
-    """Return this rank's part of a residual that a checkpoint has whole; else `saved` itself."""
+    """Return this rank's part of a residual that was saved whole; a sharded one is returned as
+    is.
+    """
     if not isinstance(parameter, DTensor) or isinstance(saved, DTensor):
         return saved
     rows = parameter.shape[0]

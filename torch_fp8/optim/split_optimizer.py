@@ -1,13 +1,12 @@
-"""`SplitOptimizer`: any optimizer of the user's, with its own step and states, over weights that
-are stored in two halves.
+"""`SplitOptimizer`: any other optimizer with its own step and states, over split weights.
 
 `torch_fp8.convert_optimizer` swaps the class of optimizers whose states it does not know. A float32
 weight and its gradient then take 5 bytes instead of 8: 2 + 1 for the weight and 2 for the gradient.
-States stay as they are, in memory and in checkpoints, which have the optimizer's own format.
+States are unchanged in memory and in checkpoints, which have the optimizer's own format.
 
 The step is the optimizer's own, on float32 copies of the weights (`torch_fp8.optim.lent_weights`).
-Those of `torch.optim` collect all weights before they step any; since each weight is stepped by
-itself there, they run on some weights after the other.
+Optimizers of `torch.optim` collect all weights before they step any. They step each weight
+independently, so this class calls their step on one bucket of weights after another.
 """
 
 import inspect
@@ -29,9 +28,11 @@ from torch_fp8.optim.lent_weights import Lending, lent
 from torch_fp8.tensor.dtensor import local
 
 STEPS = "fp8_steps"
-"""The entry of parameter groups that has the step count in a checkpoint of sharded weights."""
+"""The key in parameter groups that stores the step count in a checkpoint of sharded weights."""
 BUCKET_NUMEL = 1 << 25
-"""The elements of which an optimizer of `torch.optim` has float32 copies at a time, or a weight."""
+"""The number of elements of which a `torch.optim` optimizer gets float32 copies at a time; a larger
+weight is a bucket of its own.
+"""
 _SEARCH_DEPTH = 4
 
 
@@ -39,7 +40,7 @@ class SplitOptimizer(ConvertedOptimizer):
     """The class that `convert_optimizer` puts in front of any optimizer but Adam and AdamW.
 
     Attributes:
-        fp8_steps: the steps so far, which key the rounding.
+        fp8_steps: the number of steps so far, which keys the rounding.
     """
 
     fp8_steps: int
@@ -47,10 +48,10 @@ class SplitOptimizer(ConvertedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Step as the user's optimizer does; a closure runs once, before that."""
+        """Run the user's optimizer's step; a closure runs once, before it."""
         loss = self.loss_of(closure)
         self.fp8_hooks_restored += attach_hooks(self)
-        # torch.distributed.checkpoint steps with a rate of 0 to see which states there are.
+        # torch.distributed.checkpoint steps with a learning rate of 0 to create the states.
         self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
         stepped = self._step_apart()
         step, result = unhooked(self._fp8_base.step), None
@@ -64,7 +65,9 @@ class SplitOptimizer(ConvertedOptimizer):
         return result if closure is None else loss
 
     def _step_apart(self) -> set[Tensor]:
-        """Step what the user's step shall not; return it, with what was stepped in backward."""
+        """Step weights that the user's step must skip; return them and those stepped in
+        backward.
+        """
         return set()
 
     def _lending(self, step: int) -> Lending:
@@ -72,16 +75,16 @@ class SplitOptimizer(ConvertedOptimizer):
         return Lending(self.fp8_config.seed, step, indices)
 
     def set_config(self, config: FP8Config) -> None:
-        """Take over what of a configuration applies to weights and gradients."""
+        """Set the parts of a configuration that apply to weights and gradients."""
         super().set_config(replace(config, gradient_release=False, update_clipping=False))
         self.__dict__.setdefault("fp8_steps", 0)
 
     def step_of(self, parameter: Tensor) -> int:
-        """Return the steps of all parameters."""
+        """Return the step count, which all parameters share."""
         return self.fp8_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's optimizer's own, and beside it what keys the rounding."""
+        """Return the user's optimizer's own state dict, with the options that key the rounding."""
         packed: dict[str, Any] = super().state_dict()
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
@@ -90,13 +93,13 @@ class SplitOptimizer(ConvertedOptimizer):
             "steps": self.fp8_steps,
         }
         sharded = any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"])
-        if sharded and self.fp8_steps:  # torch.distributed.checkpoint takes states and groups alone
+        if sharded and self.fp8_steps:  # torch.distributed.checkpoint saves only states and groups
             for group in packed["param_groups"]:
                 group[STEPS] = self.fp8_steps
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of the user's optimizer."""
+        """Load a state of this class or of the user's original optimizer."""
         options = state_dict.get(OPTIONS_KEY, {})
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OPTIONS_KEY})
         counts = [group.pop(STEPS) for group in self.param_groups if STEPS in group]
@@ -104,11 +107,11 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        attach_hooks(self)  # the copied parameters have none
+        attach_hooks(self)  # copied parameters have no hooks
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
-    """Explain why the weights of an optimizer cannot be lent to its step; None: they can."""
+    """Explain why an optimizer cannot step copies of its weights; None if it can."""
     parameters = inspect.signature(unhooked(type(optimizer).step)).parameters
     closure = parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -126,7 +129,7 @@ def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[set[Tensor]]:
-    """Yield all parameters in parts of about `BUCKET_NUMEL` elements."""
+    """Yield all parameters in buckets of about `BUCKET_NUMEL` elements."""
     bucket: set[Tensor] = set()
     numel = 0
     for parameter in parameters:
@@ -147,7 +150,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:
-    """Yield what containers hold."""
+    """Yield the leaves of nested containers, down to `depth` levels."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, set)):

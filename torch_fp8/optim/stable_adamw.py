@@ -1,8 +1,8 @@
-"""StableAdamW of the package optimi, which is AdamW with update clipping (arXiv 2304.13013).
+"""Conversion of optimi's StableAdamW, which is AdamW with update clipping (arXiv 2304.13013).
 
-It is what transformers runs for ``optim="stable_adamw"``. Its moments without their biases, the
-clipping by the RMS of ``g / sqrt(v)`` and the decoupled decay are what `torch_fp8.ops.adamw`
-computes with ``FP8Config(update_clipping=True)``.
+transformers uses it for ``optim="stable_adamw"``. Bias-corrected moments, clipping by the RMS of
+``g / sqrt(v)`` and decoupled decay are what `torch_fp8.ops.adamw` computes with
+``FP8Config(update_clipping=True)``.
 """
 
 from dataclasses import replace
@@ -35,14 +35,14 @@ _OF_OPTIMI = (
 
 
 class StableAdamW(torch.optim.AdamW):
-    """AdamW whose updates are clipped once it is converted, and not before."""
+    """An AdamW that clips its updates after `convert_optimizer`, but not before."""
 
 
 def adopt_stable_adamw(optimizer: Optimizer, config: FP8Config) -> FP8Config:
-    """Make a StableAdamW of optimi an AdamW, in place, and return its configuration.
+    """Turn optimi's StableAdamW into an AdamW in place, and return the configuration for it.
 
-    One that has stepped, or with ``decouple_lr`` or ``gradient_release``, stays as it is, as does
-    one of sharded weights, whose RMS no rank knows.
+    It stays as it is if it has already stepped, if it uses ``decouple_lr`` or ``gradient_release``,
+    or if its weights are sharded, because no rank can compute the RMS of a whole sharded weight.
     """
     cls = type(optimizer)
     if (cls.__name__, cls.__module__.partition(".")[0]) == ("StableAdamW", "optimi"):
@@ -64,5 +64,5 @@ def _become_adamw(optimizer: Optimizer) -> None:
         group.update(_OF_ADAMW)
     hooks = optimizer._optimizer_load_state_dict_post_hooks
     for key in [k for k, hook in hooks.items() if hook.__module__.startswith("optimi.")]:
-        del hooks[key]  # for states that there are none of
+        del hooks[key]  # they load states that AdamW does not have
     optimizer.__class__ = StableAdamW

@@ -1,22 +1,21 @@
-"""The state that an optimizer keeps for a parameter, and its form in a checkpoint.
+"""The optimizer state of a parameter, in memory and in a checkpoint.
 
 A large weight has 8-bit moments, a small one float32 moments. In memory the state of a large weight
-is torch.optim.AdamW's, a flat dict of tensors:
+is a flat dict of tensors, as torch.optim.AdamW's is:
 
 ========================  ========================================================================
-``step``                  () float32 on the CPU, as torch.optim.AdamW's
+``step``                  () float32 on the CPU, as in torch.optim.AdamW
 ``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32, or
                           `RatioMoment` in 4 bits
 ``exp_avg_sq``            `Float8Moment`
 ========================  ========================================================================
 
-You may write to the moments or assign others: the next step quantizes those that are plain.
+You may write to the moments or assign plain tensors; the next step quantizes them.
 
-In a checkpoint it has torch.optim.AdamW's own names, shapes and dtype (``step``, ``exp_avg``,
-``exp_avg_sq`` float32), so that stock AdamW opens it; beside them stands the ``residual`` of a
-weight that its user holds in BF16 (`torch_fp8.optim.residual`). With
-``FP8Config(checkpoint_states="fp8")`` it has the codes and scales of the moments instead
-(`torch_fp8.optim.encoded_states`).
+A checkpoint has torch.optim.AdamW's names, shapes and dtype (``step``, ``exp_avg``, ``exp_avg_sq``
+float32), so stock AdamW can load it. A weight that the user holds in BF16 also has a ``residual``
+there (`torch_fp8.optim.residual`). With ``FP8Config(checkpoint_states="fp8")`` the checkpoint has
+the moments' codes and scales instead (`torch_fp8.optim.encoded_states`).
 """
 
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ from torch_fp8.tensor.quantized_state import QuantizedState
 from torch_fp8.tensor.ratio_moment import RatioMoment
 
 SMALL_RESIDUAL_BITS = 16
-"""The residual bits of a small BF16 parameter: with them it is a float32 number."""
+"""The residual bits of a small BF16 parameter. With them it is an exact float32 number."""
 
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -51,8 +50,9 @@ State = dict[str, Any]
 
 
 def is_large(parameter: Tensor) -> bool:
-    """Return whether a parameter has 8-bit moments: a float32 or BF16 matrix of 4,096 elements or
-    more.
+    """Return whether a parameter gets 8-bit moments.
+
+    It must be a float32 or BF16 tensor of at least 2 dimensions and 4,096 elements, and not sparse.
     """
     large = parameter.ndim >= 2 and parameter.numel() >= MIN_NUMEL
     return large and parameter.dtype in _DTYPES and not parameter.is_sparse
@@ -61,25 +61,26 @@ def is_large(parameter: Tensor) -> bool:
 def small_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype in which a small parameter is stepped: float32 if its own has fewer bits.
 
-    In float16 the eps of AdamW is zero, and so is most of the second moment.
+    In float16 AdamW's eps would round to zero, and so would most of the second moment.
     """
     return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
 
 
 def takes_ratio(parameter: Tensor) -> bool:
-    """Return whether the first moment of a parameter can have 4 bits: it is large, a rank has whole
-    rows, and these are multiples of 16.
+    """Return whether a parameter can have a 4-bit first moment.
+
+    It must be large, each rank must hold whole rows, and row lengths must be multiples of 16.
     """
     whole_groups = matrix_shape(parameter.shape)[1] % ratio_int4.COLUMNS == 0
     return is_large(parameter) and whole_groups and shards_rows(parameter)
 
 
 def new_moments(parameter: Tensor, *, ratio: bool = False) -> State:
-    """Return zero moments and step of a large parameter.
+    """Return zero moments and a zero step count for a large parameter.
 
     Args:
         parameter: the parameter.
-        ratio: whether the first one has 4 bits.
+        ratio: whether the first moment has 4 bits.
     """
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     moments: dict[str, QuantizedState] = {
@@ -93,19 +94,19 @@ def new_moments(parameter: Tensor, *, ratio: bool = False) -> State:
 
 
 def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> None:
-    """Give moments that somebody has assigned or written the form that the step takes.
+    """Convert moments that were assigned or written outside to the form that the step needs.
 
     Args:
         parameter: the parameter.
-        state: its state.
-        ratio: whether the first one has 4 bits.
+        state: its state, changed in place.
+        ratio: whether the first moment has 4 bits.
     Raises:
         KeyError: a moment is missing.
-        ValueError: a moment has another shape than the parameter.
+        ValueError: a moment and the parameter have different shapes.
     """
     large = is_large(parameter)
     dtype = small_dtype(parameter)
-    # The second one first, to which the first one may be a ratio.
+    # The second moment first, because a 4-bit first moment is stored relative to it.
     for name, format in reversed(MOMENT_FORMATS.items()):
         value = state[name]
         shard = local(value)
@@ -130,25 +131,24 @@ def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> N
             target = Float8Moment.zeros(local(parameter), format)
             target.store(shard)
             if name == "exp_avg":
-                local(state["exp_avg_sq"]).first = None  # that it was a ratio to
+                local(state["exp_avg_sq"]).first = None  # no ratio refers to it any more
         else:
             target = plain(shard).to(local(parameter).device, dtype)
         state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 
 def moment(state: State, name: str) -> Any:
-    """Return codes and scales of ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
+    """Return the codes and scales of this rank's shard of ``exp_avg`` or ``exp_avg_sq``."""
     return local(state[name]).codes
 
 
 def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> State:
-    """Return the state in torch.optim.AdamW's format, on the CPU (a DTensor's stays where it
-    is).
+    """Return the state in torch.optim.AdamW's format, on the CPU; a DTensor stays on its device.
 
     Args:
         parameter: the parameter.
-        state: the state that its optimizer keeps for it.
-        encoded: whether 8-bit moments stay as they are stored.
+        state: the optimizer's state of it.
+        encoded: whether 8-bit moments stay encoded.
     """
     entry: State = {"step": state["step"].clone()}
     for name in MOMENT_FORMATS:
@@ -165,7 +165,9 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
 
 
 def _is_settled(state: State, name: str) -> bool:
-    """Return whether a moment's codes say what it is, together with those of the second one."""
+    """Return whether a moment's codes are valid: a 4-bit one needs the second moment it refers
+    to.
+    """
     shard = local(state[name])
     return not isinstance(shard, RatioMoment) or shard.is_beside(local(state["exp_avg_sq"]))
 
@@ -173,15 +175,15 @@ def _is_settled(state: State, name: str) -> bool:
 def from_checkpoint(
     parameter: Tensor, entry: Mapping[str, Any], *, large: bool, ratio: bool = False
 ) -> State:
-    """Return the state in memory from torch.optim.AdamW's format; moments round to nearest.
+    """Return the in-memory state of a checkpoint entry; float32 moments round to nearest.
 
-    The residual, which belongs to the weight, is left to the caller.
+    The residual belongs to the weight, so the caller loads it.
 
     Args:
         parameter: the parameter.
-        entry: its entry of the checkpoint.
+        entry: its entry in the checkpoint.
         large: whether its moments have 8 bits.
-        ratio: whether the first of them has 4.
+        ratio: whether its first moment has 4 bits.
     """
     step = entry["step"]
     step = (
@@ -217,5 +219,5 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _saved_on(tensor: Tensor) -> torch.device:
     if isinstance(tensor, DTensor):
-        return local(tensor).device  # from there torch.distributed.checkpoint gathers or writes it
+        return local(tensor).device  # torch.distributed.checkpoint gathers or writes it from there
     return tensor.device if tensor.device.type == "meta" else torch.device("cpu")

@@ -1,9 +1,9 @@
-"""Which shardings of a parameter its 8-bit states and its residual can follow.
+"""Checks that 8-bit states and residuals can follow the sharding of their parameter.
 
-States can follow every sharding along rows (column-wise parallel, FSDP2). Along the columns of a
-matrix (row-wise parallel) groups of 32 start anew on every rank; where each rank has a multiple of
-32 columns, states are those of the whole matrix bit for bit. A byte of a residual may not belong to
-two ranks.
+States can follow every sharding along rows (column-wise parallel, FSDP2). If a matrix is sharded
+along its columns (row-wise parallel), groups of 32 start anew on each rank; the states equal those
+of the whole matrix bit for bit if each rank has a multiple of 32 columns. One byte of a residual
+cannot be shared by two ranks.
 """
 
 import torch
@@ -16,11 +16,11 @@ from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
 
 
 def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Config) -> None:
-    """Run `check_sharding` on all parameters that have 8-bit states or a residual.
+    """Run `check_sharding` on all parameters that get 8-bit states or a residual.
 
     Args:
-        optimizer: not necessarily converted.
-        model: the model that names the parameters; None: they are numbered.
+        optimizer: the optimizer, converted or not.
+        model: the model that gives the parameters' names; None: the error numbers them.
         config: the configuration with the residual bits.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
@@ -34,12 +34,13 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Co
 
 
 def check_sharding(parameter: Tensor, bits: int, name: str) -> None:
-    """Raise ValueError unless the states of a DTensor can be sharded as it is.
+    """Raise ValueError unless 8-bit states can follow a DTensor's sharding.
 
     Args:
-        parameter: a parameter that will have a residual of `bits`, or none with 0.
-        bits: k of `torch_fp8.quantization.split_float`.
-        name: the parameter's name, for the error.
+        parameter: the parameter.
+        bits: the number of residual bits that it will have, k of
+            `torch_fp8.quantization.split_float`; 0: no residual.
+        name: the parameter's name for the error.
     """
     if not isinstance(parameter, DTensor):
         return

@@ -1,4 +1,4 @@
-"""The step of a parameter: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
+"""The step of parameters: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
 import weakref
 from collections.abc import Iterable
@@ -29,20 +29,20 @@ from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
 Entry = tuple[int, dict[str, Any], Tensor, State]
-"""A parameter to step: its index among all, its group, the parameter, its state."""
+"""A parameter to step: its index among all parameters, its group, the parameter, its state."""
 
 
 Caches = dict[Tensor, list[tuple["weakref.ref[PayloadCache]", CastSpec]]]
-"""The payload caches of each weight, one for each layer that has it, with how it is cast."""
+"""The payload caches of each weight, one for each layer that uses it, with the layer's cast."""
 
 
 def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
-    """Step parameters with 8-bit states, whose ``step`` counts this step already.
+    """Step parameters with 8-bit states; their ``step`` already counts this step.
 
     Args:
         entries: the parameters.
-        config: the configuration of their optimizer.
-        caches: payload caches of some weights, which are cast anew.
+        config: the optimizer's configuration.
+        caches: payload caches of weights, which are refilled from the new values.
     """
     prepared = []
     numbers = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
@@ -77,7 +77,7 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
 
 
 def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-    """Return (2, 4) float32 zeros for each parameter; one launch for all of a device."""
+    """Return (2, 4) float32 zeros for each parameter, with one launch per device."""
     zeros_of: dict[Tensor, Tensor] = {}
     for device in dict.fromkeys(local(p).device for p in parameters):
         parameters_there = [p for p in parameters if local(p).device == device]
@@ -89,10 +89,13 @@ def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
 def _with_payload(
     matrix: WeightMatrix, cache: PayloadCache, spec: CastSpec, zeros: Tensor
 ) -> WeightMatrix:
-    """Add its amax to the matrix, and its payload where the step's kernel can write that.
+    """Let the step also write the weight's amax and, if its kernel can, the weight's FP8 payload.
 
     Args:
-        zeros: (2, 4) float32: for the amax and the payload's scale, 16 bytes each.
+        matrix: the weight to step.
+        cache, spec: a payload cache of the weight, and its cast.
+        zeros: (2, 4) float32: zeros[0, 0] takes the amax, zeros[1, 0] the payload's scale. A row is
+            16 bytes, which keeps both aligned.
     """
     if spec.granularity == "tensorwise":
         matrix = matrix._replace(amax=zeros[0, 0])
@@ -108,11 +111,11 @@ def _with_payload(
 
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
     if device.type == "meta":
-        return  # states and residuals are there, to be counted
+        return  # only the bytes of states and residuals are counted
     entries = [(matrix, scalars) for matrix, scalars, _, _ in prepared]
     multipliers: list[Tensor | None] = [None] * len(entries)
     if config.update_clipping:
-        # StableAdamW: lr / max(1, RMS), for the update and the decoupled decay.
+        # StableAdamW divides the rate of the update and of the decoupled decay: lr / max(1, RMS).
         for i, rms in enumerate(_update_rms(device, entries)):
             prepared[i][2]["update_rms"] = rms
             multipliers[i] = 1 / rms.clamp(min=1)
@@ -136,16 +139,16 @@ def _update_rms(
 
 
 def _alive(caches: Caches, parameter: Tensor) -> list[tuple[PayloadCache, CastSpec]]:
-    """Return the caches of a weight whose layers still use them."""
+    """Return a weight's caches whose layers still exist."""
     pairs = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
     return [(cache, spec) for cache, spec in pairs if cache is not None]
 
 
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
-    """Step parameters of one group whose moments have full precision, with torch's own function.
+    """Step one group's parameters that have full-precision moments, with torch's own function.
 
-    DTensors are stepped as this rank's parts: torch's function takes no list of DTensors and other
-    tensors.
+    Only this rank's part of a DTensor is passed on, because torch's function does not accept lists
+    that mix DTensors and other tensors.
     """
     if not entries:
         return
@@ -193,18 +196,18 @@ def _full_precision(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         weight = local(parameter)
         return weight.float() if weight.dtype == torch.float16 else weight
-    settled_residual(parameter, SMALL_RESIDUAL_BITS)  # on the weight's device
+    settled_residual(parameter, SMALL_RESIDUAL_BITS)  # moves the residual to the weight's device
     return join_weight(parameter)
 
 
 def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, index: int) -> None:
-    """Give a weight that is about to be stepped the residual bits of a step, where its bits lie.
+    """Bring the residual of a weight to the device and number of bits that its step needs.
 
     Args:
-        parameter: one that somebody may have written.
-        halves: those of this rank's part of it.
-        seed, state, index: seed of the optimizer, state of the weight, whose ``step`` counts, and
-            its index: they key the random bits.
+        parameter: the weight, which other code may have written.
+        halves: this rank's halves of it.
+        seed, state, index: the optimizer's seed, the weight's state (for its ``step``) and the
+            weight's index; they key the random bits.
     """
     halves.awaited = None
     if halves.residual is not None and halves.residual.device != halves.high.device:
@@ -218,7 +221,7 @@ def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, in
 def settle_gradient(parameter: Tensor) -> None:
     """Redistribute a DTensor's gradient to the placements of the parameter.
 
-    Where ranks have different tokens, torch leaves the gradient of what they all have (of a norm
+    If ranks have different tokens, torch leaves the gradient of a replicated parameter (a norm
     under sequence parallelism) as partial sums.
     """
     if not isinstance(parameter, DTensor):
@@ -262,8 +265,13 @@ def _matrix(
 
 
 def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
-    """Return a gradient as the step takes it: an aligned (R, K) tensor, or the parts of an 8-bit
-    one.
+    """Return a gradient in the form that the step accepts.
+
+    Args:
+        grad: the gradient, in any form that a parameter's ``grad`` can have.
+        shape: (R, K), the weight's matrix.
+    Returns:
+        An aligned, contiguous (R, K) bfloat16 or float32 tensor, or the parts of an 8-bit gradient.
     """
     grad = grad.stored if isinstance(grad, WideGrad) else grad
     parts = getattr(grad, "parts", None)
@@ -277,8 +285,10 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
 
 
 def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
-    """Return row and column where this rank's shard starts in the whole matrix, and that one's
-    columns.
+    """Return where this rank's shard starts in the whole matrix.
+
+    Returns:
+        (row, column, the whole matrix's number of columns).
     """
     if not isinstance(parameter, DTensor):
         return 0, 0, matrix_shape(parameter.shape)[1]
@@ -289,7 +299,7 @@ def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
 
 
 def _scalars(group: dict[str, Any], step: float) -> StepScalars:
-    """Return the scalars of a group's parameters at a step, still without keys."""
+    """Return the scalars of a group's parameters at this step, with keys still unset."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     decoupled = bool(group["decoupled_weight_decay"])

@@ -1,22 +1,24 @@
-"""The choice of weights that may be split: those whose every use is known.
+"""The choice of weights that can be split: those that only their own forward reads.
 
-Under autocast a float32 weight is cast where a matrix product reads it, and nowhere else: a
-parametrization, ``autocast(enabled=False)``, a merge of adapters or a fused operator finds float32
-next to float32. A split weight (`torch_fp8.quantization.split_float`) is BF16 for all of them. So
-only weights are split that are known to be read by their own forward alone:
+Under autocast a float32 weight is cast only where a matrix product reads it. A parametrization,
+``autocast(enabled=False)``, a merge of adapters or a fused operator sees float32 weights. A split
+weight (`torch_fp8.quantization.split_float`) is BF16 for all of them, so only weights that are
+known to be read by nothing but their own forward are split:
 
-* weights of FP8 layers and of experts in FP8, which take any dtype;
-* of embeddings, whose output goes on to be float32 (`torch_fp8.optim.embedding_dtype`);
-* of output layers and other layers that compute what ``nn.Linear`` does, but stay in high precision
-  by themselves: too small, say, or not faster in FP8. Outside autocast they multiply in float32.
+* weights of FP8 layers and FP8 experts, which accept any dtype;
+* embeddings, whose output stays float32 (`torch_fp8.optim.embedding_dtype`);
+* output layers, and other layers with the forward of ``nn.Linear`` that stay in high precision on
+  their own account, for example because they are too small or not faster in FP8. Outside autocast
+  they multiply in float32.
 
-No weight is split whose memory another parameter or buffer has: each would have halves of its own.
+A weight that shares memory with another parameter or buffer is not split, because each of the two
+would get its own halves.
 
-Everything else keeps its dtype, and its moments have 8 bits all the same: adapters of PEFT, which
-are merged outside autocast; parametrized tensors; parameters of any other module (convolutions,
-experts in high precision, bags of embeddings, which sum in float32, recurrent layers, the user's
-own); and what ``FP8Config(skip=...)`` names, output layers excepted. That is the way out where
-other code reads a weight of these layers.
+All other weights keep their dtype and still get 8-bit moments: PEFT adapters, which are merged
+outside autocast; parametrized tensors; parameters of any other module (convolutions, experts in
+high precision, embedding bags, which sum in float32, recurrent layers, the user's modules); and
+layers named by ``FP8Config(skip=...)`` other than output layers. Use `skip` if your own code reads
+the weight of a layer that would be split.
 """
 
 import re
@@ -36,11 +38,11 @@ _HEAD = "lm_head"
 
 
 def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | None]:
-    """Explain why each parameter of a model stays one tensor; None: it may be split.
+    """Explain for each parameter of a model why it cannot be split; None: it can.
 
     Args:
-        model: converted already, if it is to be.
-        config: the configuration whose `skip` counts.
+        model: the model, after its conversion if it is converted at all.
+        config: the configuration whose `skip` applies.
     """
     heads = high_precision_modules(model, config.skip)
     parents: dict[nn.Module, nn.Module] = {}
@@ -57,22 +59,22 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
             own = module.fp8_weights if isinstance(module, Float8Experts) else ()
             if reason is None and key != "weight" and not any(w is parameter for w in own):
                 reason = f"of {type(module).__name__}, beside its weight"
-            if reasons.get(parameter) is None:  # one owner that reads it elsewhere is enough
+            if reasons.get(parameter) is None:  # one owner with a reason is enough
                 reasons[parameter] = reason
     return reasons
 
 
 def has_linear_forward(module: nn.Module) -> bool:
-    """Return whether a high-precision module computes what ``nn.Linear`` does and alone reads its
-    weight.
+    """Return whether a high-precision module has the forward of ``nn.Linear`` and is its weight's
+    only reader.
     """
     linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    # nn.MultiheadAttention reads the weight of its output layer past the layer.
+    # nn.MultiheadAttention reads its output layer's weight without calling the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def _overlapping(tensors: list[Tensor]) -> set[Tensor]:
-    """Return the tensors that share memory with another one, as ``p.data = q.data`` ties them."""
+    """Return the tensors that share memory with another one, as after ``p.data = q.data``."""
     spans = []
     for x in tensors:
         if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and x.numel():

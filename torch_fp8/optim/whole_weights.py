@@ -1,8 +1,8 @@
-"""Weights as they are saved: whole, in the dtype that the user gave them, on the CPU.
+"""Joined copies of split weights for saving, on the CPU and in the user's dtype.
 
-At levels O2 and O3 a weight is stored in two halves. A `SplitWeight` reads as the whole one; but a
-file that is written from it would take a joined copy of each weight on its device, all at once. The
-shards of FSDP2 are joined one by one by torch.distributed.checkpoint.
+At levels O2 and O3 a weight is stored in two halves. A `SplitWeight` reads as the joined weight,
+but writing a file from it would hold a joined copy of every weight on its device at once.
+torch.distributed.checkpoint joins the shards of FSDP2 one by one.
 """
 
 import contextlib
@@ -17,11 +17,10 @@ from torch_fp8.tensor.split_weight import SplitWeight
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Show whole weights to whoever saves `model` within.
+    """Replace split weights of `model` with joined CPU Parameters, for saving, in this context.
 
-    The modules hold other Parameters meanwhile, on the CPU. The trained Parameters, which
-    DistributedDataParallel, hooks and optimizers know, are not touched. Nothing may run forward or
-    backward within.
+    The trained Parameters, which DistributedDataParallel, hooks and optimizers refer to, do not
+    change. Don't run forward or backward in this context.
     """
     replaced: list[tuple[dict[str, Any], str, SplitWeight]] = []
     joined: dict[Tensor, nn.Parameter] = {}

@@ -1,1 +1,1 @@
-"""Memory, bytes on the wire and time of a training run, counted before a GPU is rented."""
+"""Memory, network traffic and step time of a training run, planned before you rent a GPU."""

@@ -1,4 +1,4 @@
-"""Cards on paper: memory, peak rates and links, from the makers' data sheets."""
+"""GPUs from the makers' data sheets: memory, peak rates and links."""
 
 from dataclasses import dataclass
 
@@ -6,23 +6,23 @@ from torch_fp8.ops.hardware import check_card
 from torch_fp8.quantization.suggestions import suggestion
 
 GPUS_PER_NODE = 8
-"""The GPUs of a node that share its fast links, as in NVIDIA's DGX and HGX."""
+"""The number of GPUs in a node that share its fast links, as in NVIDIA's DGX and HGX."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, and the links between several of them.
+    """A GPU, and the links to other GPUs.
 
     Attributes:
-        name: as people say it.
-        capability: CUDA compute capability.
-        memory: GiB.
+        name: the common name.
+        capability: the CUDA compute capability.
+        memory: the size of its memory, GiB.
         bandwidth: the bandwidth of its memory, bytes per second.
-        bf16, fp8: dense tensor-core peaks, FLOP per second.
-        link: to the other GPUs of its node, bytes per second in each direction.
-        network: to other nodes, bytes per second in each direction: one 400 Gbit/s adapter per GPU
-            for cards of the data centre.
-        source: page of the figures; those of H100 and H200 are the SXM module's.
+        bf16, fp8: the dense tensor-core peaks, FLOP per second.
+        link: the bandwidth to the other GPUs of its node, bytes per second in each direction.
+        network: the bandwidth to other nodes, bytes per second in each direction: one 400 Gbit/s
+            adapter per GPU for data centre cards.
+        source: the page with these numbers; those of H100 and H200 are the SXM module's.
     """
 
     name: str
@@ -53,18 +53,20 @@ _WITHOUT_FP8 = {
     **{"a10": (8, 6), "a40": (8, 6), "a6000": (8, 6), "rtx-3090": (8, 6)},
 }
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH, SHARE_OF_LINK = 0.78, 0.92, 0.8
-"""Reachable shares of the peaks: the first two are torchao's (roofline_utils.py), that of the links
-is assumed. No card of ours has measured them.
+"""The reachable shares of the peaks. The first two are torchao's (roofline_utils.py), that of the
+links is an assumption. None is measured on a GPU of ours.
 """
 LATENCY = 20e-6
-"""Seconds that a collective takes beside its bytes, for each doubling of the ranks; assumed."""
+"""Seconds that a collective takes beside its bytes, for each doubling of the ranks; an
+assumption.
+"""
 
 
 def card_named(name: str) -> Card:
     """Return a card by its name, in any case.
 
     Raises:
-        ValueError: it is not known, or has no FP8 tensor cores.
+        ValueError: the card is unknown, or has no FP8 tensor cores.
     """
     card = CARDS.get(str(name).lower())
     if card is None:

@@ -1,9 +1,10 @@
-"""What a run holds and sends, counted on tensors without memory by the code that trains.
+"""The bytes that a run holds and sends, counted on tensors without memory by the training code.
 
-The standing bytes (weights, gradients, states) are those of the whole model: converted, sharded by
-FSDP2 on as many ranks, of which one exists, and added up by `torch_fp8.conversion.memory`. What
-lives within a step is followed storage by storage in a step of a model of a few layers, twice: what
-a layer adds is the difference, and layers are alike.
+Persistent bytes (weights, gradients, states) are those of the whole model. It is converted, sharded
+by FSDP2 over the run's number of ranks, of which this process is one, and counted by
+`torch_fp8.conversion.memory`. Bytes that exist only within a step are followed storage by storage
+through a step of two models with a few layers. Layers are alike, so the difference between the two
+is the cost of a layer.
 """
 
 import contextlib
@@ -37,25 +38,25 @@ from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
 
 _GATHERS = ("all-gather", "all-reduce")
 _FEWEST_LAYERS, _FEWEST_SHARDED = 2, 3
-"""The layers of the smaller model that runs a step: with three there is one between first and last,
-for which FSDP2 gathers the next one's weights ahead.
+"""The number of layers of the smaller model. With three layers there is one between the first and
+the last, for which FSDP2 gathers the next one's weights ahead.
 """
 _MOST_FAKE_RANKS = 64
-"""The ranks that a step is counted with at most; a ring's bytes beyond differ by 1/64 at most, and
-are scaled.
+"""The maximum number of ranks for counting a step. The bytes of a larger ring differ by 1/64 at
+most, and are scaled.
 """
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes of a micro-batch on one GPU that live within its step only.
+    """The bytes of a GPU's micro-batch that exist only within its step.
 
     Attributes:
-        forward: beside what stands, at most, until the last layer's backward ends.
-        backward: the same from there on, gradients included.
+        forward: the peak beyond the persistent bytes until the last layer's backward ends.
+        backward: the peak after that, including gradients.
         saved: the part of `forward` that is saved for backward.
-        gathered, scattered: bytes that FSDP2 sends for weights and for gradients.
-        calls: the collectives of FSDP2.
+        gathered, scattered: the bytes that FSDP2 sends for weights and for gradients.
+        calls: the number of FSDP2's collectives.
     """
 
     forward: float
@@ -70,6 +71,7 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
     """Count weights, gradients and states on the fullest GPU, exactly.
 
     Args:
+        setup: the planned run.
         role: one of `torch_fp8.planner.setup.ROLES`.
         level: one of `torch_fp8.planner.setup.LEVELS`.
     """
@@ -83,7 +85,7 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
 
 
 def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
-    """Count what a step of a model holds and sends beside what stands."""
+    """Count the bytes that a model's step holds and sends beyond the persistent ones."""
     unit = period(setup.config)
     fewest = _FEWEST_SHARDED if setup.fsdp > 1 else _FEWEST_LAYERS
     few, more = (_few_layers(setup, role, level, n * unit) for n in (fewest, fewest + 1))
@@ -97,7 +99,7 @@ def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
 
 
 def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
-    """Run a step of a model of a few layers on fake tensors."""
+    """Run a step of a model with a few layers on fake tensors."""
     ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
     model = make_model(setup, role, level, layers=layers)
     trained = role in TRAINED
@@ -114,7 +116,7 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
                 shard(model, mesh)
                 connect(model, setup, level)
             run = functools.partial(_run, model, setup, role)
-            run()  # the first makes what later ones find
+            run()  # the first run creates what later runs reuse
             tracker = _standing(model)
             if mesh is not None:
                 tracker.resized = _gathered(model)
@@ -136,7 +138,7 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
 
 
 def _split(model: nn.Module, setup: Setup, role: str, level: str, *, all_of_them: bool) -> None:
-    """Make the weights BF16 that training splits: under FSDP2 all that are trained."""
+    """Make the weights BF16 that training splits; under FSDP2 these are all trained weights."""
     with_optimizer(model, setup, role, level)
     for parameter in model.parameters() if all_of_them else ():
         if parameter.requires_grad:
@@ -164,15 +166,15 @@ def _standing(model: nn.Module) -> MemoryTracker:
 
 
 def _gathered(model: nn.Module) -> Callable[[], list[Tensor]]:
-    """Return what lists the tensors that FSDP2 gathers into, and frees by resizing them."""
+    """Return a function that lists the tensors that FSDP2 gathers into and frees by resizing."""
     params = fsdp_params(model)
     return lambda: [tensor for param in params for tensor in param.all_gather_outputs]
 
 
 class _Watch:
-    """The peak before the last block's backward ends, and the one after it.
+    """The peak before the last block's backward ends, and the peak after it.
 
-    Of the gradients of many layers the first holds one layer's, the second all.
+    The first peak includes the gradients of one of many layers, the second those of all.
     """
 
     def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:

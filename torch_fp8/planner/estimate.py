@@ -1,14 +1,15 @@
-"""The seconds of a step on paper: arithmetic, bytes of memory, and bytes between GPUs.
+"""An estimate of a step's seconds from arithmetic, memory traffic and network traffic.
 
-A linear layer with M tokens, K inputs and N outputs runs three GEMMs (two where its weight is
-frozen) of 2 M N K operations each. A GEMM takes the longer of its arithmetic and of its bytes;
-casts take the bytes that they read and write (`CAST_BYTES`); attention, norms, activation
-functions, the loss and the optimizer as in benchmarks/roofline.py. Launches are free. Collectives
-of FSDP2 and of DDP run beside the arithmetic, those of tensor parallelism do not; a pipeline waits
-(P - 1) / m of its time, with m micro-batches. Generation of an RLHF step is not part of it.
+A linear layer with M tokens, K inputs and N outputs runs three GEMMs (two if its weight is frozen)
+of 2 M N K operations each. A GEMM takes the longer of the times for its arithmetic and its bytes.
+Casts take the time of the bytes that they read and write (`CAST_BYTES`). Attention, norms,
+activation functions, the loss and the optimizer are estimated as in benchmarks/roofline.py.
+Launches are free. Collectives of FSDP2 and DDP overlap with compute, those of tensor parallelism do
+not; a pipeline idles for (P - 1) / m of its time, with m micro-batches. The generation of an RLHF
+step is not included.
 
-The rates are data sheet peaks times reachable shares (`torch_fp8.planner.cards`): paper, until a
-card has measured them.
+The rates are data sheet peaks times reachable shares (`torch_fp8.planner.cards`); no GPU has
+measured them yet.
 """
 
 import math
@@ -38,22 +39,22 @@ CAST_BYTES = {
     "mxfp8": (4.0625, 6.0625, 4.0625),
 }
 """Recipe -> bytes that casts read and write per element of input, weight and gradient, in a forward
-and backward: counted from the launches (benchmarks/results/quantization_bytes.csv).
+and backward; counted from the launches (benchmarks/results/quantization_bytes.csv).
 """
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """The seconds of a step by what they go to; those of the wire may be hidden by the others.
+    """The seconds of a step by kind of work.
 
     Attributes:
         gemms: the seconds of the GEMMs of linear layers and experts.
         casts: the seconds of casts to FP8, and of gathers and transpositions for experts.
-        others: attention, norms, activation functions, loss.
-        optimizer: its step.
-        wire: collectives that run beside the arithmetic.
-        exposed_wire: collectives that do not.
-        step: all of it.
+        others: the seconds of attention, norms, activation functions and the loss.
+        optimizer: the seconds of the optimizer's step.
+        wire: the seconds of collectives that can overlap with compute.
+        exposed_wire: the seconds of collectives that cannot.
+        step: the seconds of the whole step.
     """
 
     gemms: float
@@ -67,8 +68,8 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Linears:
-    """The linear layers of a GPU's part of a model: (N, K, frozen) of those in FP8 and BF16, and
-    its experts.
+    """The linear layers of a GPU's part of a model, (N, K, frozen) in FP8 and in BF16, and its
+    experts.
     """
 
     fp8: tuple[tuple[int, int, bool], ...]
@@ -80,7 +81,8 @@ def linears_of(model: nn.Module, config: Any) -> Linears:
     """Collect the shapes of a model's linear layers and experts.
 
     Args:
-        config: its configuration of transformers.
+        model: the model.
+        config: its transformers configuration.
     """
     fp8: list[tuple[int, int, bool]] = []
     bf16: list[tuple[int, int, bool]] = []
@@ -95,13 +97,16 @@ def linears_of(model: nn.Module, config: Any) -> Linears:
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
     """Return the bytes that a GPU sends in an optimizer step.
 
-    FSDP2's are counted. Replicas exchange gradients once. Those of DDP are all-reduced in float32
-    (BF16-mixed), those of replicas that FSDP2 shards (HSDP) in BF16; with FP8 both go as 8-bit
-    values in groups of 32 with a scale each. Tensor parallelism all-reduces BF16 activations, twice
-    forward and twice backward in each layer.
+    FSDP2's bytes are counted. Replicas exchange gradients once: DDP all-reduces them in float32
+    (BF16-mixed), and replicas of FSDP2 shards (HSDP) in BF16. With FP8 both send 8-bit values in
+    groups of 32 with a scale each. Tensor parallelism all-reduces BF16 activations, twice in
+    forward and twice in backward of each layer.
 
     Args:
-        trained: elements of a GPU's gradients.
+        setup: the planned run.
+        trained: the number of elements of a GPU's gradients.
+        step: the counted bytes of a step.
+        level: one of `torch_fp8.planner.setup.LEVELS`.
     """
     fsdp = (step.gathered + step.scattered) * setup.accumulate
     return fsdp + _replica_bytes(setup, trained, level) + _tensor_bytes(setup)
@@ -114,9 +119,10 @@ def seconds_of_step(
     """Estimate a step of all models of a run.
 
     Args:
+        setup: the planned run.
         level: one of `torch_fp8.planner.setup.LEVELS`.
-        linears, standing, steps, trained_elements: role -> the linears of a GPU's part of the
-            model, the counted bytes, and the elements of its gradients.
+        linears, standing, steps, trained_elements: dicts from role to the linears of a GPU's part
+            of the model, the counted bytes, and the number of elements of its gradients.
     """
     gemms = casts = others = optimizer = 0.0
     for role, shapes in linears.items():
@@ -166,7 +172,7 @@ def _gemm_seconds(setup: Setup, linears: Linears, level: str, *, trained: bool) 
 
 
 def _gemm(setup: Setup, m: int, n: int, k: int, in_fp8: bool) -> float:
-    """Return the seconds of (m, k) times (k, n) into BF16."""
+    """Return the seconds of (m, k) times (k, n) with a BF16 result."""
     peak = setup.card.fp8 if in_fp8 else setup.card.bf16
     num_bytes = (1 if in_fp8 else 2) * (m * k + n * k) + 2 * m * n
     return max(2 * m * n * k / (SHARE_OF_FLOPS * peak), num_bytes / _bandwidth(setup))
@@ -183,7 +189,7 @@ def _cast_seconds(setup: Setup, linears: Linears, *, trained: bool) -> float:
 
 
 def _other_seconds(setup: Setup, *, trained: bool) -> float:
-    """Return the seconds of attention and of what is between the linears, and of the loss."""
+    """Return the seconds of attention, of the operations between linear layers, and of the loss."""
     text = setup.config.get_text_config()
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -214,7 +220,7 @@ def _fsdp_seconds(setup: Setup, step: StepBytes) -> float:
 
 
 def _replica_seconds(setup: Setup, elements: float, level: str) -> float:
-    """Return the seconds of the gradients' exchange between replicas, a collective per layer."""
+    """Return the seconds of the gradient exchange between replicas, with a collective per layer."""
     if setup.data == 1 or not elements:
         return 0.0
     sent = _replica_bytes(setup, elements, level)
@@ -224,7 +230,7 @@ def _replica_seconds(setup: Setup, elements: float, level: str) -> float:
 
 
 def _replica_bytes(setup: Setup, elements: float, level: str) -> float:
-    """Return the bytes of the gradients' exchange between replicas, of a rank's shards."""
+    """Return the bytes of a rank's shards in the gradient exchange between replicas."""
     plain = 2.0 if setup.fsdp > 1 else 4.0
     each = plain if level == BF16 else 1 + 1 / 32
     return 2 * (setup.data - 1) / setup.data * each * elements
@@ -240,7 +246,7 @@ def _tensor_bytes(setup: Setup) -> float:
 
 
 def _transfer(num_bytes: float, setup: Setup, ranks: int) -> float:
-    """Return the seconds of bytes among so many ranks; beyond a node the network is the limit."""
+    """Return the seconds to send bytes among `ranks` ranks; beyond a node the network limits."""
     inside = ranks <= GPUS_PER_NODE and setup.tensor * ranks <= max(GPUS_PER_NODE, setup.tensor)
     rate = setup.card.link if inside else setup.card.network
     return num_bytes / (SHARE_OF_LINK * rate) if ranks > 1 else 0.0

@@ -1,11 +1,11 @@
-"""Experts on paper: what a grouped GEMM takes in BF16 and in FP8, and whether FP8 pays.
+"""An estimate of grouped GEMMs of experts in BF16 and FP8, and whether FP8 is faster.
 
 Each expert computes ``tokens * top_k / num_experts`` rows on average. GEMMs work on tiles of 128
-rows, so that few rows waste arithmetic, in BF16 and FP8 alike. What FP8 adds are bytes, here per
-element: tokens and their gradients are cast (3) before they are gathered (2, where BF16 gathers 4),
-both operands of wgrad are transposed (3), and a trained weight is cast twice in each micro-batch (3
-and 3), however few rows its expert has. A frozen one is transposed in backward (2). The activation
-and its gradient write FP8 instead of BF16, which costs nothing.
+rows, so a few rows waste arithmetic, in BF16 and FP8 alike. FP8 adds memory traffic, given here in
+bytes per element: tokens and their gradients are cast (3) before they are gathered (2, against 4 in
+BF16), both operands of wgrad are transposed (3), and a trained weight is cast twice in each
+micro-batch (3 and 3), however few rows its expert has. A frozen weight is transposed in backward
+(2). The activation and its gradient are written in FP8 instead of BF16 at no cost.
 """
 
 from collections.abc import Iterable
@@ -22,24 +22,24 @@ from torch_fp8.planner.cards import SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS
 from torch_fp8.planner.setup import Setup
 
 TILE = 128
-"""The rows of a tile of a grouped GEMM."""
+"""The number of rows in a tile of a grouped GEMM."""
 LEAST_SPEEDUP = 1.05
-"""Experts whose FP8 is predicted to be less than so much faster are planned in BF16."""
+"""The minimum predicted speedup of FP8; experts below it are planned in BF16."""
 SKIP = "*.experts"
-"""The pattern of `FP8Config.skip` that leaves experts in BF16."""
+"""The pattern for `FP8Config.skip` that leaves experts in BF16."""
 _CAST, _GATHER, _TRANSPOSE, _BF16_GATHER, _TURN = 3.0, 2.0, 3.0, 4.0, 2.0
 
 
 class GroupedInBF16(TorchFunctionMode):
-    """Run grouped GEMMs in BF16, as autocast would if it knew them.
+    """Run grouped GEMMs in BF16, as autocast would if it supported them.
 
-    With float32 weights stock experts compute in float32, which nobody would compare FP8 with.
+    With float32 weights stock experts compute in float32, which is no useful baseline for FP8.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "_grouped_mm":  # what F.grouped_mm calls
+        if getattr(func, "__name__", "") == "_grouped_mm":  # the operator behind F.grouped_mm
             args = tuple(a.to(torch.bfloat16) if _is_float32(a) else a for a in args)
         return func(*args, **(kwargs or {}))
 
@@ -50,13 +50,13 @@ def _is_float32(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """A fused weight of a block.
+    """A fused expert weight of a block.
 
     Attributes:
-        num_experts, rows, cols: E, N outputs and K inputs.
-        top_k: experts that compute a token.
-        gathers: whether its input are tokens, which are gathered for their experts.
-        frozen, in_fp8: how it is held and multiplied.
+        num_experts, rows, cols: the sizes E, N (outputs) and K (inputs).
+        top_k: the number of experts that compute a token.
+        gathers: whether its inputs are tokens, which are gathered for their experts.
+        frozen, in_fp8: whether it is frozen, and whether it is multiplied in FP8.
     """
 
     num_experts: int
@@ -72,8 +72,8 @@ def expert_weights_of(model: nn.Module, config: Any) -> tuple[ExpertWeight, ...]
     """Collect the fused weights of a model's experts.
 
     Args:
-        model: converted or not.
-        config: configuration of transformers, which says how many experts compute a token.
+        model: the model, converted or not.
+        config: its transformers configuration, which states how many experts compute a token.
     """
     text = config.get_text_config()
     top_k = experts_per_token(text)
@@ -91,20 +91,22 @@ def expert_weights_of(model: nn.Module, config: Any) -> tuple[ExpertWeight, ...]
 
 
 def rows_per_expert(setup: Setup, weight: ExpertWeight) -> float:
-    """Return the rows that an expert computes in a micro-batch, on average."""
+    """Return the average number of rows that an expert computes in a micro-batch."""
     return setup.tokens * weight.top_k / weight.num_experts
 
 
 def expert_seconds(
     setup: Setup, weights: Iterable[ExpertWeight], *, in_fp8: bool, trained: bool
 ) -> tuple[float, float]:
-    """Estimate the GEMMs of experts in a micro-batch, and the bytes that are moved for them.
+    """Estimate the GEMMs of experts in a micro-batch, and the memory traffic around them.
 
     Args:
+        setup: the planned run.
+        weights: the fused weights.
         in_fp8: whether they run in FP8.
         trained: whether there is a backward.
     Returns:
-        Seconds of GEMMs, and seconds of casts, gathers and transpositions.
+        (seconds of GEMMs, seconds of casts, gathers and transpositions).
     """
     peak = SHARE_OF_FLOPS * (setup.card.fp8 if in_fp8 else setup.card.bf16)
     bandwidth = SHARE_OF_BANDWIDTH * setup.card.bandwidth
@@ -126,7 +128,7 @@ def expert_seconds(
 
 def _moved_bytes(setup: Setup, weight: ExpertWeight, in_fp8: bool, trained: bool) -> float:
     n, k, m = weight.rows, weight.cols, setup.tokens * weight.top_k
-    # Tokens go in at the first weight; their gradients come in at the second one.
+    # The first weight's input is tokens; the second one's grad_output is their gradients.
     hidden, has_tokens = (k, True) if weight.gathers else (n, trained)
     if not in_fp8:
         return _BF16_GATHER * m * hidden * has_tokens
@@ -139,7 +141,7 @@ def _moved_bytes(setup: Setup, weight: ExpertWeight, in_fp8: bool, trained: bool
 
 
 def speedup(setup: Setup, weights: Iterable[ExpertWeight], *, trained: bool) -> float:
-    """Return how much faster experts run in FP8 than in BF16, on paper."""
+    """Return the estimated speedup of experts in FP8 over BF16."""
     weights = list(weights)
     plain, fp8 = (
         sum(expert_seconds(setup, weights, in_fp8=in_fp8, trained=trained))

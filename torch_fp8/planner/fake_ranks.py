@@ -1,4 +1,4 @@
-"""A rank among many of which this process alone exists, and tensors that have no memory."""
+"""A fake process group in which only this rank exists, and a counter for tensors without memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch_fp8.distributed.comm_counter import Recorder
 
 
 class FakeRecorder(Recorder):
-    """A counter of collectives that counts those of tensors without memory, too."""
+    """A counter of collectives that also counts those of tensors without memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         types = [t for t in types if not issubclass(t, FakeTensor)]
@@ -20,13 +20,13 @@ class FakeRecorder(Recorder):
 
 @contextlib.contextmanager
 def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
-    """Enter a process group of `number` ranks of which this process is the first; its collectives
-    move nothing.
+    """Enter a process group of `number` ranks; this process is rank 0, and collectives move
+    nothing.
 
     Yields:
         The mesh of all ranks; None for one rank, which needs no group.
     Raises:
-        ValueError: this process is in a process group already.
+        ValueError: this process already is in a process group.
     """
     if number == 1:
         yield None

@@ -1,10 +1,10 @@
 """Models that can be planned: presets, and the configurations of Hugging Face models.
 
-A model is built by transformers on the meta device, where parameters have shapes and no memory, so
-that what is counted are the modules that will be trained. The presets need neither network nor
-files; their sizes are those of the configurations on the Hugging Face hub, GPT's those of the
-scripts that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B, of GPT-3 (arXiv
-2005.14165), which GPT-NeoX's class of transformers can express.
+transformers builds a model on the meta device, where parameters have shapes but no memory, so the
+counted modules are those that will be trained. The presets need neither network nor files. Their
+sizes are those of the configurations on the Hugging Face hub. GPT's sizes are those of the scripts
+that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B, of GPT-3 (arXiv
+2005.14165), which transformers' GPT-NeoX class can express.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch_fp8.environment.host_models import imported, missing_package, model_f
 
 
 def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:
-    """Return what the configurations of a family have in common."""
+    """Return the options that the configurations of a family share."""
     return {"model_type": kind, "vocab_size": vocab_size, **more}
 
 
@@ -72,12 +72,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """The presets that are mixtures of experts."""
 PRESETS = _DENSE | EXPERTS
-"""Name -> keyword arguments of the configuration, with its ``model_type``."""
+"""Preset name -> keyword arguments of the configuration, with its ``model_type``."""
 FAMILIES = {
     family: tuple(name for name in _DENSE if name.startswith(family))
     for family in ("gpt", "llama", "qwen3")
 }
-"""Presets of the same kind, the smallest first."""
+"""The presets of each family, the smallest first."""
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
@@ -85,10 +85,11 @@ def read_config(model: Any) -> Any:
     """Return the Hugging Face configuration of a model.
 
     Args:
-        model: a preset (`PRESETS`, in any case), a folder with a ``config.json``, such a file, or a
-            configuration.
+        model: a preset (`PRESETS`, in any case), a ``config.json`` or a folder that contains one,
+            or a configuration.
     Raises:
-        ValueError: no such preset or folder; a configuration that names no model, or no sizes.
+        ValueError: the preset or folder does not exist; the configuration names no model, or no
+            sizes.
         ImportError: transformers is missing.
     """
     config = model if hasattr(model, "to_dict") else _from_name(model)
@@ -103,7 +104,7 @@ def read_config(model: Any) -> Any:
 
 
 def family_of(model: Any) -> tuple[str, ...]:
-    """Return the presets of the family that `model` names, or belongs to, the smallest first."""
+    """Return the presets of the family that `model` names or belongs to, the smallest first."""
     name = str(model).lower()
     for family, names in FAMILIES.items():
         if name == family or name in names:
@@ -117,9 +118,9 @@ def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -
     """Build the model on the meta device in float32, in training mode.
 
     Args:
-        config: what `read_config` returned.
-        num_layers: the number of layers instead of all.
-        judges: with a head of one number, as value and reward models have it.
+        config: the result of `read_config`.
+        num_layers: the number of layers; None: all.
+        judges: whether the head returns one number, as in value and reward models.
     Raises:
         ValueError: transformers has no such class for the configuration, or refuses it.
     """
@@ -151,10 +152,11 @@ def num_layers(config: Any) -> int:
 
 
 def period(config: Any) -> int:
-    """Return after how many layers the kinds of layers repeat: 1 where all are alike.
+    """Return the number of layers after which the kinds of layers repeat; 1 if all are alike.
 
     Raises:
-        ValueError: they do not repeat, as where the first layers are dense and the rest are not.
+        ValueError: they do not repeat, for example because the first layers are dense and the rest
+            are not.
     """
     kinds = getattr(_text(config), "layer_types", None)
     if not kinds:
@@ -167,12 +169,12 @@ def period(config: Any) -> int:
 
 
 def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> None:
-    """Give each linear layer of the model's own tensor-parallel plan the share of one rank.
+    """Reduce each linear layer in the model's tensor-parallel plan to one rank's share.
 
-    The embedding and the output layer, whose results transformers gathers, stay whole.
+    The embedding and the output layer stay whole, because transformers gathers their results.
 
     Raises:
-        ValueError: the model has no such plan, or sizes that `degree` does not divide.
+        ValueError: the model has no such plan, or `degree` does not divide a size.
     """
     if degree == 1:
         return
@@ -202,7 +204,7 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that repeat: the longest list of modules."""
+    """Return the repeated layers: the longest list of modules."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
     return list(lists[sizes.index(max(sizes))])
@@ -262,7 +264,7 @@ def _set_layers(config: Any, number: int) -> None:
 
 
 def _style(styles: dict[tuple[str, ...], str], name: str) -> str | None:
-    """Return the style that a plan gives a module; ``*`` stands for a layer's number."""
+    """Return the style that a plan gives a module; ``*`` in the plan matches a layer's number."""
     parts = name.split(".")
     for pattern, style in styles.items():
         tail = parts[-len(pattern) :]

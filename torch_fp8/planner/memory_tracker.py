@@ -1,8 +1,8 @@
-"""Peak memory by category: every storage that operators make is followed from birth to death.
+"""Peak memory by category: every storage that operators create is tracked until it is freed.
 
-Works on CUDA, on the CPU and on fake tensors, which have shapes and no memory: a peak can be
-counted without a card. What kernels allocate within one operator is not seen (on CUDA, the
-difference to the allocator's own peak shows it).
+The tracker works on CUDA, on the CPU, and on fake tensors, which have shapes but no memory, so a
+peak can be counted without a GPU. It does not see memory that kernels allocate within an operator
+(on CUDA, the difference to the allocator's own peak shows it).
 """
 
 import weakref
@@ -19,16 +19,16 @@ CATEGORIES = ("weights", "residuals", "gradients", "states", "saved activations"
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes that live now and at the peak, by category.
+    """Live and peak bytes by category.
 
-    A storage is workspace until something says otherwise: `assign`, the saved-tensor hooks that
-    `entering` the tracker sets, and the gradients of the parameters given to it.
+    A storage is workspace until it is categorized by `assign`, by the saved-tensor hooks that
+    entering the tracker sets, or as the gradient of one of the given parameters.
 
     Attributes:
-        current: category -> bytes that live now.
-        peak: the same when their sum was largest, since `reset_peak`.
-        resized: returns the tensors whose storages somebody frees and makes again by resizing them,
-            as FSDP2 does with gathered weights; no operator tells of that.
+        current: the live bytes by category.
+        peak: the bytes by category when their sum was largest since `reset_peak`.
+        resized: a function that returns the tensors whose storages are freed and allocated again by
+            resizing, as FSDP2 does with gathered weights; no operator shows that.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -72,9 +72,9 @@ class MemoryTracker(TorchDispatchMode):
         """Count a tensor's storages under a category.
 
         Args:
-            tensor: a subclass counts by the tensors that it holds.
+            tensor: the tensor; a subclass counts by the tensors inside it.
             category: one of CATEGORIES.
-            again: whether a storage that has a category already changes it.
+            again: whether to change the category of a storage that has one already.
         """
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
@@ -94,16 +94,16 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """The bytes that live now."""
+        """The live bytes."""
         return sum(self.current.values())
 
     @property
     def peak_total(self) -> int:
-        """The bytes that lived at the peak."""
+        """The live bytes at the peak."""
         return sum(self.peak.values())
 
     def reset_peak(self) -> None:
-        """Start over from what lives now."""
+        """Start a new peak from the live bytes."""
         self.peak = dict(self.current)
 
     def _see_resized(self) -> None:
@@ -131,7 +131,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with memory behind one, as a wrapper subclass declares them."""
+    """Return the tensors that hold a tensor's memory; a wrapper subclass declares several."""
     if type(tensor) in (Tensor, nn.Parameter, FakeTensor):
         return [tensor]
     if hasattr(tensor, "parts"):

@@ -1,4 +1,4 @@
-"""The models of a run, made on the meta device and given to this package's own conversion."""
+"""The models of a run, built on the meta device and converted by this package."""
 
 import contextlib
 import warnings
@@ -22,19 +22,21 @@ from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
 
 
 class Planned(NamedTuple):
-    """A model on the meta device, and the optimizers that train it, none where it is frozen."""
+    """A model on the meta device and its optimizers; none if the model is frozen."""
 
     model: nn.Module
     optimizers: list[AdamW]
 
 
 def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None) -> nn.Module:
-    """Build a model of a run in the dtype that it is loaded in, converted at a level.
+    """Build a model of a run in the dtype in which it is loaded, converted at a level.
 
-    BF16-mixed holds trained weights in float32, those of a frozen model or base in BF16.
+    BF16-mixed keeps trained weights in float32, and those of a frozen model or base in BF16.
 
     Args:
+        setup: the planned run.
         role: one of `torch_fp8.planner.setup.ROLES`.
+        level: one of `torch_fp8.planner.setup.LEVELS`.
         layers: the number of its layers; None: all.
     """
     model = build(setup.config, num_layers=layers, judges=role in JUDGES)
@@ -58,7 +60,7 @@ def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None
 
 
 def with_optimizer(model: nn.Module, setup: Setup, role: str, level: str) -> Planned:
-    """Give a model that is trained AdamW, converted at a level."""
+    """Add an AdamW, converted at a level, to a model that is trained."""
     if role not in TRAINED:
         return Planned(model, [])
     optimizer = AdamW(p for p in model.parameters() if p.requires_grad)
@@ -72,7 +74,7 @@ def with_optimizer(model: nn.Module, setup: Setup, role: str, level: str) -> Pla
 def sharded(
     model: nn.Module, setup: Setup, role: str, level: str, mesh: DeviceMesh | None
 ) -> Planned:
-    """Shard a model by FSDP2, block by block, and give it its optimizer."""
+    """Shard a model with FSDP2, block by block, and add its optimizer."""
     if mesh is None:
         return with_optimizer(model, setup, role, level)
     shard(model, mesh)
@@ -86,20 +88,20 @@ def sharded(
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Apply ``fully_shard`` to the blocks and to the whole, computing in BF16."""
+    """Apply ``fully_shard`` to the blocks and to the whole model, with BF16 compute."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*blocks_of(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def connect(model: nn.Module, setup: Setup, level: str) -> None:
-    """Let FSDP2's collectives move FP8, as the level has it."""
+    """Connect FSDP2's collectives to FP8, as the level requires."""
     if level != BF16:
         connect_fsdp(model, setup.fp8_config(level))
 
 
 def stages(setup: Setup) -> list[tuple[str, int]]:
-    """Return the kinds of pipeline stages that can be the fullest, with their layers."""
+    """Return the kinds of pipeline stages that can be the fullest, with their number of layers."""
     total = num_layers(setup.config)
     if setup.pipeline == 1:
         return [("whole", total)]
@@ -109,9 +111,9 @@ def stages(setup: Setup) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def only_stage(model: Any, stage: str) -> Iterator[None]:
-    """Leave out the output layer of a first stage, and the embedding of a last one, for counting.
+    """Leave out the output layer of a first stage, or the embedding of a last one, while counting.
 
-    A tied weight is in both.
+    A tied weight is in both stages.
     """
     base = getattr(model, "base_model", model)
     hidden = {

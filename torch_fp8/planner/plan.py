@@ -1,4 +1,4 @@
-"""`plan`: memory, bytes on the wire and time of a training run, for BF16 and each level."""
+"""`plan`: memory, network traffic and step time of a training run, for BF16 and each level."""
 
 import dataclasses
 import inspect
@@ -24,16 +24,17 @@ from torch_fp8.quantization.suggestions import unknown_options
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 USABLE = 0.99
-"""The share of a card's memory that programs can have: 79.2 GiB of an H100's 80."""
+"""The share of a GPU's memory that programs can use: 79.2 GiB of an H100's 80."""
 CONTEXT = 2**30
-"""Bytes of CUDA's context, NCCL's buffers and cuBLAS's workspaces; assumed."""
+"""The bytes of CUDA's context, NCCL's buffers and cuBLAS's workspaces; an assumption."""
 FRAGMENTS = 0.08
-"""What the allocator holds beyond the counted peak, as a share of it; assumed, no card has measured
-it."""
+"""The allocator's overhead as a share of the counted peak; an assumption that no GPU has
+measured.
+"""
 
 
 def left_of(memory: float, peak: float) -> float:
-    """Return the bytes that a run with this counted peak leaves of a card; negative: it does not
+    """Return the bytes of a GPU that a run with this counted peak leaves; negative if it does not
     fit.
     """
     return USABLE * memory - (1 + FRAGMENTS) * peak - CONTEXT
@@ -41,20 +42,20 @@ def left_of(memory: float, peak: float) -> float:
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """What a run needs of each GPU at one level.
+    """The memory, traffic and time of each GPU at one level.
 
     Attributes:
-        bytes: the categories of `torch_fp8.MemoryReport`, ``activations`` (everything that lives
-            within a step only: what is saved for backward, gathered weights, logits and other work
-            space, at their peak), and ``total``, the sum of all.
-        peak: the most that lives at one time. Below the total, for gradients come as activations
-            go; equal to it where gradients stay from one micro-batch to the next.
-        fits: whether `peak` is within the card's memory, with what a card takes beside it.
-        headroom: bytes that are left (`left_of`); negative where it does not fit.
-        wire: bytes that a GPU sends in an optimizer step.
+        bytes: bytes by category: those of `torch_fp8.MemoryReport`, ``activations`` (everything
+            that exists only within a step: tensors saved for backward, gathered weights, logits and
+            other workspace, at their peak), and ``total``, the sum of all.
+        peak: the bytes at the moment of highest use. Less than the total, because activations are
+            freed while gradients appear; equal to it if gradients persist between micro-batches.
+        fits: whether `peak` and the GPU's own overhead fit into its memory.
+        headroom: the bytes that are left (`left_of`); negative if the run does not fit.
+        wire: the bytes that a GPU sends per optimizer step.
         seconds: the estimated seconds of an optimizer step.
-        detail: the parts of the seconds.
-        config: what to copy: the FP8Config of the level, as JSON; empty for BF16.
+        detail: the parts of the estimated seconds.
+        config: the level's FP8Config as JSON, ready to copy; empty for BF16.
     """
 
     bytes: dict[str, int]
@@ -72,10 +73,11 @@ class Plan:
     """The plan of a run.
 
     Attributes:
-        setup: what was planned.
-        levels: ``bf16-mixed``, ``O1``, ``O2``, ``O3`` -> what it needs.
-        num_params: the parameters of all models of the run, on all GPUs of one replica.
-        experts: what is expected of experts, and whether they stay in BF16; empty: there are none.
+        setup: the planned run.
+        levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
+        num_params: the number of parameters of all models of the run, on all GPUs of one replica.
+        experts: a text on the expected speed of experts, and whether they stay in BF16; empty
+            without experts.
     """
 
     setup: Setup
@@ -108,16 +110,16 @@ class Plan:
 
 
 def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Plan:
-    """Count what a training run needs of each GPU, before there is one.
+    """Plan the memory, network traffic and step time of a training run, without a GPU.
 
-    Weights, gradients and optimizer states are those that the real conversion makes of the real
-    modules, on the meta device, sharded by FSDP2 on as many ranks; what lives within a step is
-    followed through a step on tensors without memory. Bytes on the wire are counted there, too.
-    Time is an estimate from data sheets (`torch_fp8.planner.estimate`).
+    Weights, gradients and optimizer states are counted exactly: the real conversion runs on the
+    real modules on the meta device, sharded by FSDP2 over the same number of ranks. Activations and
+    network traffic are counted in a step on tensors without memory. Time is an estimate from data
+    sheets (`torch_fp8.planner.estimate`).
 
     Args:
-        model: a preset (``llama-3.1-8b``, ...), a folder with a ``config.json``, such a file, or a
-            configuration of transformers.
+        model: a preset (``llama-3.1-8b``, ...), a ``config.json`` or a folder that contains one, or
+            a transformers configuration.
         levels: some of ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         **options: the cluster and the run:
 
@@ -125,23 +127,25 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
             * ``card``: ``h100``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``. Default: ``"h100"``.
             * ``memory``: GiB of each GPU; None: the card's.
             * ``sequence``: tokens of a sequence; None: the model's longest, at most 4096.
-            * ``micro_batch``: sequences of a forward of one GPU. Default: 1.
-            * ``accumulate``: micro-batches of an optimizer step. Default: 1.
-            * ``data``, ``fsdp``, ``tensor``, ``pipeline``: replicas, FSDP2's shards, and the
-              degrees of tensor and pipeline parallelism; their product is ``gpus``. ``fsdp=None``:
+            * ``micro_batch``: sequences in one forward of a GPU. Default: 1.
+            * ``accumulate``: micro-batches in an optimizer step. Default: 1.
+            * ``data``, ``fsdp``, ``tensor``, ``pipeline``: the degrees of replication, FSDP2
+              sharding, tensor and pipeline parallelism; their product is ``gpus``. ``fsdp=None``:
               what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
-            * ``recipe``: recipe of FP8. Default: ``auto``, which is measured on a card: tensorwise
-              on paper.
-            * ``save_attention``: what attention saves at the FP8 levels, ``bf16``, ``qkv`` or
-              ``qkvo``. Default: ``"bf16"``.
+            * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
+              needs a GPU to measure.
+            * ``save_attention``: tensors that attention saves in FP8 at the FP8 levels, ``bf16``
+              (none), ``qkv`` or ``qkvo``. Default: ``"bf16"``.
             * ``moment_bits``: bits of Adam's first moment at O2 and O3, 8 or 4. Default: 8.
-            * ``checkpointing``: whether layers are computed again in backward. Default: False.
+            * ``checkpointing``: whether layers use activation checkpointing. Default: False.
             * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
               ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
               ``reference`` and ``reward`` are not. Default: ``"full"``.
+    Returns:
+        The plan, with a `LevelPlan` for each level; ``print`` shows it as a table.
     Raises:
-        ValueError: a model that cannot be read, or has no sizes; degrees that do not divide; an
-            unknown card, level, recipe or method; this process is in a process group.
+        ValueError: the model cannot be read or states no sizes; degrees do not divide; a card,
+            level, recipe or method is unknown; this process is in a process group.
         TypeError: a size is not a number, or an option is unknown.
         ImportError: transformers, or peft for ``lora``, is missing.
     """
@@ -155,11 +159,11 @@ def plan_beside(
     levels: tuple[str, ...] = LEVELS,
     **options: Any,
 ) -> Plan:
-    """Plan as `plan` does, beside other plans.
+    """Plan as `plan` does, and reuse step counts of other plans.
 
     Args:
-        counted: the steps of plans that differ from this one in the number of GPUs alone, by role,
-            level and degree of FSDP2. Those of this one are added.
+        counted: the counted steps of plans that differ from this one only in the number of GPUs, by
+            role, level and degree of FSDP2. This plan adds its own.
         model, levels, options: see `plan`.
     """
     if isinstance(levels, str):
@@ -171,7 +175,7 @@ def plan_beside(
     if unknown := unknown_options(options, known, "plan()"):
         raise TypeError(unknown)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' about names of its own
+        warnings.simplefilter("ignore")  # transformers warns of its own names
         return _plan(make_setup(model, **options), levels, counted)
 
 
@@ -201,7 +205,7 @@ def _cost(plans: dict[str, LevelPlan]) -> tuple[bool, float]:
 
 
 def _experts_of(setup: Setup) -> tuple[str, float]:
-    """Say how many rows experts compute; return it with the speed in FP8 over that in BF16."""
+    """Describe how many rows experts compute; return it with the speedup of FP8 over BF16."""
     model = make_model(setup, "policy", "O1", layers=period(setup.config))
     weights = [w for w in expert_weights_of(model, setup.config) if w.in_fp8]
     if not weights:
@@ -213,12 +217,14 @@ def _experts_of(setup: Setup) -> tuple[str, float]:
 def largest(
     family: Any, *, level: str = "O2", **options: Any
 ) -> tuple[str | None, dict[str, LevelPlan]]:
-    """Find the largest preset of a family that fits; returns its name, and what each tried needs.
+    """Find the largest preset of a family that fits.
 
     Args:
-        family: ``gpt``, ``llama``, ``qwen3``, or a preset of it.
+        family: ``gpt``, ``llama``, ``qwen3``, or a preset of one of them.
         level: one of `torch_fp8.planner.setup.LEVELS`.
         options: see `plan`.
+    Returns:
+        The preset's name (None if none fits), and the plan of each preset that was tried.
     """
     best, tried = None, {}
     for name in family_of(family):
@@ -234,7 +240,7 @@ def _plan_level(
     standing = {role: standing_bytes(setup, role, level) for role in setup.roles}
     steps = {role: _step(setup, role, level, counted) for role in setup.roles}
     parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
-    # PPO's losses of policy and value are one backward; the others run before, one by one.
+    # PPO runs one backward for policy and value; the other models run before, one by one.
     trained = [step for role, step in steps.items() if role in TRAINED]
     in_flight = _saved_again(setup, trained)
     forward = max(sum(s.forward for s in trained) + in_flight, *(s.forward for s in steps.values()))
@@ -268,7 +274,7 @@ def _plan_level(
 def _step(
     setup: Setup, role: str, level: str, counted: dict[tuple[str, str, int], StepBytes]
 ) -> StepBytes:
-    """Count a step; those of O2 and O3 hold and send the same, but for 8-bit gradients."""
+    """Count a step; O2 and O3 hold and send the same, except for 8-bit gradients."""
     same = "O2" if level == "O3" else level
     key = role, same, setup.fsdp
     if key not in counted:
@@ -279,14 +285,16 @@ def _step(
 def _with_bf16_gradients(
     setup: Setup, standing: dict[str, MemoryReport], level: str
 ) -> dict[str, MemoryReport]:
-    """Return the bytes with BF16 gradients, with which a step is counted, for 8-bit ones."""
+    """Return the bytes with BF16 in place of 8-bit gradients, because steps are counted that
+    way.
+    """
     if level != "O3":
         return standing
     return {r: standing_bytes(setup, r, "O2") if r in TRAINED else standing[r] for r in standing}
 
 
 def _trained_elements(setup: Setup, role: str) -> float:
-    """Return the elements of a GPU's gradients, where replicas exchange them."""
+    """Return the number of elements of a GPU's gradients, if replicas exchange them."""
     return standing_bytes(setup, role, BF16).gradients / 4 if setup.data > 1 else 0.0
 
 

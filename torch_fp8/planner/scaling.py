@@ -1,4 +1,4 @@
-"""The same run on more and more GPUs, on paper: bytes on the wire and seconds by level."""
+"""Plans of one run on increasing numbers of GPUs: network traffic and seconds by level."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from torch_fp8.quantization.wording import aligned
 
 
 def scaling(model: Any, gpus: Sequence[int], **options: Any) -> list[Plan]:
-    """Plan a run on each number of GPUs, with the same micro-batch on each of them.
+    """Plan a run on each number of GPUs, with the same micro-batch on each GPU.
 
     Args:
         model: see `torch_fp8.plan`.
-        gpus: the numbers of GPUs; FSDP2 shards over all of them, but for the degrees that are
-            given: with ``fsdp=8`` there is a replica for every 8.
+        gpus: the numbers of GPUs. FSDP2 shards over all of them, except for degrees that you give:
+            ``fsdp=8`` makes a replica of every 8.
         options: see `torch_fp8.plan`.
     """
     counted: dict[tuple[str, str, int], StepBytes] = {}
@@ -23,10 +23,10 @@ def scaling(model: Any, gpus: Sequence[int], **options: Any) -> list[Plan]:
 
 
 def scaling_text(plans: Sequence[Plan]) -> str:
-    """Format plans as three tables of at most 80 columns: memory, wire, seconds.
+    """Format plans as three tables of at most 80 columns: memory, network traffic, seconds.
 
-    ``tokens/s`` are those of all GPUs at the fastest level that fits; ``of linear`` is that number
-    against the first row's, per GPU.
+    ``tokens/s`` is for all GPUs at the fastest level that fits; ``of linear`` compares this number
+    per GPU with the first row's.
     """
     setup = plans[0].setup
     head = (

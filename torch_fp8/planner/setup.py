@@ -1,4 +1,4 @@
-"""`Setup`: what is to be planned, checked for contradictions."""
+"""`Setup`: the run to plan, checked for contradictions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,38 +15,38 @@ BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
 METHODS = ("full", "lora", "rlhf")
 ROLES = ("policy", "value", "reference", "reward")
-"""The models of RLHF: the first two are trained, the others judge."""
+"""The models of RLHF; the first two are trained, the others only evaluated."""
 TRAINED = ("policy", "value")
 JUDGES = ("value", "reward")
-"""The models with a head of one number."""
+"""The models whose head returns one number."""
 DEFAULT_SKIP = FP8Config().skip
 _AUTO = "tensorwise"
-"""The recipe that stands for ``auto``, which is measured on a card."""
+"""The recipe planned for ``auto``, which needs a GPU to measure."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A training run on paper.
+    """A training run to plan.
 
     Attributes:
         config: the configuration of the Hugging Face model.
-        name: how the user named it; of a path the last part.
+        name: the user's name for it; for a path its last part.
         card: the GPU.
-        gpus: their number, the product of the four degrees.
-        memory: GiB of each.
-        sequence: tokens of a sequence.
-        micro_batch: sequences of a forward of one GPU.
-        accumulate: micro-batches of a step.
-        data, fsdp, tensor, pipeline: the degrees of replicas, of FSDP2's shards, and of tensor and
-            pipeline parallelism.
-        recipe: the FP8 recipe; ``tensorwise`` stands for ``auto``.
-        recipe_is_auto: whether the user named none.
-        checkpointing: whether layers are computed again in backward.
+        gpus: the number of GPUs, the product of the four degrees.
+        memory: the memory of each GPU, GiB.
+        sequence: the tokens of a sequence.
+        micro_batch: the sequences in one forward of a GPU.
+        accumulate: the micro-batches of a step.
+        data, fsdp, tensor, pipeline: the degrees of replication, of FSDP2 sharding, and of tensor
+            and pipeline parallelism.
+        recipe: the FP8 recipe; ``tensorwise`` for ``auto``.
+        recipe_is_auto: whether the user chose no recipe.
+        checkpointing: whether layers use activation checkpointing.
         method: ``full``, ``lora`` or ``rlhf``.
-        roles: the models that exist; of ``rlhf``.
-        rank: the rank of LoRA's adapters.
-        skip: patterns of modules that stay in BF16 beside those of the default.
-        save_attention: what attention saves in FP8 at the FP8 levels.
+        roles: the models of ``rlhf`` that exist.
+        rank: the rank of LoRA adapters.
+        skip: patterns of modules that stay in BF16 in addition to the default ones.
+        save_attention: the tensors that attention saves in FP8 at the FP8 levels.
         moment_bits: the bits of Adam's first moment at O2 and O3.
     """
 
@@ -79,7 +79,7 @@ class Setup:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients live from one micro-batch to the next, or in DDP's buckets."""
+        """Whether gradients persist between micro-batches, or in DDP's buckets."""
         return self.accumulate > 1 or self.pipeline > 1 or (self.data > 1 and self.fsdp == 1)
 
     def fp8_config(self, level: str) -> FP8Config:
@@ -114,7 +114,7 @@ def make_setup(
     save_attention: str = "bf16",
     moment_bits: int = 8,
 ) -> Setup:
-    """Check the arguments of `torch_fp8.plan` and fill in what was not said.
+    """Check the arguments of `torch_fp8.plan` and fill in the defaults.
 
     Raises:
         ValueError, TypeError, ImportError: see `torch_fp8.plan`.
@@ -164,7 +164,7 @@ def make_setup(
     if method == "rlhf" and "policy" not in roles:
         raise ValueError("roles: RLHF trains a policy; name it among the roles")
     if pipeline > 1:
-        accumulate = max(accumulate, pipeline)  # each stage has a micro-batch to work on
+        accumulate = max(accumulate, pipeline)  # so that each stage has a micro-batch
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if sequence is not None and isinstance(positions, int) and sequence > positions:
         raise ValueError(f"sequence={sequence} is longer than the model's {positions} positions")

@@ -1,4 +1,4 @@
-"""Plans as text: with rich on a terminal that has it, in plain text otherwise."""
+"""Plans as text: with rich on a terminal if it is installed, otherwise as plain text."""
 
 import importlib
 from typing import Any, TextIO
@@ -11,7 +11,7 @@ from torch_fp8.quantization.wording import aligned
 _GIB = 2**30
 _DEFAULT = FP8Config().opt_level
 _EQUAL = 1.01
-"""Estimated seconds within this factor of the least are equal."""
+"""The factor up to which estimated seconds count as equal to the lowest."""
 
 
 def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
@@ -40,7 +40,7 @@ def plain_text(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Say in a few words what was planned."""
+    """Describe the planned run in a few words."""
     setup = plan.setup
     degrees = {
         "data": setup.data,
@@ -59,7 +59,7 @@ def headline(plan: Plan) -> str:
 
 
 def what(setup: Setup) -> str:
-    """Name what is trained."""
+    """Describe the trained model."""
     if setup.method == "lora":
         return f"LoRA of rank {setup.rank}"
     if setup.method == "rlhf":
@@ -85,7 +85,7 @@ def lines_of(plan: Plan) -> list[list[str]]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Say what the figures are, and which configuration to copy."""
+    """Return notes on the numbers, and on which configuration to copy."""
     lines = [
         "Bytes are counted by the code that trains; activations hold all that lives",
         "within a step. The total is the sum; the peak is what lives at one time.",
@@ -105,7 +105,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def advice(plan: Plan) -> tuple[str, str]:
-    """Return the level to run, and why; two empty texts where none fits."""
+    """Return the recommended level and the reason; two empty strings if none fits."""
     fitting = {name: level for name, level in plan.levels.items() if level.config and level.fits}
     if not fitting:
         return "", ""

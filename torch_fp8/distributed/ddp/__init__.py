@@ -1,1 +1,1 @@
-"""Gradients that DistributedDataParallel exchanges in FP8."""
+"""FP8 gradient exchange for DistributedDataParallel."""

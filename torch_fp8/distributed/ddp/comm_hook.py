@@ -1,25 +1,23 @@
-"""The communication hook of DistributedDataParallel that averages gradients in 8 bits, at O1 and
-O2.
+"""The communication hook that averages DistributedDataParallel's gradients in 8 bits (O1, O2).
 
-A bucket is averaged in two collectives of messages (`torch_fp8.ops.messages`): an all-to-all that
-brings each rank the part that it owns from everybody, and an all-gather of the average that it made
-of it. Both round to nearest, so there is no state to save. In groups of 32 travel the matrices of
-at least 4,096 elements; vectors and small matrices travel as BF16 in the same message.
+Two collectives of messages average a bucket (`torch_fp8.ops.messages`): an all-to-all sends each
+rank the part that it owns from all ranks, and an all-gather sends the average of that part to all
+ranks. Both round to nearest, so there is no state to save. Matrices of at least 4,096 elements
+travel in groups of 32; vectors and small matrices travel as BF16 in the same message.
 
-The two collectives of a bucket cannot follow each other within its own call, which would wait for
-the ranks, nor in a callback of the backend, whose few threads then wait for each other. So each
-call issues its bucket's all-to-all, then the all-gather of the bucket before, then decodes the one
-before that; the call of the last bucket brings all to their end, that of the first, small one its
-own. That order is the same on all ranks. On CUDA everything runs on a stream beside the one that
-computes, which waits when backward ends.
+A bucket's two collectives cannot both run in the hook's call, which would wait for the other ranks,
+or in a callback of the backend, whose few threads would wait for each other. Instead each call
+issues the all-to-all of its own bucket and the all-gather of the previous bucket, and decodes the
+bucket before that. The call for the last bucket finishes all buckets; the call for the first, small
+bucket finishes its own. This order is the same on all ranks. On CUDA everything runs on a separate
+stream, and the computing stream waits for it at the end of backward.
 
-Where other gradients are averaged beside DDP (`fp8_grad_reducer`), in the same process group, their
-collectives come first and these follow: buckets that are ready before are held back. Which of them
-are ready first may differ by rank, and so there is one order.
+If other gradients are averaged beside DDP (`fp8_grad_reducer`) in the same process group, their
+collectives come first, and buckets that are ready earlier wait. Ranks may become ready in different
+orders, so they need one fixed order.
 
-What a bucket holds that has no 8-bit form, sparse gradients and float64, is averaged as without the
-hook. Ranks that have joined (uneven inputs) send zeros, and the average counts them, as it does
-with torch's own hooks.
+Gradients without an 8-bit form (sparse or float64) are averaged as without the hook. Ranks that
+have joined (uneven inputs) send zeros, and the average counts them, as with torch's own hooks.
 """
 
 from collections.abc import Iterator
@@ -39,21 +37,19 @@ Future: TypeAlias = torch.futures.Future[torch.Tensor]
 
 
 def pieces_of(buffer: Tensor, gradients: list[Tensor]) -> Iterator[tuple[int, int, bool]]:
-    """Yield the place of each gradient of a bucket, a view of its buffer, and whether it travels in
-    groups.
-    """
+    """Yield (start, numel, whether in groups) for each gradient, a view of a bucket's buffer."""
     for gradient in gradients:
         in_groups = gradient.ndim >= 2 and gradient.numel() >= MIN_NUMEL
         yield gradient.storage_offset() - buffer.storage_offset(), gradient.numel(), in_groups
 
 
 class QuantizedAllReduce:
-    """The state of the hook: the ranks that average, and the buckets on their way.
+    """The hook's state: the process group, and the buckets in flight.
 
     Args:
         group: DDP's process group, of more than one rank.
-        beside: what averages other gradients of this DDP, and goes first.
-        exchanges: whether gradients travel in 8 bits; else in their dtype. None: they do.
+        beside: the reducer of this DDP's other gradients, which goes first; None: there is none.
+        exchanges: the choice whether gradients travel in 8 bits or in their dtype; None: 8 bits.
     """
 
     def __init__(
@@ -72,10 +68,10 @@ class QuantizedAllReduce:
         self._stream = CommunicationStream()
 
     def average(self, bucket: dist.GradBucket) -> Future:
-        """Begin to average a bucket; the average replaces its buffer and is the future's value.
+        """Start to average a bucket; the average replaces its buffer and is the future's value.
 
-        Each call takes the buckets before it one collective further, the newest first, and the call
-        of the last bucket takes all of them to their end.
+        Each call also advances the earlier buckets by one collective, the newest first. The call
+        for the last bucket finishes all of them.
         """
         buffer = bucket.buffer()
         if bucket.index() == 0:
@@ -96,7 +92,7 @@ class QuantizedAllReduce:
         return future
 
     def _release(self, device: torch.device, to_the_end: bool) -> None:
-        """Begin to average the buckets that were held back, in their order."""
+        """Start to average the buckets that were held back, in order."""
         with self._stream.beside(device):
             while self._held:
                 self._in_flight.insert(0, self._held.pop(0))
@@ -105,7 +101,7 @@ class QuantizedAllReduce:
                 self._advance()
 
     def _advance(self) -> None:
-        """Advance each bucket on its way by one stage; those that have ended are dropped."""
+        """Advance each bucket in flight by one stage, and drop the finished ones."""
         self._in_flight = [s for s in self._in_flight if next(s, "ended") is None]
 
     def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
@@ -115,7 +111,7 @@ class QuantizedAllReduce:
         future.set_result(buffer)
 
     def _average_stock(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
-        """Average what has no 8-bit form in its own dtype, as without a hook."""
+        """Average a bucket without 8-bit form in its own dtype, as without a hook."""
         buffer.div_(self.world_size)
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         yield
@@ -123,10 +119,12 @@ class QuantizedAllReduce:
         future.set_result(work.get_future().wait()[0])
 
     def __reduce__(self) -> Any:
-        # The state goes with DDP's own process group, which a copy gets anew.
+        # The state belongs to DDP's process group; a copy of DDP gets another one.
         return type(None), ()
 
 
 def average_bucket(state: QuantizedAllReduce, bucket: dist.GradBucket) -> Future:
-    """Run as ``ddp.register_comm_hook(QuantizedAllReduce(group), average_bucket)``."""
+    """Average a bucket; register as ``ddp.register_comm_hook(QuantizedAllReduce(group),
+    average_bucket)``.
+    """
     return state.average(bucket)

@@ -1,12 +1,12 @@
-"""8-bit gradients on their way between ranks: the codes and scales of some weights, as messages.
+"""Messages with the codes and scales of several weights' 8-bit gradients.
 
-What a rank has in ``p.grad`` has been rounded already, with bits of its own (`GradientHook`), and
-travels as it is: codes and scales, rows padded to groups of 32. The rank that owns a part sums it
-in float32 and rounds the average stochastically; what it sends are the codes and scales that
-everybody has in ``p.grad`` afterwards. There is no third rounding.
+A rank's ``p.grad`` is already rounded with its own random bits (`GradientHook`). It is sent as it
+is: codes and scales, with rows padded to groups of 32. The rank that owns a part sums it in float32
+and rounds the average stochastically, and all ranks store the codes and scales that it sends in
+``p.grad``. There is no third rounding.
 
-A rank without a gradient sends zeros, and a flag per weight as a plain value tells whether anybody
-had one.
+A rank without a gradient sends zeros. One flag per weight, a plain value, records whether any rank
+had a gradient.
 """
 
 from typing import Any
@@ -33,12 +33,11 @@ class GradientBucket:
     """A bucket of weights whose 8-bit gradients are averaged by `gather`, then `finish`.
 
     Args:
-        parameters: the same ones in the same order on all ranks; ``grad`` a `Float8Grad` whose
-            multiplier is 1, or None.
-        group: process group.
-
+        parameters: the same parameters in the same order on all ranks; ``grad`` is None or a
+            `Float8Grad` with multiplier 1.
+        group: the process group.
     Attributes:
-        nbytes: bytes of the messages that this rank sends.
+        nbytes: the bytes of the messages that this rank sends.
     """
 
     def __init__(self, parameters: list[Tensor], group: Any) -> None:
@@ -67,7 +66,7 @@ class GradientBucket:
         self._work = all_to_all(self._received, self._sent, group, async_op=True)
 
     def gather(self) -> None:
-        """Average the part that this rank owns, and send it to all; repeated calls do nothing."""
+        """Average the part that this rank owns and send it to all; repeated calls do nothing."""
         if self._gathered:
             return
         self._gathered = True
@@ -78,7 +77,7 @@ class GradientBucket:
         self._work = all_gather(self._received, combined, self._group, async_op=True)
 
     def finish(self) -> None:
-        """Store the average as ``p.grad``, in place where one exists; None if no rank had a
+        """Store the average in ``p.grad``, in place if it exists; None if no rank had a
         gradient.
         """
         self._work.wait()
@@ -105,7 +104,7 @@ class GradientBucket:
                 parameter.grad = grad.dequantize(gradient_dtype(parameter))
 
     def wait(self) -> None:
-        """Wait for the collective that is under way, without decoding its result."""
+        """Wait for the collective in flight without decoding its result."""
         self._work.wait()
 
     def _codes(self, i: int) -> Tensor:
@@ -124,7 +123,7 @@ class GradientBucket:
 
 
 def _lay_out(pieces: list[Tensor], target: Tensor) -> None:
-    """Write the pieces into (N, C), one after another, followed by zeros."""
+    """Write the pieces one after another into (N, C), and zeros after them."""
     if len(pieces) > 1 or pieces[0].numel() < target.numel():
         missing = target.numel() - sum(piece.numel() for piece in pieces)
         pieces = [torch.cat([*pieces, pieces[0].new_zeros(missing)])]
@@ -132,7 +131,7 @@ def _lay_out(pieces: list[Tensor], target: Tensor) -> None:
 
 
 def _take(source: Tensor, part: slice, target: Tensor, multiple: int) -> None:
-    """Copy `source[part]`, whose rows are padded to multiples of elements, into `target`."""
+    """Copy `source[part]`, whose rows are padded to `multiple` elements, into `target`."""
     rows, cols = target.shape
     if source.ndim > 1 and source.numel() == target.numel():
         target.view(source.shape).copy_(source)

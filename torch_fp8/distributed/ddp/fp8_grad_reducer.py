@@ -1,25 +1,26 @@
-"""Averaging of 8-bit gradients over the ranks of DistributedDataParallel, while backward runs.
+"""Averaging of 8-bit gradients over the ranks of DistributedDataParallel during backward.
 
-DDP's reducer wants plain gradients in its buckets, 2 bytes per parameter that stay. Weights with
-8-bit gradients are therefore on its ignore list, and are averaged here: as a gradient becomes ready
-it is quantized and the plain tensor freed; several together, a bucket, are sent as messages whose
-codes and scales replace those in ``p.grad`` when they come back
-(`torch_fp8.distributed.ddp.fp8_grad_bucket`). With ``communication="off"`` each is sent in its
-dtype, and its average quantized.
+DDP's reducer needs plain gradients in its buckets, a permanent 2 bytes per parameter. Weights with
+8-bit gradients are therefore on its ignore list and averaged here. When a gradient becomes ready,
+it is quantized and the plain tensor is freed. Several gradients form a bucket, which is sent as
+messages; the returned codes and scales replace those in ``p.grad``
+(`torch_fp8.distributed.ddp.fp8_grad_bucket`). With ``communication="off"`` each gradient is sent in
+its dtype, and the average is quantized.
 
-* Collectives run in one order on all ranks, first that of the module, reversed, then the order in
-  which rank 0's gradients became ready. DDP's own, in the same process group, follow when all of
-  these have begun (`comm_hook`), for its buckets are ready at places that differ. Where its buckets
-  cannot wait, these follow them: where another hook than ours averages DDP's, and with reentrant
-  checkpoints, within which DDP may end, from the second backward on.
-* What has not become ready when backward ends is sent then. A rank without a gradient sends zeros
-  and says so (without FP8: minus zeros), so that ``p.grad`` stays None where nobody had one.
-* Gradients that were accumulated under ``no_sync`` are averaged with the last micro-batch's.
-* All ranks have the same average, bit for bit; an Inf or NaN of one is seen by all.
-* In FP8 nothing waits for other ranks before backward ends: on CUDA the second collective of a
-  bucket follows the next bucket's first, on a stream beside the one that computes; on the CPU all
-  second ones come at the end. Waiting in between, a rank whose gradients become ready in another
-  order than its peers' could wait for one that waits for it in DDP's own hook.
+* Collectives run in one order on all ranks: in the first step the module's order, reversed, then
+  the order in which rank 0's gradients became ready. DDP's own collectives in the same process
+  group follow after all of these have started (`comm_hook`), because its buckets become ready at
+  different points. If DDP's buckets cannot wait, these collectives follow DDP's instead: if the
+  user's hook averages DDP's buckets, and with reentrant checkpoints, in which DDP may finish, from
+  the second backward on.
+* Gradients that are not ready when backward ends are sent then. A rank without a gradient sends
+  zeros and a flag (without FP8: minus zeros), so ``p.grad`` stays None if no rank had one.
+* Gradients accumulated under ``no_sync`` are averaged with those of the last micro-batch.
+* All ranks get the same average, bit for bit; all ranks see an Inf or NaN of one rank.
+* In FP8 nothing waits for other ranks before backward ends. On CUDA a bucket's second collective
+  follows the first collective of the next bucket, on a separate stream; on the CPU all second
+  collectives come at the end. If ranks waited in between, a rank whose gradients become ready in
+  another order could wait for one that waits for it in DDP's own hook.
 """
 
 import dataclasses
@@ -42,11 +43,11 @@ from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 _BUCKET_NUMEL = 8 << 20
-"""The least number of elements that are sent together; a bucket of DDP has 13 million in BF16."""
+"""The minimum number of elements sent together; a DDP bucket has 13 million in BF16."""
 
 _MAX_IN_FLIGHT = 50 << 20
-"""The bytes of plain gradients in flight above which the oldest is waited for: two buckets of
-DDP.
+"""The bytes of plain gradients in flight above which the reducer waits for the oldest: two DDP
+buckets.
 """
 
 
@@ -54,15 +55,14 @@ class Float8GradReducer:
     """Averages the gradients of some parameters; `GradientHook` calls it.
 
     Args:
-        parameters: the parameters to average, equal and in the same order on all ranks.
+        parameters: the parameters, the same in the same order on all ranks.
         group: DDP's process group.
-        exchanges: whether gradients travel in FP8; else in their dtype. None: they do.
-
+        exchanges: the choice whether gradients travel in FP8 or in their dtype; None: in FP8.
     Attributes:
         parameters: the parameters whose gradients are averaged.
-        rank: this process's.
-        leads: whether DDP's collectives are ours, and follow.
-        joined: whether this rank has run out of inputs, and takes part in others' collectives.
+        rank: this process's rank.
+        leads: whether our hook runs DDP's collectives, so that they can follow these.
+        joined: whether this rank has run out of inputs and only joins the others' collectives.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Float8GradReducer:
         self._in_flight: deque[GradientBucket | _PlainGradient] = deque()
 
     def prepare(self, output: Any, synchronize: bool) -> None:
-        """Prepare for the backward through a forward's `output`, which is to average gradients or
-        not.
+        """Prepare for the backward of a forward's `output`; `synchronize` says whether it
+        averages.
         """
-        if self._active:  # the last backward raised
+        if self._active:  # left over if the last backward raised
             for sent in self._in_flight:
                 sent.wait()
             self._active = False
@@ -105,13 +105,13 @@ class Float8GradReducer:
                 tensor.register_hook(self._begin)
 
     def begun(self) -> bool:
-        """Return whether the backward that runs averages gradients."""
+        """Return whether the running backward averages gradients."""
         if self._without_output_hooks and not self._active:
             self._begin()
         return self._active
 
     def ready(self, parameter: Tensor) -> None:
-        """Take over ``parameter.grad``, which is complete on this rank."""
+        """Take ``parameter.grad``, which is complete on this rank."""
         self._ready[parameter] = None
         if self._fp8:
             self._quantize(parameter)
@@ -119,11 +119,12 @@ class Float8GradReducer:
             self._send(self._buckets.popleft())
 
     def goes_first(self, release: Callable[[], None], is_first: bool) -> bool:
-        """Return whether a bucket of DDP is to wait; `release` will then send those that have.
+        """Return whether a bucket of DDP has to wait for these collectives.
 
         Args:
-            release: called once in this backward, when all of our collectives have begun.
-            is_first: whether the bucket is the first of its backward.
+            release: the function that sends waiting buckets; called once in this backward, when all
+                of our collectives have started.
+            is_first: whether the bucket is the first one of its backward.
         """
         if not self.leads:
             return False
@@ -140,7 +141,7 @@ class Float8GradReducer:
         return True
 
     def take_part(self) -> None:
-        """Send zeros in a backward of the other ranks; gradients of this rank stay as they are."""
+        """Send zeros in a backward of the other ranks; this rank's gradients don't change."""
         stored = [(parameter, stored_grad(parameter)) for parameter in self._order]
         for parameter, _ in stored:
             parameter.grad = None
@@ -157,7 +158,7 @@ class Float8GradReducer:
             self._start()
             self._release = None
             self._task = torch._C._current_graph_task_id()
-            # Callbacks run in their order, and DDP has queued its own by the time of `_follow`.
+            # Callbacks run in order, and DDP has queued its own by the time `_follow` runs.
             then = self._finish if self.leads else self._follow
             Variable._execution_engine.queue_callback(then)
 
@@ -206,12 +207,12 @@ class Float8GradReducer:
                     self._in_flight.popleft().finish()
 
     def _quantize(self, parameter: Tensor) -> None:
-        """Quantize ``parameter.grad`` to what a `GradientBucket` takes."""
+        """Quantize ``parameter.grad`` to the form that `GradientBucket` needs."""
         grad, hook = stored_grad(parameter), hook_of(parameter)
         if grad is None:
             return
         if isinstance(grad, Float8Grad):
-            if parameter not in self._ready:  # it may have been scaled since it was accumulated
+            if parameter not in self._ready:  # it may have been scaled after accumulation
                 grad.store(grad.dequantize(torch.float32))
         elif hook is not None:
             hook.to_float8(parameter)
@@ -229,12 +230,12 @@ class Float8GradReducer:
         self._learned = True
 
     def __reduce__(self) -> Any:
-        # A copy of a DDP module has its own gradients, and process groups are not to be copied.
+        # A copy of a DDP module has its own gradients, and process groups must not be copied.
         return type(None), ()
 
 
 class ForwardHook:
-    """A forward hook of DistributedDataParallel that tells the reducer of each forward."""
+    """A forward hook of DistributedDataParallel that prepares the reducer after each forward."""
 
     def __init__(self, reducer: Float8GradReducer | None) -> None:
         self._reducer = reducer
@@ -246,9 +247,7 @@ class ForwardHook:
 
 
 class _PlainGradient:
-    """A gradient on its way in its own dtype: one all-reduce, then `finish` quantizes the
-    average.
-    """
+    """A gradient in flight in its own dtype: one all-reduce, after which `finish` quantizes it."""
 
     def __init__(self, parameter: Tensor, group: Any) -> None:
         self._parameter = parameter
@@ -265,10 +264,10 @@ class _PlainGradient:
         self._work = dist.all_reduce(buffer, group=group, async_op=True)
 
     def gather(self) -> None:
-        """Do nothing: one collective is enough."""
+        """Do nothing, because one all-reduce is enough."""
 
     def finish(self) -> None:
-        """Store the average as ``p.grad``; None if no rank had a gradient."""
+        """Store the average in ``p.grad``; None if no rank had a gradient."""
         self._work.wait()
         parameter, average = self._parameter, self._buffer
         if self._missing and bool((average.signbit() & (average == 0)).all()):
@@ -283,12 +282,12 @@ class _PlainGradient:
             hook.to_float8(parameter, exchanged=True)
 
     def wait(self) -> None:
-        """Wait for the collective, without using its result."""
+        """Wait for the all-reduce without using its result."""
         self._work.wait()
 
 
 def _buckets(order: list[Tensor], numel: int) -> list[list[Tensor]]:
-    """Group neighbours in the order until they have `numel` elements."""
+    """Group neighbours in the order into buckets of at least `numel` elements."""
     buckets: list[list[Tensor]] = [[]]
     for parameter in order:
         if sum(p.numel() for p in buckets[-1]) >= numel:
@@ -302,7 +301,7 @@ def _trained(parameters: list[Tensor]) -> set[Tensor]:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward returned."""
+    """Yield the tensors in a forward's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,7 +1,7 @@
 """Registration of our communication hook on DistributedDataParallel, unless the user has one.
 
-A hook can be registered once, and a user may do it after the module was wrapped. So ours comes as
-late as it can: with the first forward, or when a rank joins (uneven inputs) without one.
+DDP accepts one hook, and a user may register it after wrapping the module. So ours is registered as
+late as possible: at the first forward, or when a rank joins (uneven inputs) without a forward.
 """
 
 import weakref
@@ -22,12 +22,11 @@ class DDPReport:
     """How the gradients of a DistributedDataParallel are averaged.
 
     Attributes:
-        num_ranks: the number of ranks that average.
-        reason: why DDP's buckets are not averaged in FP8; None if they are.
-        num_fp8_gradients: the number of weights with 8-bit gradients (O3), which are averaged
-            beside DDP.
+        num_ranks: the number of ranks.
+        reason: the reason why DDP's buckets are not averaged in FP8; None if they are.
+        num_fp8_gradients: the number of weights with 8-bit gradients (O3), averaged beside DDP.
         fp8_exchange: whether these 8-bit gradients travel in FP8.
-        note: how ``communication="auto"`` chose; empty if it did not.
+        note: a note on the choice of ``communication="auto"``; empty if it made none.
     """
 
     num_ranks: int
@@ -48,7 +47,9 @@ class DDPReport:
 
 
 def users_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of a communication hook that is not ours, in Python or built in."""
+    """Return the name of the user's communication hook, in Python or built in; None: there is
+    none.
+    """
     for hook, _ in ddp._comm_hooks:
         if hook is not average_bucket:
             return str(getattr(hook, "__qualname__", hook))
@@ -57,7 +58,7 @@ def users_hook(ddp: DistributedDataParallel) -> str | None:
 
 
 def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return why the hook is not to be registered, as far as can be told now."""
+    """Return why our hook must not be registered, as far as is known now."""
     name = users_hook(ddp)
     if name is not None:
         return f"the communication hook {name} is registered"
@@ -76,12 +77,12 @@ def connect_hook(
     exchanges: Exchanges | None = None,
     beside: Float8GradReducer | None = None,
 ) -> None:
-    """Have the buckets of `ddp` averaged by our hook, unless its first run finds another one.
+    """Have our hook average the buckets of `ddp`, unless the first forward finds another hook.
 
     Args:
-        ddp: not connected yet.
-        exchanges: whether they are averaged in 8 bits; else in their dtype. None: they are.
-        beside: what averages other gradients of `ddp`.
+        ddp: the DistributedDataParallel, not connected yet.
+        exchanges: the choice whether buckets travel in 8 bits or in their dtype; None: 8 bits.
+        beside: the reducer of other gradients of `ddp`.
     """
     registration = HookRegistration(exchanges or Exchanges(), beside)
     ddp.register_forward_pre_hook(registration)
@@ -89,7 +90,7 @@ def connect_hook(
 
 
 class HookRegistration:
-    """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own.
+    """A forward pre-hook that registers the hook; copied with a DDP, it registers on the copy.
 
     Args:
         exchanges: see `connect_hook`.
@@ -105,7 +106,7 @@ class HookRegistration:
         if self._registered:
             return
         self._registered = True
-        # The hooks that are listed in a copy belong to the original.
+        # The hooks listed in a copied DDP belong to the original.
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         wanted = self._exchanges["average"] or self._beside is not None
         if not wanted or dist.get_world_size(ddp.process_group) == 1:
@@ -121,7 +122,9 @@ class HookRegistration:
 
 
 class _JoinHook:
-    """A stand-in for ``ddp.join_hook``, since a rank may join before its first forward."""
+    """A wrapper of ``ddp.join_hook`` that registers the hook if a rank joins before its first
+    forward.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, registration: HookRegistration) -> None:
         self._ddp, self._registration = weakref.ref(ddp), registration

@@ -1,10 +1,10 @@
-"""Uneven inputs under DistributedDataParallel: what ranks do that have run out of inputs.
+"""Uneven inputs under DistributedDataParallel, for the gradients that are averaged beside it.
 
-Within ``ddp.join()`` a rank that has run out takes part in the collectives of the others' steps,
-with zeros, until all have. DDP does so for what it averages itself; here is the same for the 8-bit
-gradients of O3, which are averaged beside it. At the end all ranks get the weights of the one that
-joined last, from DDP, and from here its residuals and the weights that DDP ignores. (Moments and
-the count of steps stay each rank's own, as in stock training.)
+In ``ddp.join()`` a rank that has run out of inputs takes part in the other ranks' collectives with
+zeros, until all ranks have. DDP does this for the gradients that it averages; this module does it
+for the 8-bit gradients of O3. At the end DDP gives all ranks the weights of the rank that joined
+last; this module also sends that rank's residuals and the weights that DDP ignores. (Moments and
+step counts remain each rank's own, as in stock training.)
 """
 
 import hashlib
@@ -31,11 +31,11 @@ def connect_join(
     reducer: Float8GradReducer | None,
     optimizers: Iterable[Optimizer],
 ) -> None:
-    """Extend ``ddp.join()`` to what we do beside DDP.
+    """Extend ``ddp.join()`` to the gradients and residuals that DDP does not handle.
 
     Args:
-        ddp: connected otherwise.
-        reducer: the reducer of its 8-bit gradients, if it has some.
+        ddp: the DistributedDataParallel, already connected otherwise.
+        reducer: the reducer of its 8-bit gradients; None: it has none.
         optimizers: the optimizers that train it.
     """
     ours = [weakref.ref(o) for o in optimizers if isinstance(o, ConvertedOptimizer)]
@@ -44,7 +44,7 @@ def connect_join(
 
 
 class _JoinHooks:
-    """A stand-in for ``ddp.join_hook``; a copy of DDP gets back the one that was there before."""
+    """A wrapper of ``ddp.join_hook``; a copy of the DDP gets the original one back."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class _Join(JoinHook):
         finally:
             if reducer is not None:
                 reducer.joined = False
-        # DDP notes here whether the others average in this step, or accumulate.
+        # This flag of DDP says whether the other ranks average in this step, or accumulate.
         if reducer is not None and not reducer.leads and self._ddp.require_forward_param_sync:
             reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take part in the end of training, once all ranks have joined."""
+        """Take part in the final broadcast, after all ranks have joined."""
         self._of_ddp.post_hook(is_last_joiner)
         reduced = frozenset() if self._reducer is None else self._reducer.parameters
         group, source = self._ddp.process_group, self._ddp._authoritative_rank
@@ -116,16 +116,16 @@ def broadcast_state(
     group: Any,
     source: int = 0,
 ) -> None:
-    """Broadcast one rank's residuals, and its weights where DDP does not broadcast them.
+    """Broadcast one rank's residuals, and its weights that DDP does not broadcast.
 
     Args:
-        module: the module that has the parameters.
+        module: the module with the parameters.
         optimizers: the optimizers that train it.
         kept: the parameters that DDP ignores.
-        group: process group.
-        source: rank in it.
+        group: the process group.
+        source: the broadcasting rank, numbered in `group`.
     Raises:
-        ValueError: ranks that have converted different weights.
+        ValueError: ranks have converted different weights.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -155,9 +155,7 @@ def broadcast_state(
 
 
 def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> None:
-    """Raise unless all ranks broadcast the same things: else they would wait for each other
-    forever.
-    """
+    """Raise unless all ranks broadcast tensors of the same sizes, which would otherwise hang."""
     shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
     digest = hashlib.sha256(repr(shapes).encode()).digest()[:7]
     mine = torch.tensor([int.from_bytes(digest, "big")], device=device, dtype=torch.int64)

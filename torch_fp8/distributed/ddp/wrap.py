@@ -1,5 +1,4 @@
-"""What to do before and after wrapping a model with a converted optimizer in
-DistributedDataParallel.
+"""Set-up of DistributedDataParallel for a model with converted optimizers.
 
 ::
 
@@ -8,11 +7,11 @@ DistributedDataParallel.
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
     connect_ddp(ddp, [optimizer], config)
 
-At all levels gradients live in DDP's buckets (``gradient_as_bucket_view``), where they would exist
-twice, and are averaged in 8 bits by a communication hook (`torch_fp8.distributed.ddp.comm_hook`),
-unless the user has registered one. At O3 the weights with 8-bit gradients are kept from DDP, and
-averaged by `torch_fp8.distributed.ddp.fp8_grad_reducer`. Residuals are rank 0's on every rank, as
-weights are.
+At all levels gradients are views of DDP's buckets (``gradient_as_bucket_view``), because they would
+exist twice otherwise, and a communication hook averages them in 8 bits
+(`torch_fp8.distributed.ddp.comm_hook`), unless the user has registered a hook. At O3 DDP ignores
+the weights with 8-bit gradients, and `torch_fp8.distributed.ddp.fp8_grad_reducer` averages them.
+Every rank gets rank 0's residuals, as it gets rank 0's weights.
 """
 
 import warnings
@@ -57,19 +56,19 @@ def ddp_options(
 ) -> dict[str, Any]:
     """Prepare a module for DistributedDataParallel, and return keyword arguments to wrap it with.
 
-    At level O3 the weights with 8-bit gradients go on DDP's ignore list (until `connect_ddp`) and
-    are broadcast from rank 0, unless ``init_sync=False``, and so are all residuals. With
-    ``find_unused_parameters`` or ``static_graph``, which need DDP's own bookkeeping, gradients stay
-    BF16; a warning and the optimizer's report say so.
+    At level O3 the weights with 8-bit gradients are put on DDP's ignore list until `connect_ddp`.
+    They and all residuals are broadcast from rank 0, unless ``init_sync=False``.
+    ``find_unused_parameters`` and ``static_graph`` need DDP's own bookkeeping, so gradients stay
+    BF16 with them; a warning and the optimizer's report say so.
 
     Args:
         module: the model, on its device and not wrapped yet.
-        optimizers: those that train it, after `convert_optimizer`.
-        options: the user's keyword arguments for DistributedDataParallel.
+        optimizers: the optimizers that train it, after `convert_optimizer`.
+        options: your keyword arguments for DistributedDataParallel.
     Returns:
-        The user's arguments, and ``gradient_as_bucket_view=True`` where they do not name it.
+        `options`, with ``gradient_as_bucket_view=True`` unless you set it.
     Raises:
-        ValueError: gradient release is on; the ranks have converted different weights.
+        ValueError: gradient release is on; ranks have converted different weights.
     """
     settings = {"gradient_as_bucket_view": True, **(options or {})}
     ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
@@ -90,7 +89,7 @@ def ddp_options(
         exchanges = _chosen(module, _config_of(ours), _process_group(settings), agree=True)
         beside = _averaged_beside(ours, exchanges["average"])
     trained = [p for p in module.parameters() if p.requires_grad]
-    if trained and beside.issuperset(trained):  # DDP refuses to ignore everything
+    if trained and beside.issuperset(trained):  # DDP refuses to ignore all parameters
         smallest = min(trained, key=Tensor.numel)
         beside.remove(smallest)
         for optimizer in ours:
@@ -109,24 +108,25 @@ def connect_ddp(
     *,
     reason: str | None = None,
 ) -> DDPReport:
-    """Have gradients averaged in FP8, from the next forward on.
+    """Have DistributedDataParallel average gradients in FP8 from the next forward on.
 
-    The gradients in DDP's buckets go through our communication hook, unless another one is
-    registered before the first forward. The 8-bit gradients that `ddp_options` kept from DDP are
-    averaged beside it in any case. With ``communication="off"`` both travel in their own dtype. A
-    second call for the same DistributedDataParallel changes nothing.
+    Our communication hook averages the gradients in DDP's buckets, unless you register another hook
+    before the first forward. The 8-bit gradients that `ddp_options` excluded from DDP are averaged
+    beside it in any case. With ``communication="off"`` both travel in their own dtype. A second
+    call for the same DistributedDataParallel changes nothing.
 
     Args:
-        ddp: the DistributedDataParallel, or what torch.compile made of it.
-        optimizers: those given to `ddp_options`.
+        ddp: the DistributedDataParallel, or its torch.compile wrapper.
+        optimizers: the optimizers given to `ddp_options`.
         config: the configuration; None: that of the optimizers, ``TORCH_FP8_CONFIG`` or
             ``FP8Config()``.
-        reason: why our hook is not wanted, such as a hook of the user's that the host has dropped.
+        reason: a reason not to register our hook, for example a user's hook that the host has
+            dropped; None: there is none.
     Returns:
-        How the gradients will be averaged.
+        A report on how gradients are averaged.
     Raises:
-        ValueError: ranks with different configurations, versions or FP8 layers; an option of DDP
-            that `ddp_options` should have been given.
+        ValueError: ranks have different configurations, versions or FP8 layers; DDP has an option
+            that `ddp_options` was not given.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)
     assert isinstance(ddp, DistributedDataParallel)
@@ -164,7 +164,9 @@ def connect_ddp(
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
-    """Return what DDP's exchange sends; `agree`: compare configurations before measuring."""
+    """Return the choice for DDP's exchange; with `agree`, compare configurations before
+    measuring.
+    """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     groups = {"average": group}
     if agree and measured_groups(config, groups, device):
@@ -173,7 +175,7 @@ def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = Fals
 
 
 def _recipes(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the qualified name and the recipe's name of each FP8 layer and module of experts."""
+    """Return (qualified name, name of the recipe) of each FP8 layer and module of experts."""
     ours = (Float8Layer, Float8Experts)
     return [(name, m.fp8.recipe.name) for name, m in module.named_modules() if isinstance(m, ours)]
 
@@ -191,7 +193,7 @@ def _connect_reducer(
     kept: list[Tensor],
     exchanges: Exchanges,
 ) -> Float8GradReducer | None:
-    """Average the gradients that `ddp_options` kept from DDP."""
+    """Average the gradients that `ddp_options` excluded from DDP."""
     reducer = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
         reducer = Float8GradReducer(kept, ddp.process_group, exchanges)
@@ -199,7 +201,7 @@ def _connect_reducer(
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, ConvertedOptimizer):
-            # Reducers of other modules stay: an optimizer may train several.
+            # Keep the reducers of other modules: an optimizer may train several.
             others = [e for e in optimizer.fp8_reducers if not e.parameters & parameters]
             optimizer.fp8_reducers = tuple(others if reducer is None else [*others, reducer])
             attach_hooks(optimizer)
@@ -223,12 +225,12 @@ def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str
 
 
 def _averaged_beside(optimizers: list[ConvertedOptimizer], in_8_bits: bool) -> set[Tensor]:
-    """Return the weights that are kept from DDP, whose buckets have the dtype that they read as.
+    """Return the weights to exclude from DDP, whose buckets have the dtype that a weight reads as.
 
-    Those with 8-bit gradients, and split weights whose gradients travel in FP8.
+    These are weights with 8-bit gradients, and split weights whose gradients travel in FP8.
 
     Args:
-        optimizers: those that train the model.
+        optimizers: the optimizers that train the model.
         in_8_bits: whether gradients travel in FP8.
     """
     return {
@@ -240,14 +242,14 @@ def _averaged_beside(optimizers: list[ConvertedOptimizer], in_8_bits: bool) -> s
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:
-    """Put parameters on DDP's ignore list, beside those already there."""
+    """Add parameters to DDP's ignore list."""
     _unignore(module)
     ignored = module.__dict__.get(_IGNORED, [])
     wanted = set(parameters)
     names = {}
     for owner_name, owner in module.named_modules(remove_duplicate=False):
         for name, parameter in owner.named_parameters(recurse=False):
-            # DDP asks for both spellings of a parameter of the module itself.
+            # DDP looks up a parameter of the module itself under both spellings.
             spellings = {f"{owner_name}.{name}", f"{owner_name}.{name}".removeprefix(".")}
             if parameter in wanted and not spellings & set(ignored):
                 names.update(dict.fromkeys(spellings, parameter))
@@ -271,7 +273,7 @@ def _refuse_unconnected(module: nn.Module, inputs: Any) -> None:
 def _unignore(module: nn.Module) -> list[Tensor]:
     """Undo `_ignore`, whose list an existing DDP has copied; return the parameters, each once.
 
-    Another wrapping of the module, without us, would else leave them out for good.
+    Otherwise a later wrapping of the module without this package would ignore them forever.
     """
     names: dict[str, Tensor] = module.__dict__.pop(_NAMES, {})
     guard = module.__dict__.pop(_GUARD, None)

@@ -1,1 +1,1 @@
-"""Weights and gradients that FSDP2 gathers and scatters in FP8."""
+"""FP8 all-gathers of weights and reduce-scatters of gradients for FSDP2."""

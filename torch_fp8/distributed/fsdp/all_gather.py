@@ -1,14 +1,14 @@
-"""The all-gather of FSDP2 in FP8: what a shard sends, and how the whole weight is assembled.
+"""The FP8 all-gather of FSDP2: what a shard sends, and how the whole weight is assembled.
 
-FSDP2 asks a sharded local tensor for two methods, one to call before the all-gather and one after.
-They may be attributes of a plain tensor, put there after ``fully_shard``: so parameters, state
-dicts, optimizers and checkpoints have plain tensors, as without us.
+FSDP2 calls two methods of a sharded local tensor, one before the all-gather and one after. They can
+be attributes of a plain tensor, set after ``fully_shard``, so parameters, state dicts, optimizers
+and checkpoints still contain plain tensors.
 
-A shard is cast with the scales of the whole weight, so that the gathered bytes are those of a cast
-of the whole on one device. For that, the amaxes of all weights of a root are combined over ranks,
-in one collective, before each forward: what a scale is made of is never older than the weight.
-Backward, which gathers again, uses the same scales. A gather that no forward announced (a call of
-``unshard()``, a method registered as forward) has the scales of its group made when it starts.
+A shard is cast with the scales of the whole weight, so the gathered bytes equal those of a cast of
+the whole weight on one device. For this, one collective before each forward combines the amaxes of
+all weights of a root over ranks, so a scale is never older than the weight. Backward gathers again
+with the same scales. If a gather has no forward before it (a call of ``unshard()``, a method
+registered as forward), the scales of its group are computed when it starts.
 """
 
 import weakref
@@ -40,20 +40,19 @@ _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy_
 
 
 class WeightGather:
-    """How one sharded weight is gathered.
+    """The gather of one sharded weight.
 
     Args:
-        fsdp_param: FSDP's record of it.
-        param_group: FSDP's group of parameters that are gathered in one collective.
+        fsdp_param: FSDP's record of the weight.
+        param_group: FSDP's group of parameters that one collective gathers.
         module: the module that has the weight.
-
     Attributes:
         device: the device on which it is gathered.
-        group: process group of its shards.
-        siblings: it and the others of its `param_group`.
-        exchanges: whether weights are gathered in 8 bits.
-        announced: whether a forward that runs has made its scale.
-        made: event in the stream that made it; None on the CPU.
+        group: the process group of its shards.
+        siblings: the gathers of all weights in its `param_group`, including this one.
+        exchanges: the choice whether weights are gathered in 8 bits.
+        announced: whether a running forward has computed its scale.
+        made: the event in the stream that computed it; None on the CPU.
     """
 
     def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Layer) -> None:
@@ -71,34 +70,34 @@ class WeightGather:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, without padding, as they are multiplied."""
+        """This rank's rows without padding, as the GEMMs see them."""
         return stored(self._asked)
 
     @property
     def _asked(self) -> Tensor:
-        """The local tensor, which FSDP asks for what it sends."""
+        """The local tensor whose methods FSDP calls."""
         return local(self.fsdp_param.sharded_param)
 
     @property
     def attached(self) -> bool:
-        """Whether FSDP asks us for what the shard sends."""
+        """Whether FSDP calls our methods for this shard."""
         return "fsdp_pre_all_gather" in vars(self._asked)
 
     @property
     def wanted(self) -> bool:
-        """Whether the module runs in FP8 now; if an evaluation does not, it gathers in high
-        precision, too.
+        """Whether the module runs in FP8 now. An evaluation in high precision also gathers that
+        way.
         """
         return self.module.runs_fp8 and self.exchanges["gather"]
 
     def attach(self) -> None:
-        """Have FSDP ask us from the next all-gather on."""
+        """Have FSDP call our methods from the next all-gather on."""
         self._param_group.reshard()
         shard = self._asked
         make_askable(shard, self)
         if self.fsdp_param.offload_to_cpu:
             shard.to = self._moved
-        # A copy of the tensor, or a pickle of it, shall be plain.
+        # A copy or a pickle of the tensor must be plain.
         shard.__deepcopy__ = self._copied
         shard.__getstate__ = dict
         renew_unsharded(self.fsdp_param)
@@ -111,8 +110,8 @@ class WeightGather:
         renew_unsharded(self.fsdp_param)
 
     def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the shard on the device: with CPU offload FSDP asks the shard that it has moved
-        there.
+        """Return the shard on the device; with CPU offload FSDP calls the methods of this moved
+        shard.
         """
         shard = self._asked
         moved = Tensor.to(shard, *args, **kwargs)
@@ -127,7 +126,7 @@ class WeightGather:
 
     @property
     def amax_shape(self) -> tuple[int, ...]:
-        """The shape of the amaxes that ranks combine; (0,) where each rank's scales go with its
+        """The shape of the amaxes that ranks combine; (0,) if each rank sends its scales with its
         bytes.
         """
         rows, cols = self.fsdp_param._orig_size
@@ -140,7 +139,7 @@ class WeightGather:
         return (0,)
 
     def write_amax(self, target: Tensor) -> None:
-        """Write the amaxes of this rank's rows into `target` (of `amax_shape`, zeros)."""
+        """Write the amaxes of this rank's rows into `target`, zeros of shape `amax_shape`."""
         shard = self.shard
         if not shard.numel() or not target.numel():
             return
@@ -160,7 +159,7 @@ class WeightGather:
         target[first // 128 : first // 128 + amax.shape[0]] = amax
 
     def set_amax(self, amax: Tensor, scale: Tensor) -> None:
-        """Take over the whole weight's amaxes (`amax_shape`), and the scales by the usual rule."""
+        """Set the whole weight's amaxes (`amax_shape`) and the scales computed from them."""
         self._scale = scale
         if self.spec.granularity != "tensorwise":
             return
@@ -179,8 +178,8 @@ class WeightGather:
         return self.shard, self._first_row()
 
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends: (rows, K) uint8, padded, and the scales where they go
-        along.
+        """Return what this rank sends: (rows, K) uint8, padded, and the scales if each rank sends
+        its own.
         """
         if not (self.announced or self._made_for_this_gather or (in_backward() and self._ready)):
             make_scales(self.siblings)
@@ -207,7 +206,7 @@ class WeightGather:
         if self.spec.granularity == "tensorwise":
             return quantize(shard, self.spec, scale)
         if self.spec.granularity != "block_128x128" or shard.shape[0] % 128 == 0:
-            return quantize(shard, self.spec)  # all that shares a scale is here
+            return quantize(shard, self.spec)  # this rank has all elements that share a scale
         assert scale is not None
         last_row = self.fsdp_param._orig_size[0] - 1
         rows = torch.arange(shard.shape[0], device=shard.device) + self._first_row()
@@ -219,15 +218,13 @@ class WeightGather:
     def post(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the whole weight, or fill `out` again; FSDP frees the outputs that it is made
-        of.
-        """
+        """Return the whole weight, or fill `out` again; FSDP frees the outputs it is made of."""
         scale = metadata
         rows, cols = self.fsdp_param._orig_size
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
         if len(outputs) == 2:
             scale = outputs[1].view(rows, -1)  # (N, scales of a row)
-        elif scale.is_cuda:  # the tensor may belong to the stream in which FSDP casts
+        elif scale.is_cuda:  # the scale may belong to the stream in which FSDP casts
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
             payload = Payload(qdata, scale, self.spec, self._own_rows)
@@ -239,12 +236,12 @@ class WeightGather:
 
 
 @torch.no_grad()
-@torch.inference_mode(False)  # training may use what an evaluation has made
+@torch.inference_mode(False)  # training may use scales that an evaluation has made
 def make_scales(gathers: Iterable[WeightGather]) -> None:
-    """Compute the scales of some weights in one collective for each process group among them.
+    """Compute the scales of some weights, with one collective for each of their process groups.
 
-    The same weights in the same order on all ranks. An Inf or NaN on one rank makes the scale, and
-    so the gathered weight, of all ranks non-finite.
+    All ranks must pass the same weights in the same order. An Inf or NaN on one rank makes the
+    scale, and so the gathered weight, non-finite on all ranks.
     """
     groups: dict[Any, list[WeightGather]] = {}
     for gather in gathers:
@@ -263,11 +260,11 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     else:
         for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
             gather.write_amax(part.view(shape))
-    without_values = amax.is_meta  # a model that is loaded later
+    without_values = amax.is_meta  # a model whose values are loaded later
     if not without_values:
         amax = amax.to(gathers[0].device)
     if amax.numel() and dist.get_world_size(group) > 1 and not without_values:
-        # A maximum need not keep a NaN; every backend's keeps an Inf.
+        # A backend's maximum may drop a NaN, but keeps an Inf.
         amax = torch.where(amax.isfinite(), amax, torch.inf)
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     amaxes, specs = amax.split(sizes), [gather.spec for gather in gathers]
@@ -286,7 +283,7 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
 
 
 def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
-    """Write each shard's amax, () float32, into `target`; all of them in a few launches on CUDA."""
+    """Write each shard's amax, () float32, into `target`; on CUDA in a few launches for all."""
     places = [i for i, shard in enumerate(shards) if shard.numel()]
     if not places:
         return
@@ -302,7 +299,7 @@ def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
 
 
 def make_askable(tensor: Tensor, gather: WeightGather) -> None:
-    """Put the two methods that FSDP asks for on a tensor; they do not keep it alive."""
+    """Set the two methods that FSDP calls on a tensor; they don't keep it alive."""
     shard = weakref.ref(tensor)
 
     def fsdp_pre_all_gather(
@@ -322,5 +319,5 @@ def make_askable(tensor: Tensor, gather: WeightGather) -> None:
 
 
 def in_backward() -> bool:
-    """Return whether autograd runs a backward on this thread."""
+    """Return whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1

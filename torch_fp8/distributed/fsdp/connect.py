@@ -1,4 +1,4 @@
-"""`connect_fsdp`: the collectives of FSDP2 in FP8, for a model that ``fully_shard`` has sharded.
+"""`connect_fsdp`: FP8 collectives for a model that FSDP2's ``fully_shard`` has sharded.
 
 ::
 
@@ -8,10 +8,10 @@
     fully_shard(model)
     print(connect_fsdp(model, config))
 
-Weights of FP8 layers are all-gathered as FP8 (`torch_fp8.distributed.fsdp.all_gather`), and
-gradients are reduce-scattered as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`), and averaged
-among replicas as FP8 (`torch_fp8.distributed.fsdp.replicas`). What is not converted travels in
-BF16, or in the dtype that the user's `MixedPrecisionPolicy` gives it.
+FSDP2 then all-gathers the weights of FP8 layers as FP8 (`torch_fp8.distributed.fsdp.all_gather`),
+reduce-scatters gradients as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`), and averages them
+among replicas as FP8 (`torch_fp8.distributed.fsdp.replicas`). Parameters of other layers travel in
+BF16, or in the dtype of the user's `MixedPrecisionPolicy`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,16 +44,16 @@ from torch_fp8.quantization.wording import by_reason, first_of
 
 @dataclass(frozen=True)
 class FSDPReport:
-    """What `connect_fsdp` did.
+    """The result of `connect_fsdp`; ``str(report)`` is its line of the start-up summary.
 
     Attributes:
         num_gathers: the number of weights that are all-gathered in FP8.
         num_scatters: the number of modules of ``fully_shard`` whose gradients are reduce-scattered
             in FP8.
-        skipped: (name, reason) of each weight and module for which this is not so.
-        num_frozen: the number of weights whose shards are held, and gathered, in FP8 alone.
+        skipped: (name, reason) of each weight and module whose exchange is not in FP8.
+        num_frozen: the number of weights whose shards are stored, and gathered, only in FP8.
         num_replicated: the number of modules whose gradients are averaged among replicas in FP8.
-        note: how ``communication="auto"`` chose; empty if it did not.
+        note: a note on the choice of ``communication="auto"``; empty if it made none.
     """
 
     num_gathers: int = 0
@@ -80,20 +80,21 @@ class FSDPReport:
 
 
 def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
-    """Have FSDP2 gather the weights and scatter the gradients of `model` in FP8.
+    """Have FSDP2 gather the weights and reduce-scatter the gradients of `model` in FP8.
 
-    Call it again after ``model.to(...)``, which makes new shards; a forward that finds shards
-    without the connection renews it, too. Another configuration replaces the first;
-    ``communication="off"`` restores the stock collectives.
+    Call it again after ``model.to(...)``, which creates new shards; a forward that finds
+    unconnected shards also reconnects them. A second call with another configuration replaces the
+    first; ``communication="off"`` restores the stock collectives.
 
     Args:
-        model: converted, then sharded by ``fully_shard``; or a module that contains such modules.
+        model: a module that was converted and then sharded by ``fully_shard``, or one that contains
+            such modules.
         config: the configuration with which `model` was converted.
     Returns:
-        What travels in FP8, and why the rest does not.
+        A report on what travels in FP8, and why the rest does not.
     Raises:
-        ValueError: the backend is Transformer Engine; the ranks have different versions,
-            configurations or models, or have converted or sharded them in different ways.
+        ValueError: the backend is Transformer Engine; ranks have different versions, configurations
+            or models, or have converted or sharded them differently.
     """
     refuse_sharding(config)
     _disconnect(model)
@@ -133,7 +134,9 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
 
 
 def _chosen(model: nn.Module, config: FP8Config, sharded: Iterable[Any]) -> Exchanges:
-    """Return what FSDP2's exchanges send, chosen in the groups of the first sharded parameters."""
+    """Return the choice for FSDP2's exchanges, made in the groups of the first sharded
+    parameters.
+    """
     groups: dict[str, Any] = {}
     device = torch.device("cpu")
     for param_group in sharded:
@@ -147,9 +150,9 @@ def _chosen(model: nn.Module, config: FP8Config, sharded: Iterable[Any]) -> Exch
 
 
 class ScalePrefetch:
-    """Computes the scales of all weights below a sharded module, before its forward.
+    """Hooks that compute the scales of all weights below a sharded module before its forward.
 
-    The outermost module that runs does so, in one collective; inner modules reuse its scales.
+    The outermost module computes them in one collective; modules inside it reuse the scales.
     """
 
     def __init__(self, module: nn.Module, gathers: list[WeightGather]) -> None:
@@ -161,14 +164,15 @@ class ScalePrefetch:
         )
 
     def remove(self) -> None:
-        """Remove the hooks, and restore the stock gathers."""
+        """Remove the hooks and restore the stock gathers."""
         for handle in self._handles:
             handle.remove()
         for gather in self.gathers:
             if gather.attached:
                 gather.detach()
 
-    # Marked as FSDP's own hooks: torch.compile skips a marked hook, and stops at one that marks.
+    # Disabled by a decorator, as FSDP's own hooks are: torch.compile skips such a hook, but breaks
+    # the graph at one that calls torch.compiler.disable itself.
     @torch.compiler.disable
     def before(self, module: nn.Module, args: Any) -> None:
         if all(gather.announced for gather in self.gathers) or in_backward():
@@ -190,9 +194,7 @@ class ScalePrefetch:
 
 
 def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
-    """Describe, for each process group that shards parameters or replicates shards, the parameters
-    by name.
-    """
+    """Describe the parameters by name, for each process group that shards or replicates them."""
     parts: dict[Any, dict[str, str]] = {}
     for group in fsdp_groups(model):
         if not hasattr(group.mesh_info, "shard_process_group"):
@@ -248,7 +250,7 @@ def _connect_scatter(
     skipped: list[tuple[str, str]],
     exchanges: Exchanges,
 ) -> bool:
-    """Have the gradients of this group scattered in FP8 from now on; False if they cannot be."""
+    """Have this group's gradients reduce-scattered in FP8; return False if they cannot be."""
     if not any(in_groups(param) for param in group.fsdp_params):
         return False
     name = names.get(group.modules[0], "") or "the root"

@@ -1,9 +1,9 @@
-"""The all-gather of fused expert weights in FP8: each rank casts its own experts.
+"""The FP8 all-gather of fused expert weights: each rank casts its own experts.
 
-Dimension 0 gives whole experts to a rank, so that casts, transpositions and scales are local: no
-collective finds a scale. Forward gathers the payload that it multiplies, and backward the
-transposed one, which is as large: nobody transposes what was gathered, unless a forward runs again
-in backward, or the weight stays gathered between the two.
+Sharding along dimension 0 gives each rank whole experts, so casts, transpositions and scales are
+local, and no collective computes a scale. Forward gathers the payload that it multiplies, and
+backward gathers the transposed payload, which has the same size. So a gathered weight is transposed
+only if a forward runs again in backward, or if the weight stays gathered between the two.
 
 Legend: E experts, R rows and C columns of a weight as it is stored.
 """
@@ -28,10 +28,10 @@ from torch_fp8.tensor.split_weight import stored
 
 @dataclass
 class StackedPayload(Payload):
-    """The FP8 bytes of weights (E, R, C), or of their transposes, with a scale a row.
+    """The FP8 bytes of weights (E, R, C) or of their transposes (E, C, R), with one scale per row.
 
     Attributes:
-        flipped: whether they are those of the transposes, (E, C, R).
+        flipped: whether they are the bytes of the transposes.
         read: whether eager code has read them since the last forward's gather.
     """
 
@@ -44,7 +44,9 @@ class StackedPayload(Payload):
 
 
 class UnshardedExperts(UnshardedFloat8Weight):
-    """Weights (E, R, C) of fused experts, read-only, in FP8; see `UnshardedFloat8Weight`."""
+    """Gathered weights (E, R, C) of fused experts in FP8, read-only; see
+    `UnshardedFloat8Weight`.
+    """
 
     payload: StackedPayload
 
@@ -69,7 +71,7 @@ class UnshardedExperts(UnshardedFloat8Weight):
         return quantized.qdata, quantized.scale
 
     def dequantize(self) -> Tensor:
-        """A plain tensor of this shape and dtype."""
+        """Return a plain tensor of this shape and dtype."""
         self.check_gathered()
         plain = dequantize(self.payload.quantized, self.dtype)
         return plain.transpose(1, 2).contiguous() if self.payload.flipped else plain
@@ -91,7 +93,7 @@ class UnshardedExperts(UnshardedFloat8Weight):
 
 
 class ExpertGather(WeightGather):
-    """How the weights of fused experts are gathered; see `WeightGather`."""
+    """The gather of one fused expert weight; see `WeightGather`."""
 
     module: Any
     amax_shape = (0,)
@@ -100,7 +102,8 @@ class ExpertGather(WeightGather):
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends: (experts, R * C) uint8, and the bytes of scales.
 
-        As many scales as the longer of the two layouts has, so that both gathers fill one memory.
+        Both layouts send as many scales as the longer one has, so that both gathers fill the same
+        memory.
         """
         turns = in_backward() and self._was_read
         flip = self.module.is_transposed != turns
@@ -119,7 +122,7 @@ class ExpertGather(WeightGather):
         return payload
 
     def _show(self, values: Tensor, payload: QuantizedTensor, flip: bool) -> None:
-        """Show a monitor what this rank casts."""
+        """Show a monitor the values that this rank casts."""
         observers = self.module.fp8.observers
         if observers and not is_traced():
             observers[self.fsdp_param._module_info.param_name].weight(values, payload, flip)
@@ -128,7 +131,8 @@ class ExpertGather(WeightGather):
     def _was_read(self) -> bool:
         """Whether eager code has read the last forward's payload.
 
-        A compiled graph has saved its memory, which backward is to find as it was.
+        A compiled graph has saved the payload's memory instead, and its backward must find it
+        unchanged.
         """
         return self._unsharded is not None and self._unsharded.read
 
@@ -150,7 +154,7 @@ class ExpertGather(WeightGather):
         assert isinstance(weight, UnshardedExperts)
         payload = self._unsharded = weight.payload
         payload.qdata, payload.scale, payload.flipped = qdata, scale, flipped
-        if flipped == self.module.is_transposed:  # a forward's
+        if flipped == self.module.is_transposed:  # a forward's layout
             payload.read = False
         return None
 
@@ -161,10 +165,10 @@ def is_expert_weight(module: Any, name: str) -> bool:
 
 
 def why_not_gathered(param: Any) -> str | None:
-    """Return why FSDP gathers the weights of experts as they are; None: it gathers payloads.
+    """Return why FSDP gathers an expert weight in high precision; None if it gathers FP8.
 
     Args:
-        param: FSDP's record.
+        param: FSDP's record of the weight.
     """
     if param._module_info.shared_modules:
         return "another module shares it"

@@ -1,8 +1,9 @@
-"""Weights that nobody trains, sharded by FSDP2: each rank holds its rows in FP8 alone.
+"""Frozen weights sharded by FSDP2: each rank stores its rows only in FP8.
 
-A shard takes a byte an element, and is gathered as it is. The scales of the whole weight, one for
-128 x 128 elements, are on every rank: they are found in one collective, when the model is connected
-and when all ranks write the weight, and blocks whose rows lie on two ranks have one scale on both.
+A shard uses one byte per element and is gathered as it is. Every rank has the scales of the whole
+weight, one for each block of 128 x 128 elements. One collective computes them when the model is
+connected, and again when all ranks write the weight; a block whose rows lie on two ranks has the
+same scale on both.
 """
 
 import weakref
@@ -31,13 +32,15 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 class FrozenGather(WeightGather):
-    """How the bytes of one frozen weight's shards are gathered."""
+    """The gather of one frozen weight, whose shards are stored in FP8."""
 
     wanted = True
     _written: Tensor | None = None
 
     def freeze(self) -> None:
-        """Hold this rank's rows in FP8 alone from now on; `make_scales` has made the scales."""
+        """Store this rank's rows only in FP8 from now on, with the scales that `make_scales` has
+        computed.
+        """
         self._param_group.reshard()
         layer, shard = self.module, self.shard
         rows, dtype = shard.shape[0], shard.dtype
@@ -64,12 +67,14 @@ class FrozenGather(WeightGather):
         renew_unsharded(param)
 
     def _place_in_block(self, rows: int) -> int | None:
-        """Return the place of the first of this rank's rows in its block of 128 rows."""
+        """Return the position of this rank's first row in its block of 128 rows."""
         return self._first_row() % 128 if rows else 0
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize this rank's rows with the scales that `make_scales` has made; return bytes, and
-        the scales of these rows.
+        """Quantize this rank's rows with the scales that `make_scales` has computed.
+
+        Returns:
+            The bytes, and the scales of these rows.
         """
         scale = self._scale
         assert scale is not None
@@ -80,13 +85,13 @@ class FrozenGather(WeightGather):
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, without padding; those that are about to be written."""
+        """This rank's rows without padding; during `rewrite` the new values."""
         return super().shard if self._written is None else self._written
 
     def rewrite(self, values: Tensor) -> None:
-        """Quantize new values anew; all ranks call it at the same time, each with its rows.
+        """Quantize new values; all ranks call it at the same time, each with its rows.
 
-        A write to a DTensor is such a call on all ranks. Where no rank's values differ, no byte
+        A write to a DTensor is such a call on all ranks. If no rank's values differ, no byte
         changes.
         """
         frozen = self.shard
@@ -110,9 +115,7 @@ class FrozenGather(WeightGather):
         payload.scale.copy_(scale)
 
     def _keep_shard(self) -> None:
-        """Stand for FSDP's own `reset_sharded_param`, which would pad the shard in high
-        precision.
-        """
+        """Replace FSDP's `reset_sharded_param`, which would pad the shard in high precision."""
         param = self.fsdp_param
         new = getattr(param._module_info.module, param._module_info.param_name)
         if new is not param.sharded_param:
@@ -120,7 +123,9 @@ class FrozenGather(WeightGather):
         make_askable(self.shard, self)
 
     def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what answers FSDP on the device, where the shard itself stays on the CPU."""
+        """Return the tensor whose methods FSDP calls on the device if the shard itself stays on the
+        CPU.
+        """
         moved = self.shard.qdata.new_empty(0).to(*args, **kwargs)
         make_askable(moved, self)
         return moved
@@ -129,7 +134,7 @@ class FrozenGather(WeightGather):
         """Return what this rank sends: (rows, K) uint8, padded.
 
         Raises:
-            RuntimeError: the weight is to be trained, of which a DTensor tells nobody.
+            RuntimeError: ``requires_grad`` was set; a DTensor cannot announce that to its shard.
         """
         del shard
         bytes_ = self._held().qdata.view(torch.uint8).to(self.device, non_blocking=True)
@@ -142,7 +147,7 @@ class FrozenGather(WeightGather):
         """Return this rank's rows in FP8.
 
         Raises:
-            RuntimeError: the weight is to be trained, of which a DTensor tells nobody.
+            RuntimeError: ``requires_grad`` was set; a DTensor cannot announce that to its shard.
         """
         held = self.shard
         assert isinstance(held, Float8FrozenWeight)
@@ -156,8 +161,9 @@ class FrozenGather(WeightGather):
 
 
 class FrozenExpertGather(FrozenGather, ExpertGather):
-    """How the bytes of one frozen weight of fused experts are gathered: whole experts of a rank,
-    with their scales, and transposed where backward multiplies them.
+    """The gather of one frozen, fused expert weight.
+
+    Each rank sends whole experts with their scales, and the transposes for backward.
     """
 
     def _place_in_block(self, rows: int) -> int | None:
@@ -178,7 +184,7 @@ class FrozenExpertGather(FrozenGather, ExpertGather):
 
 
 def connect_frozen(groups: list[Any]) -> int:
-    """Hold the shards of frozen weights in FP8 alone; return how many weights are held so.
+    """Store the shards of frozen weights only in FP8; return the number of these weights.
 
     Args:
         groups: FSDP's groups of parameters that are gathered together, the same on all ranks.
@@ -202,15 +208,16 @@ def connect_frozen(groups: list[Any]) -> int:
 
 
 def is_frozen(param: Any) -> bool:
-    """Return whether FSDP's record is of a weight that is to be held in FP8 alone."""
+    """Return whether FSDP's record is of a weight that should be stored only in FP8."""
     module = param._module_info.module
     return can_be_frozen(param) and bool(module.fp8.frozen)
 
 
 def can_be_frozen(param: Any) -> bool:
-    """Return whether FSDP's record is of a weight that ranks can hold in FP8 alone.
+    """Return whether FSDP's record is of a weight that ranks can store only in FP8.
 
-    It is the weight of one FP8 layer, sharded by rows, or a fused one, sharded by experts.
+    It must be the weight of a single FP8 layer, sharded by rows, or a fused weight, sharded by
+    experts.
     """
     info = param._module_info
     if is_expert_weight(info.module, info.param_name):

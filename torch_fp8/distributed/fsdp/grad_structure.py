@@ -1,8 +1,8 @@
-"""What of a rank's part of FSDP2's gradients travels in 8 bits: the structure of a flat buffer.
+"""The structure of FSDP2's flat gradient buffers: which elements travel in 8 bits.
 
-FSDP2 reduces the gradients of a parameter group as one buffer, the shards of all parameters one
-behind the other. Gradients of FP8 weights travel as codes in groups of 32, which begin anew with
-every parameter, all others as BF16.
+FSDP2 reduces the gradients of a parameter group as one buffer, with the shards of all parameters
+one after another. Gradients of FP8 weights travel as codes in groups of 32, which start anew with
+every parameter; all others travel as BF16.
 """
 
 import itertools
@@ -20,25 +20,27 @@ from torch_fp8.quantization.formats import GROUP_SIZE
 
 
 def layout_of(runs: Sequence[Run]) -> Layout:
-    """Return the layout of a message that holds these runs."""
+    """Return the layout of a message with these runs."""
     grouped, plain = by_form(runs)
     groups = sum(-(-(run.stop - run.start) // GROUP_SIZE) for run in grouped)
     return Layout(groups, sum(run.stop - run.start for run in plain))
 
 
 def structure_of(sizes: Sequence[tuple[int, bool]]) -> list[Run]:
-    """Return the runs of a part that holds shards of these (numel, whether in groups), in order."""
+    """Return the runs of a buffer part with shards of these (numel, whether in groups), in
+    order.
+    """
     stops = itertools.accumulate(numel for numel, _ in sizes)
     pieces = zip(stops, sizes, strict=True)
     return runs_of((stop - numel, numel, in_groups) for stop, (numel, in_groups) in pieces)
 
 
 class GroupStructures:
-    """The structures of the buffers of one parameter group.
+    """The structures of one parameter group's buffers.
 
     Args:
-        param_group: FSDP's.
-        name: qualified name of the module that it belongs to.
+        param_group: FSDP's parameter group.
+        name: the qualified name of its module.
     """
 
     def __init__(self, param_group: Any, name: str) -> None:
@@ -46,7 +48,7 @@ class GroupStructures:
         self._plain: dict[int, list[Run]] = {}
 
     def of(self, numel: int) -> list[Run]:
-        """Return the structure of one rank's part, with `numel` elements."""
+        """Return the structure of one rank's part with `numel` elements."""
         sizes = [
             (param.padded_sharded_param_size.numel(), in_groups(param))
             for param in self._param_group.fsdp_params
@@ -66,7 +68,7 @@ class GroupStructures:
 
 
 def in_groups(param: Any) -> bool:
-    """Return whether the gradient of one of FSDP's parameters, if any, travels in 8 bits."""
+    """Return whether the gradient of one of FSDP's parameters travels in 8 bits."""
     info = param._module_info
     if is_expert_weight(info.module, info.param_name):
         return True
@@ -74,7 +76,7 @@ def in_groups(param: Any) -> bool:
 
 
 def factor_of(op: Any, world_size: int) -> float:
-    """Return the factor of a sum that makes it the reduction `op` over so many ranks."""
+    """Return the factor by which a sum over `world_size` ranks becomes the reduction `op`."""
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

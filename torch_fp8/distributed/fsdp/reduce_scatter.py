@@ -1,15 +1,15 @@
-"""The reduce-scatter of FSDP2 in FP8.
+"""The FP8 reduce-scatter of FSDP2.
 
-FSDP2 hands a custom reduce-scatter one buffer: for each rank the shards of all gradients of a
-module, one behind the other. `Float8ReduceScatter` makes a message of each such part
-(`torch_fp8.ops.messages`): gradients of FP8 weights as 8-bit codes in groups of 32, which begin
-anew with every parameter, all others (norms, biases, embeddings) as BF16. An all-to-all brings each
-rank the N messages of its shards, and it adds them in float32: every gradient is rounded once,
-before the sum. (A `reduce_dtype` is what the sum is written in, not the message.) An Inf or NaN of
-one rank makes the sum of its group NaN.
+FSDP2 passes a custom reduce-scatter one buffer. It contains one part for each rank, with the rank's
+shards of all gradients of a module one after another. `Float8ReduceScatter` encodes each part as a
+message (`torch_fp8.ops.messages`): gradients of FP8 weights as 8-bit codes in groups of 32, which
+start anew with every parameter, and all others (norms, biases, embeddings) as BF16. An all-to-all
+sends each rank the N messages for its shards, and it adds them in float32. So every gradient is
+rounded once, before the sum. (`reduce_dtype` is the dtype of the result, not of the message.) An
+Inf or NaN on one rank makes the sum of its group NaN.
 
-With two mesh dimensions (HSDP) that is the exchange among the ranks that shard, and
-`torch_fp8.distributed.fsdp.replicas` that among replicas.
+With two mesh dimensions (HSDP) this exchange runs among the ranks that shard, and
+`torch_fp8.distributed.fsdp.replicas` exchanges among replicas.
 """
 
 from typing import Any
@@ -39,13 +39,12 @@ class Float8ReduceScatter:
 
     It has the two methods of torch's ``ReduceScatter``.
 
-    Attributes:
-        stock: the reduce-scatter that the group had before.
-
     Args:
-        param_group: FSDP's.
-        name: qualified name of the module that it belongs to.
-        exchanges: whether gradients are scattered in 8 bits; else as without us.
+        param_group: FSDP's parameter group.
+        name: the qualified name of its module.
+        exchanges: the choice whether gradients are scattered in 8 bits or by the stock collective.
+    Attributes:
+        stock: the group's original reduce-scatter.
     """
 
     def __init__(self, param_group: Any, name: str, exchanges: Exchanges) -> None:
@@ -63,14 +62,14 @@ class Float8ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Write part r of the sum over ranks into rank r's output.
+        """Write part r of the reduction over ranks into rank r's output.
 
         Args:
             output_tensor: (E,) float32, bfloat16 or float16.
-            input_tensor: (N * E,), likewise.
-            group: a process group of N ranks.
-            op: SUM, AVG or PREMUL_SUM.
-            async_op: return at once, with something to ``wait`` for.
+            input_tensor: (N * E,) float32, bfloat16 or float16.
+            group: the process group, of N ranks.
+            op: the reduction, SUM, AVG or PREMUL_SUM.
+            async_op: whether to return at once, with a handle to ``wait`` for.
         """
         if not self._exchanges["scatter"]:
             return self.stock(output_tensor, input_tensor, group, op, async_op)
@@ -78,7 +77,7 @@ class Float8ReduceScatter:
         runs = self.structures.of(output_tensor.numel())
         # (N * E,) -> (N, E) -> (N, B) bytes: row r goes to rank r
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), runs)
-        received = torch.empty_like(messages)  # row r comes from rank r, each of this rank's shards
+        received = torch.empty_like(messages)  # (N, B): row r is rank r's message to us
         work = all_to_all(received, messages, group, async_op)
         pending = _Pending(work, received, runs, output_tensor, factor)
         if async_op:
@@ -88,7 +87,7 @@ class Float8ReduceScatter:
 
 
 class _Pending:
-    """A work handle: messages on their way, and where their sum belongs."""
+    """A work handle: the messages in flight, and the output for their sum."""
 
     def __init__(
         self, work: Any, messages: Tensor, runs: list[Run], output: Tensor, factor: float
@@ -107,7 +106,7 @@ class _Pending:
 
 
 def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:
-    """Encode each of (N, E) parts as a message: (N, B) uint8."""
+    """Encode each row of (N, E) parts as a message: (N, B) uint8."""
     if parts.dtype == torch.float16:
         parts = parts.float()
     grouped, plain = by_form(runs)

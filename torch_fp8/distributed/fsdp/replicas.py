@@ -1,10 +1,10 @@
-"""The exchange of gradients among FSDP2's replicas (HSDP) in FP8.
+"""The FP8 exchange of gradients among FSDP2's replicas (HSDP).
 
-With two mesh dimensions FSDP2 all-reduces what its reduce-scatter has left a rank, over the ranks
-that hold the same shard in other replicas: often other nodes, where links are slowest. It calls
-``dist.all_reduce`` with the process group of its mesh. `Float8Replicas` stands in that place, and
-averages in two collectives of messages (`torch_fp8.distributed.averaging`). When FSDP2 reduces, by
-what it divides, on which stream and what it adds up before stays FSDP2's.
+With two mesh dimensions FSDP2 all-reduces the result of its reduce-scatter over the ranks that hold
+the same shard in other replicas. These are often on other nodes, where links are slowest. It calls
+``dist.all_reduce`` with the process group of its mesh. `Float8Replicas` replaces this process group
+and averages with two collectives of messages (`torch_fp8.distributed.averaging`). FSDP2 still
+decides when it reduces, by what it divides, which stream it uses and what it accumulates before.
 """
 
 import copy
@@ -16,12 +16,12 @@ from torch_fp8.distributed.links import Exchanges
 
 
 class Float8Replicas:
-    """A stand-in for the process group in which FSDP2 all-reduces one parameter group's gradients.
+    """A replacement for the process group in which FSDP2 all-reduces a parameter group's gradients.
 
     Args:
-        group: process group of the ranks that hold the same shards.
-        structures: structures of the parameter group's buffers.
-        exchanges: whether gradients are averaged in 8 bits; else as without us.
+        group: the process group of the ranks that hold the same shards.
+        structures: the structures of the parameter group's buffers.
+        exchanges: the choice whether gradients are averaged in 8 bits or by the stock collective.
     """
 
     def __init__(self, group: Any, structures: GroupStructures, exchanges: Exchanges) -> None:
@@ -33,18 +33,18 @@ class Float8Replicas:
         return int(self.group.size())
 
     def rank(self) -> int:
-        """Return the number of this rank's replica."""
+        """Return the index of this rank's replica."""
         return int(self.group.rank())
 
     def allreduce(self, tensors: list[Any], options: Any) -> Any:
         """Replace a buffer by its sum or average over the replicas.
 
         Args:
-            tensors: one buffer, (E,).
+            tensors: a list with one buffer, (E,).
             options: torch's ``AllreduceOptions``.
         Returns:
-            None, because the current stream waits for the result; a ``Work`` where the stock
-            collective reduces, as it does dtypes that have no 8-bit form.
+            None, because the current stream waits for the result; a ``Work`` if the stock
+            collective reduces, as it does for dtypes without an 8-bit form.
         """
         (buffer,) = tensors
         if buffer.dtype not in DTYPES or not self._exchanges["replicas"]:
@@ -61,7 +61,7 @@ def connect_replicas(param_group: Any, structures: GroupStructures, exchanges: E
     group = getattr(param_group.mesh_info, "replicate_process_group", None)
     if group is None or group.size() == 1:
         return False
-    # The parameters have the mesh's own record, from which they build DTensors.
+    # Copy the record: parameters share it, and build DTensors from the mesh in it.
     param_group.mesh_info = copy.copy(param_group.mesh_info)
     param_group.mesh_info.replicate_process_group = Float8Replicas(group, structures, exchanges)
     return True

@@ -1,10 +1,10 @@
 """Split the float32 weights of a model that FSDP2 has sharded, and join them again.
 
-``convert_to_float8``, then ``fully_shard`` of the float32 weights, the optimizer, then this, then
-``connect_fsdp`` of `torch_fp8.distributed`. `split_sharded` puts each large shard into two halves
-(`torch_fp8.tensor.split_shard`), and `join_sharded` into one tensor again. The Parameters stay the
-same objects, DTensors of float32, and no rank ever has more than its part. Shard by shard: beside
-the shards there is one more at a time.
+Call ``convert_to_float8``, ``fully_shard`` with float32 weights, create the optimizer, call
+`split_sharded` and then ``connect_fsdp`` of `torch_fp8.distributed`. `split_sharded` stores each
+large shard in two halves (`torch_fp8.tensor.split_shard`), and `join_sharded` joins the halves
+again. The Parameters remain the same float32 DTensors, and each rank only ever has its own part.
+Shards are processed one by one, so memory holds at most one additional shard.
 """
 
 from collections.abc import Iterable
@@ -32,15 +32,17 @@ def split_sharded(
 ) -> list[OptimizerReport]:
     """Convert the optimizers of a sharded model, and split the large float32 weights they train.
 
-    Again is harmless.
+    A repeated call changes nothing.
 
     Args:
-        model: not in the middle of a forward or backward.
-        optimizers: all that train it; each holds the sharded parameters.
-        config: a configuration; nothing is done at O1.
+        model: the model sharded by ``fully_shard``, not in the middle of a forward or backward.
+        optimizers: all optimizers that train it; each has the sharded parameters.
+        config: the configuration; level O1 changes nothing.
+    Returns:
+        A report for each optimizer.
     Raises:
-        ValueError: a parameter sharded as states cannot be (`torch_fp8.optim.state_sharding`); see
-            `torch_fp8.convert_optimizer`.
+        ValueError: the states cannot follow a parameter's sharding
+            (`torch_fp8.optim.state_sharding`); see also `torch_fp8.convert_optimizer`.
     """
     optimizers = list(optimizers)
     reports = [convert_optimizer(o, config, model=model) for o in optimizers]
@@ -68,12 +70,12 @@ def split_sharded(
 
 
 def _split(parameter: DTensor, param: Any, bits: int) -> None:
-    """Split the shard of a parameter; its float32 memory is freed.
+    """Split the shard of a parameter and free its float32 memory.
 
     Args:
-        parameter: float32.
+        parameter: the float32 parameter.
         param: FSDP2's record of it; None: tensor parallelism has sharded it.
-        bits: residual bits.
+        bits: the residual bits.
     """
     shard = parameter._local_tensor
     padded = torch.zeros(
@@ -90,13 +92,13 @@ def _split(parameter: DTensor, param: Any, bits: int) -> None:
 
 @torch.no_grad()
 def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
-    """Make the shards plain float32 tensors again that `split_sharded` has split.
+    """Turn the shards that `split_sharded` has split into plain float32 tensors again.
 
     Args:
-        model: not in the middle of a forward or backward.
-        optimizers: those that train it; their gradient hooks go.
+        model: the model, not in the middle of a forward or backward.
+        optimizers: the optimizers that train it; their gradient hooks are removed.
     Returns:
-        The number of shards.
+        The number of joined shards.
     """
     reshard(model)
     gathered = {param.sharded_param: param for param in fsdp_params(model)}
@@ -119,7 +121,7 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
 
 
 def renew_unsharded(param: Any) -> None:
-    """Have FSDP2 make the unsharded parameter anew, if it has made one of another kind."""
+    """Have FSDP2 create the unsharded parameter again if it has one of another kind."""
     param._init_extensions()
     unsharded = param.__dict__.pop("_unsharded_param", None)
     param.all_gather_outputs = []
@@ -131,21 +133,23 @@ def renew_unsharded(param: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a root keeps gathered after its forward: the parameters are the shards again."""
+    """Free the weights that a root keeps gathered after its forward, so parameters are shards
+    again.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def param_groups(module: FSDPModule) -> list:
-    """FSDP2's groups of parameters that are gathered together; one before torch 2.13."""
+    """FSDP2's groups of parameters that are gathered together; always one before torch 2.13."""
     state: Any = fully_shard.state(module)
     groups = getattr(state, "_fsdp_param_groups", None)
     return [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g]
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
-    """Return the parameter groups of all of FSDP's modules, each once."""
+    """Return the parameter groups of all FSDP modules, each once."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return list(dict.fromkeys(group for module in modules for group in param_groups(module)))
 

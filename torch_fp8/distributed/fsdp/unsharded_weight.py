@@ -1,11 +1,11 @@
-"""`UnshardedFloat8Weight`: a weight whose shards FSDP2 has all-gathered as FP8 bytes.
+"""`UnshardedFloat8Weight`: a weight that FSDP2 has all-gathered as FP8 bytes.
 
-`Float8Linear` runs its GEMMs on the payload as it is. Whoever else reads the weight gets it
-dequantized, in the dtype that it would have had; whoever writes it gets an error, for the values
+`Float8Linear` runs its GEMMs directly on the payload. Other code that reads the weight gets it
+dequantized, in the dtype that it would have otherwise. A write raises an error, because the values
 belong to the sharded parameter.
 
-FSDP frees what it gathered by resizing the storage and fills it again at the next all-gather, so a
-weight and its aliases share one `Payload`, whose scale is replaced then.
+FSDP frees gathered memory by resizing the storage, and fills it again at the next all-gather. So a
+weight and its aliases share one `Payload`, whose scale is replaced at that time.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,12 @@ class Payload:
     """The FP8 bytes of a whole weight (N, K).
 
     Attributes:
-        qdata: (N, K) FP8, a view of what FSDP has gathered.
-        scale: float32 as of `QuantizedTensor`; or uint8, powers of two as E8M0 bytes, a view of
-            what FSDP has gathered.
-        spec: how it was cast.
-        shard: returns this rank's rows before they were cast, and the first of them; or None.
+        qdata: (N, K) FP8, a view of the gathered memory.
+        scale: float32 as in `QuantizedTensor`; or uint8 powers of two as E8M0 bytes, a view of the
+            gathered memory.
+        spec: the cast that made it.
+        shard: a function that returns this rank's rows before the cast and the index of the first
+            of them; or None.
     """
 
     qdata: Tensor
@@ -42,10 +43,10 @@ class Payload:
 
 
 class UnshardedFloat8Weight(QuantizableTensor):
-    """A weight (N, K), read-only, in FP8; reads as a tensor of another dtype.
+    """A gathered weight (N, K) in FP8, read-only; reads as a tensor of another dtype.
 
     Attributes:
-        payload: shared with all aliases.
+        payload: the payload, shared with all aliases.
     """
 
     payload: Payload
@@ -64,7 +65,7 @@ class UnshardedFloat8Weight(QuantizableTensor):
     def quantize(
         self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
     ) -> Payloads:
-        """The payloads as they were gathered."""
+        """Return the gathered payloads."""
         spec = quantizer.spec
         row = gathered_rowwise(self, spec)
         col = transposed_or_recast(row, spec, grad_output) if columnwise else None
@@ -73,22 +74,22 @@ class UnshardedFloat8Weight(QuantizableTensor):
     def before_cast(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
-        """This rank's shard, whose rows are a part of the payloads'."""
+        """Return this rank's shard, whose rows are a part of the payloads' rows."""
         if self.payload.shard is None:
             return None
         shard, first = self.payload.shard()
         return shard, row, col, first
 
     def rowwise(self) -> QuantizedTensor:
-        """The weight, quantized along K."""
+        """The weight (N, K), quantized along K."""
         return gathered_rowwise(self, self.payload.spec)
 
     def columnwise(self) -> QuantizedTensor:
-        """The transposed weight, (K, N), quantized along N; see `transposed_or_recast`."""
+        """The transposed weight (K, N), quantized along N; see `transposed_or_recast`."""
         return transposed_or_recast(self.rowwise(), self.payload.spec)
 
     def dequantize(self) -> Tensor:
-        """A plain tensor of this shape and dtype."""
+        """Return a plain tensor of this shape and dtype."""
         return dequantize(self.rowwise(), self.dtype)
 
     def alias(self, shape: Any) -> "UnshardedFloat8Weight":
@@ -96,7 +97,7 @@ class UnshardedFloat8Weight(QuantizableTensor):
         return UnshardedFloat8Weight(self.payload, self.dtype)
 
     def check_gathered(self) -> None:
-        """Raises RuntimeError where FSDP has freed it."""
+        """Raise RuntimeError if FSDP has freed the weight."""
         if self.numel() and not self.qdata.untyped_storage().size():
             raise RuntimeError(
                 "the unsharded weight was freed by FSDP; read it within the forward or backward of "
@@ -144,13 +145,13 @@ class UnshardedFloat8Weight(QuantizableTensor):
                 )
 
 
-# Functions, for torch.compile takes a method of a tensor for an operator.
+# Functions, because torch.compile treats a tensor's method as an operator.
 def gathered_rowwise(weight: UnshardedFloat8Weight, spec: CastSpec) -> QuantizedTensor:
-    """The weight (N, K), quantized along K.
+    """Return the weight (N, K), quantized along K.
 
     Args:
-        weight: gathered, and not freed since.
-        spec: how it was cast.
+        weight: the gathered weight, not freed since.
+        spec: the cast that made it.
     """
     if not torch.compiler.is_compiling():
         weight.check_gathered()
@@ -163,16 +164,17 @@ def gathered_rowwise(weight: UnshardedFloat8Weight, spec: CastSpec) -> Quantized
 def transposed_or_recast(
     row: QuantizedTensor, spec: CastSpec, grad_output: Tensor | None = None
 ) -> QuantizedTensor:
-    """The transpose (C, R), quantized along R, of what was gathered as (R, C), quantized along C.
+    """Return the transpose (C, R), quantized along R, of a gathered (R, C) that is quantized along
+    C.
 
-    The very payload, transposed, where a scale belongs to as many rows as columns. Else what the
-    payload stands for is cast again; its scales are powers of two, which keeps every mantissa, so
-    only what the other scale makes subnormal is rounded a second time.
+    If each scale covers as many rows as columns, the codes are only transposed. Otherwise the
+    dequantized payload is cast again. Its scales are powers of two, which preserves every mantissa,
+    so only values that the new scale makes subnormal are rounded a second time.
 
     Args:
-        row: what was gathered.
-        spec: how it was cast.
-        grad_output: in a backward; see `torch_fp8.ops.quantize.transposed`.
+        row: the gathered payload.
+        spec: the cast that made it.
+        grad_output: the gradient in a backward; see `torch_fp8.ops.quantize.transposed`.
     """
     same = transposed(row, grad_output)
     if same is not None:
@@ -185,12 +187,12 @@ def transposed_or_recast(
 
 
 def exponent_bytes(scale: Tensor) -> Tensor:
-    """Powers of two (float32) as E8M0 bytes, ``2 ** (byte - 127)``; non-finite ones as 255."""
+    """Return float32 powers of two as E8M0 bytes, ``2 ** (byte - 127)``; non-finite ones as 255."""
     return (scale.view(torch.int32) >> _EXPONENT_SHIFT & 0xFF).to(torch.uint8)
 
 
 def powers_of_two(scale: Tensor) -> Tensor:
-    """`exponent_bytes` undone; 255 is infinite."""
+    """Invert `exponent_bytes`; 255 becomes infinity."""
     return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
 
 

@@ -1,1 +1,1 @@
-"""Activations that tensor and sequence parallelism exchange in FP8."""
+"""FP8 exchange of activations for tensor and sequence parallelism."""

@@ -1,13 +1,13 @@
-"""All-gathers of FP8 bytes, and `AllGatheredFloat8Tensor`, the tensor that they make.
+"""All-gathers of FP8 bytes, and their result, `AllGatheredFloat8Tensor`.
 
 Under sequence parallelism each rank has a part of the tokens, and a linear layer needs all of them.
-Each rank casts its part, and one message has what travels. With one scale for the tensor, that one
-is agreed on before (`torch_fp8.quantization.scaling.group_amax`); scales of rows and blocks, powers
-of two, follow the payload as exponent bytes.
+Each rank casts its part and sends one message. A single scale for the whole tensor is agreed on
+before (`torch_fp8.quantization.scaling.group_amax`). Scales of rows and blocks, powers of two,
+follow the payload as exponent bytes.
 
-`Float8Linear` runs its GEMMs on the payload as it is: on the input that it needs whole in forward,
-on the gradient of its output in backward. Whoever else reads such a tensor gets it dequantized,
-rounded to FP8 as it is.
+`Float8Linear` runs its GEMMs directly on the payload: on the gathered input in forward, and on the
+gathered gradient of its output in backward. Other code that reads such a tensor gets it
+dequantized, with the values rounded to FP8.
 """
 
 import math
@@ -30,12 +30,14 @@ from torch_fp8.tensor.base import Payloads, QuantizableTensor, SavedInput
 
 
 class Shards(NamedTuple):
-    """How the parts of a tensor lie on the ranks of a group, as DTensor's ``Shard(dim)``.
+    """The distribution of a tensor's parts over the ranks of a group, as in DTensor's
+    ``Shard(dim)``.
 
     Attributes:
         shape: the shape of the whole tensor.
-        dim: along which it is divided, in parts of ceil(size / ranks); the last may be less.
-        group: the ranks.
+        dim: the dimension that is divided into parts of ceil(size / ranks); the last part may be
+            smaller.
+        group: the process group.
     """
 
     shape: torch.Size
@@ -44,7 +46,7 @@ class Shards(NamedTuple):
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Shape of a full part."""
+        """The shape of a full part."""
         size = -(-self.shape[self.dim] // dist.get_world_size(self.group))
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
@@ -52,15 +54,15 @@ class Shards(NamedTuple):
 def pack_shard(
     quantized: QuantizedTensor, shape: torch.Size, shards: Shards, spec: CastSpec
 ) -> Tensor:
-    """One rank's message: its part in FP8, then the exponents of its scales.
+    """Return one rank's message: its part in FP8, followed by the exponents of its scales.
 
     Args:
-        quantized: part as a matrix, with a scale that is equal on all ranks if tensorwise.
-        shape: shape (..., C) of the part.
-        shards: where it belongs.
+        quantized: the part as a matrix; a tensorwise scale must be equal on all ranks.
+        shape: the shape (..., C) of the part.
+        shards: the distribution of the parts.
         spec: format and granularity.
     Returns:
-        (B,) uint8, as long on every rank.
+        (B,) uint8, with the same length on every rank.
     """
     payload = quantized.qdata.view(torch.uint8).view(shape)
     parts = [_padded(payload, shards)]
@@ -72,15 +74,14 @@ def pack_shard(
 
 
 class Gather:
-    """An all-gather of messages under way; `result` waits for it.
+    """An all-gather of messages in flight; `result` waits for it.
 
     Args:
-        message: what `pack_shard` returned.
-        shards, spec: as given to it.
-        scale: () float32 of all parts, for tensorwise; else None.
-
+        message: the result of `pack_shard`.
+        shards, spec: the arguments of `pack_shard`.
+        scale: () float32 scale of all parts if tensorwise; else None.
     Attributes:
-        part: this rank's part as a matrix, and its payload, where somebody compares them; or None.
+        part: this rank's part as a matrix, and its payload, for a monitor; or None.
     """
 
     part: tuple[Tensor, QuantizedTensor] | None = None
@@ -95,7 +96,7 @@ class Gather:
         self._result: QuantizedTensor | None = None
 
     def result(self) -> QuantizedTensor:
-        """The whole tensor as a matrix (M, C), quantized along C."""
+        """Return the whole tensor as a matrix (M, C), quantized along C."""
         if self._result is None:
             self._work.wait()
             self._result = self._unpack()
@@ -113,7 +114,9 @@ class Gather:
         return QuantizedTensor(qdata.flatten(0, -2), scale, self.spec.granularity)
 
     def _joined(self, parts: Tensor, last: int) -> Tensor:
-        """(ranks, bytes of a part) -> the whole with `last` bytes in a row, without the padding."""
+        """Join (ranks, bytes of a part) to the whole with `last` bytes in a row, without
+        padding.
+        """
         dim = self.shards.dim
         merged = [*self.shards.part[:-1], last]
         # (ranks, ..., part, ...) -> (..., ranks, part, ...) -> (..., whole, ...)
@@ -128,7 +131,7 @@ def _scales_per_row(spec: CastSpec, cols: int) -> int:
 
 
 def _padded(part: Tensor, shards: Shards) -> Tensor:
-    """A part, uint8, filled up to the size of a full one."""
+    """Return a uint8 part zero-padded to the size of a full part."""
     missing = shards.part[shards.dim] - part.shape[shards.dim]
     if not missing:
         return part.contiguous()
@@ -138,13 +141,14 @@ def _padded(part: Tensor, shards: Shards) -> Tensor:
 
 
 class GatheredInput(SavedInput):
-    """How backward comes by a gathered input again: it was kept, or it is gathered a second time.
+    """How backward gets a gathered input again: from a saved payload or from a second gather.
 
-    One object serves all layers that share the input, so that it is gathered once for all of them.
+    All layers that share the input share one object, so the input is gathered once for all of them.
 
     Args:
-        spec: how it was cast.
-        shards: None: the whole payload was kept. Else the rank's own message was.
+        spec: the cast of the input.
+        shards: the distribution of the parts if the rank's own message was saved; None: the whole
+            payload was saved.
     """
 
     def __init__(self, spec: CastSpec, shards: Shards | None) -> None:
@@ -153,12 +157,12 @@ class GatheredInput(SavedInput):
         self._gather: Gather | None = None
 
     def start(self, qdata: Tensor, scale: Tensor | None) -> None:
-        """Issue the second gather, if there has to be one and none is under way."""
+        """Issue the second gather, if one is needed and none is in flight."""
         if self.shards is not None and self._gather is None:
             self._gather = Gather(qdata, self.shards, self.spec, scale)
 
     def columnwise(self, qdata: Tensor, scale: Tensor | None) -> QuantizedTensor:
-        """The input transposed, (C, M), quantized along M, after `start`."""
+        """Return the transposed input (C, M), quantized along M; call `start` first."""
         if self.shards is None:
             assert scale is not None
             return transposed_or_recast(
@@ -173,11 +177,11 @@ class GatheredInput(SavedInput):
 
 
 class AllGatheredFloat8Tensor(QuantizableTensor):
-    """(..., C), read-only, in FP8; reads as a tensor of another dtype.
+    """A gathered tensor (..., C) in FP8, read-only; reads as a tensor of another dtype.
 
     Attributes:
-        gather: the gather of its shards, maybe still under way; shared with all aliases.
-        source: what backward needs of it.
+        gather: the gather of its shards, possibly still in flight; shared with all aliases.
+        source: the source from which backward gets the tensor.
     """
 
     gather: Gather
@@ -200,31 +204,31 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         return self.gather.result()
 
     def columnwise(self) -> QuantizedTensor:
-        """The matrix transposed, (C, M), quantized along M.
+        """Return the transposed matrix (C, M), quantized along M.
 
-        With one scale the very payload, transposed. Else what the payload stands for is cast again;
-        scales are powers of two, which keeps every mantissa, so only what the other scale makes
-        subnormal is rounded a second time.
+        With a single scale the codes are only transposed. Otherwise the dequantized payload is cast
+        again. Its scales are powers of two, which preserves every mantissa, so only values that the
+        new scale makes subnormal are rounded a second time.
         """
         return transposed_or_recast(self.rowwise(), self.gather.spec)
 
     def quantize(
         self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
     ) -> Payloads:
-        """The payloads as they were gathered, whatever scale the layer would take."""
+        """Return the gathered payloads, whatever scale the layer would use."""
         return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None
 
     def before_cast(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
-        """This rank's part, and its bytes that were gathered: all payloads are made of these."""
+        """Return this rank's part and its gathered bytes, from which all payloads are made."""
         if self.gather.part is None or (row is not None and row is not self.gather.result()):
             return None
         source, payload = self.gather.part
         return source, payload, None, 0
 
     def saved_for_backward(self) -> tuple[Tensor, Tensor | None, SavedInput]:
-        """The rank's own bytes or the whole payload, and the scale if it has one."""
+        """Return the rank's own bytes or the whole payload, the scale (or None), and the source."""
         self.source.users += 1
         if self.source.shards is not None:
             return self.gather.message, self.gather.scale, self.source
@@ -235,7 +239,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         return AllGatheredFloat8Tensor(self.gather, self.source, torch.Size(shape), self.dtype)
 
     def dequantize(self) -> Tensor:
-        """A plain tensor of this shape and dtype."""
+        """Return a plain tensor of this shape and dtype."""
         return dequantize(self.rowwise(), self.dtype).view(self.shape)
 
     def __coerce_same_metadata_as_tangent__(self, *expected: Any) -> Any:
@@ -260,15 +264,15 @@ def gather_activation(
     gather_again: bool = False,
     keep_part: bool = False,
 ) -> AllGatheredFloat8Tensor:
-    """Cast this rank's part and start to gather all of them.
+    """Cast this rank's part and start to gather all parts.
 
     Args:
         shard: (..., C) float32, bfloat16 or float16, this rank's part.
-        shards: where it belongs.
+        shards: the distribution of the parts.
         spec: format and granularity.
-        scale: () float32, equal on all ranks, for tensorwise; else None.
-        dtype: the dtype of the result for those who read it.
-        gather_again: whether backward gathers it again instead of keeping it.
+        scale: () float32, equal on all ranks, if tensorwise; else None.
+        dtype: the dtype that the result reads as.
+        gather_again: whether backward gathers again instead of keeping the result.
         keep_part: whether the result keeps `shard`, for a monitor.
     """
     rows = shard.reshape(-1, shard.shape[-1])

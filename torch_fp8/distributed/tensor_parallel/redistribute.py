@@ -1,6 +1,6 @@
-"""Redistributions of DTensors: what is gathered travels in FP8, what is summed in its own dtype.
+"""Redistributions of DTensors: gathers run in FP8, sums in the tensors' dtype.
 
-`replicate` is for the input of column-wise layers, `reduce` for the output of row-wise ones.
+`replicate` is for the input of column-wise layers, `reduce` for the output of row-wise layers.
 """
 
 from typing import Any
@@ -27,20 +27,20 @@ from torch_fp8.tensor.quantizer import output_dtype
 def replicate(
     x: Tensor, mesh: DeviceMesh, layout: Placement, linear: Float8Linear, *, gather_again: bool
 ) -> DTensor:
-    """Replicate the input of column-wise layers, cast by the first of them.
+    """Replicate the input of column-wise layers, as the first of them casts it.
 
-    In forward a sharded input is gathered in FP8. In backward the ranks' gradients are summed, in
-    the dtype of autocast, or of the input without it.
+    Forward gathers a sharded input in FP8. Backward sums the ranks' gradients in the dtype of
+    autocast, or of the input without autocast.
 
     Args:
-        x: a DTensor, or this rank's part of one.
+        x: a DTensor, or this rank's part of one as a plain tensor.
         mesh: a mesh of one dimension.
         layout: the placement of a plain tensor.
         linear: the layer.
         gather_again: see `torch_fp8.distributed.tensor_parallel.all_gather.gather_activation`.
     Raises:
-        ValueError: a recipe that cannot take a gathered input; on the CPU also plain tensors of
-            different shapes.
+        ValueError: the recipe does not support a gathered input; on the CPU also if plain tensors
+            have different shapes.
     """
     if not isinstance(x, DTensor):
         if layout.is_shard():
@@ -59,16 +59,16 @@ def replicate(
 
 
 def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
-    """Sum a row-wise layer's outputs, scattered or on every rank.
+    """Sum a row-wise layer's outputs; the result is scattered or replicated.
 
-    In backward the gradient of a scattered sum is gathered in FP8, as the layer casts it.
+    Backward gathers the gradient of a scattered sum in FP8, as the layer casts it.
 
     Args:
-        output: partial sums.
+        output: the partial sums.
         placement: the placement of the sum.
         linear: the layer.
     Raises:
-        ValueError: a recipe that cannot take a gathered gradient.
+        ValueError: the recipe does not support a gathered gradient.
     """
     if not placement.is_shard():
         return output.redistribute(placements=[placement], async_op=True)
@@ -77,13 +77,13 @@ def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTens
 
 
 def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | None = None) -> None:
-    """Raise ValueError if a layer of this recipe cannot multiply what was gathered in FP8.
+    """Raise ValueError if a layer of this recipe cannot multiply an operand gathered in FP8.
 
     Args:
         name: the layer's qualified name.
         recipe: the layer's recipe.
-        placement: the placement of what is to be gathered.
-        ndim: the number of its dimensions; None: not known yet.
+        placement: the placement of the tensor to be gathered.
+        ndim: the tensor's number of dimensions; None: not known yet.
     """
     way_out = "or give this layer torch's own parallel style, which gathers in 16 bits"
     if recipe.wgrad is None:
@@ -104,9 +104,7 @@ def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | N
 def _gathered(
     x: DTensor, linear: Float8Linear, operand: int, dtype: torch.dtype, gather_again: bool = False
 ) -> DTensor:
-    """Return a sharded DTensor gathered in FP8, as `linear` casts this operand; it reads as
-    `dtype`.
-    """
+    """Gather a sharded DTensor in FP8, as `linear` casts this operand; it reads as `dtype`."""
     shard = waited(x._local_tensor)
     shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
     quantizer = linear.fp8.quantizer(linear, operand, shards.group)
@@ -119,7 +117,7 @@ def _gathered(
 
 
 class _Gather(torch.autograd.Function):
-    """Gather a sharded DTensor, cast by a layer; its gradient is scattered."""
+    """Gather a sharded DTensor in FP8, as a layer casts it; backward scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, linear: Float8Linear, gather_again: bool) -> DTensor:
@@ -136,7 +134,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Scatter partial sums to a sharded DTensor; its gradient, cast by a layer, is gathered."""
+    """Scatter partial sums to a sharded DTensor; backward gathers the gradient in FP8."""
 
     @staticmethod
     def forward(ctx: Any, output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
@@ -154,7 +152,9 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """Convert a replicated DTensor to another dtype, in which the ranks' gradients are summed."""
+    """Convert a replicated DTensor to another dtype, in which backward sums the ranks'
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
@@ -168,7 +168,9 @@ class _Narrow(torch.autograd.Function):
 
 
 def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
-    """Refuse plain tensors of different shapes, where asking the other ranks costs no wait."""
+    """Refuse plain tensors of different shapes, on devices where the check needs no
+    synchronization.
+    """
     if x.device.type != "cpu":
         return
     sizes = torch.tensor(

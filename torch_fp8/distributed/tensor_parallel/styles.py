@@ -1,6 +1,6 @@
-"""Styles for ``parallelize_module``: activations that ranks exchange travel in FP8.
+"""Styles for ``parallelize_module`` in which ranks exchange activations in FP8.
 
-They take the arguments of torch's styles and stand in their place::
+They have the arguments of torch's styles and replace them::
 
     parallelize_module(block, mesh["tensor_parallel"], {
         "norm": SequenceParallel(use_local_output=True),
@@ -13,14 +13,15 @@ They take the arguments of torch's styles and stand in their place::
         "down": Float8RowwiseParallel(output_layouts=Shard(1)),
     })
 
-What a layer gathers travels in FP8: the tokens of a column-wise layer's input in forward, those of
-the gradient of a row-wise layer's output in backward, as FP8-LM does (arXiv 2310.18313). What is
-summed (the row-wise output, the gradient of the column-wise input) stays in 16 bits, and so does
-what a style is asked to gather of a column-wise output. Without sequence parallelism nothing is
-gathered, and the GEMMs alone run in FP8.
+Gathered tokens travel in FP8: those of a column-wise layer's input in forward, and those of the
+gradient of a row-wise layer's output in backward, as in FP8-LM (arXiv 2310.18313). Sums (the
+row-wise output, the gradient of the column-wise input) stay in 16 bits, and so does a column-wise
+output that a style gathers. Without sequence parallelism nothing is gathered, and only the GEMMs
+run in FP8.
 
-Convert before or after; a layer that is not converted is parallelized as torch's style does it, and
-so is one with ``communication="off"``. `torch_fp8.nn.dtensor_layout` has what a rank multiplies.
+You can convert the model before or after. A layer that is not converted, or has
+``communication="off"``, is parallelized as by torch's style. `torch_fp8.nn.dtensor_layout`
+describes what each rank multiplies.
 """
 
 import copy
@@ -40,13 +41,13 @@ class Float8ColwiseParallel(ColwiseParallel):
     """torch's ColwiseParallel, with an input that is gathered in FP8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: those of torch's style.
-        gather_in_backward: keep only the rank's own part of the input for backward, and gather
-            it again there: 1 / N of the memory for one more gather. By default the gathered input
-            is kept in FP8, half of what torch's style keeps.
+        input_layouts, output_layouts, use_local_output: the arguments of torch's style.
+        gather_in_backward: whether backward gathers the input again, so that only the rank's own
+            part is kept: 1 / N of the memory for one more gather. By default the gathered input is
+            kept in FP8, half of what torch's style keeps.
     Raises:
-        ValueError: in ``parallelize_module`` or ``convert_to_float8``, whichever comes later, if
-            the recipe cannot take what was gathered in FP8.
+        ValueError: the recipe does not support an input gathered in FP8. The error comes from
+            ``parallelize_module`` or ``convert_to_float8``, whichever you call later.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 class Float8RowwiseParallel(RowwiseParallel):
     """torch's RowwiseParallel; the gradient of a scattered output is gathered in FP8.
 
-    It takes the arguments of torch's style.
+    It has the arguments of torch's style.
     """
 
     def _prepare_output_fn(
@@ -120,13 +121,13 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """torch's PrepareModuleInput; a sharded input that becomes replicated is gathered once, in FP8.
 
-    It is for a module whose column-wise layers share their input (q, k and v; gate and up) and
-    take it as replicated then. The input is cast as the first of these layers casts it; whatever
-    else reads it gets it rounded to FP8.
+    Use it for a module whose column-wise layers share their input (q, k and v; gate and up); these
+    layers then get a replicated input. The first of these layers determines the cast; other code
+    that reads the input gets it rounded to FP8.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output: those of torch's style.
+            use_local_output: the arguments of torch's style.
         gather_in_backward: see `Float8ColwiseParallel`.
     """
 
@@ -160,7 +161,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            style = copy.copy(self)  # one style may serve many modules
+            style = copy.copy(self)  # one style object may be used for many modules
             style._module = module
             return style._prepare_input_kwarg_fn(args, kwargs, device_mesh)
 
@@ -169,11 +170,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
-    """Raise ValueError if the style of a layer and its recipe or backend do not go together.
+    """Raise ValueError if a layer's style does not fit its recipe or backend.
 
     Args:
-        module: converted or not; it remembers `gathered` for its conversion.
-        gathered: the placement of what the style gathers; None: the one given before.
+        module: the layer, converted or not; it remembers `gathered` for its conversion.
+        gathered: the placement of the tensor that the style gathers; None: that of an earlier call.
     """
     if gathered is not None:
         if isinstance(module, TransformerEngineLinear):
@@ -187,24 +188,24 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
 
 
 def gathers_features(module: nn.Module) -> bool:
-    """Return whether a layer's style gathers features, which rules out scales that run along them.
+    """Return whether a layer's style gathers features, which excludes scales that run along them.
 
-    The style says so only as far as it can: dimension 1 is the features of a matrix, but the tokens
-    of a batch.
+    The style shows this only in part: dimension 1 is the features of a matrix, but the tokens of a
+    batch.
     """
     layout = module.__dict__.get("fp8_gathered")
     return isinstance(layout, Shard) and layout.dim not in (0, 1)
 
 
 def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
-    """Return whether what a layer needs of other ranks travels in FP8."""
+    """Return whether a layer exchanges its activations in FP8."""
     if not isinstance(module, Float8Linear) or not module.runs_fp8:
         return False
     return module.fp8.config.communication != "off"
 
 
 def _consumer(module: nn.Module | None) -> Float8Linear | None:
-    """Return the first column-wise FP8 layer in `module`; None: there is none."""
+    """Return the first column-wise FP8 layer in `module`; None if there is none."""
     assert module is not None
     consumers = [
         layer
