@@ -1,7 +1,7 @@
 """FP8 mixed-precision training for PyTorch: the engine.
 
-Importing it runs nothing. A public name is imported when it is first read, because the engine needs
-DTensor and Dynamo, whose import takes longer than torch's own.
+Importing the package has no side effects. A public name is imported when it is first used, because
+the engine needs DTensor and Dynamo, whose import takes longer than that of torch.
 """
 
 from importlib import import_module
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
     from torch_fp8.planner.plan import LevelPlan, Plan, plan
 
-_NAMES = {  # module: the public names that it defines; what type checkers read stands above
+_NAMES = {  # module: public names that it defines; type checkers read the imports above
     "autograd.current_pass": ("high_precision",),
     "autograd.selective_checkpoint": ("selective_checkpoint_contexts",),
     "checkpoint.export": ("ExportReport", "export"),
@@ -97,7 +97,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a package such as ``torch_fp8.distributed``, at its first use."""
+    """Import a public name, or a subpackage such as ``torch_fp8.distributed``, on first use."""
     if name in _HOMES:
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         globals()[name] = value

@@ -1,11 +1,11 @@
-"""The version of this package, and the oldest torch that it runs on."""
+"""The version of this package, and a check for the oldest supported torch."""
 
 import re
 import warnings
 from importlib import metadata
 from pathlib import Path
 
-with warnings.catch_warnings():  # torch warns while it is imported; nothing here needs NumPy
+with warnings.catch_warnings():  # importing torch without NumPy warns; this package needs none
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     import torch
 
@@ -13,9 +13,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def installed_version() -> str:
-    """Return the installed distribution's version; in a source tree not installed, its
-    pyproject's.
-    """
+    """Return the version of the installed distribution, else the one in pyproject.toml."""
     try:
         return metadata.version("torch-fp8")
     except metadata.PackageNotFoundError:
@@ -26,9 +24,7 @@ def installed_version() -> str:
 
 
 def triton_version() -> str:
-    """Return the version of the installed Triton, which compiles the kernels; ``none`` if there is
-    none.
-    """
+    """Return the version of Triton, which compiles the kernels; ``none`` if it is not installed."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -36,10 +32,10 @@ def triton_version() -> str:
 
 
 def check_torch(version: str) -> None:
-    """Raise ImportError where torch is too old.
+    """Raise ImportError if torch is older than `OLDEST_TORCH`.
 
     Args:
-        version: a version such as ``torch.__version__``.
+        version: version string such as ``torch.__version__``.
     """
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
@@ -47,7 +43,7 @@ def check_torch(version: str) -> None:
         raise ImportError(
             f"torch-fp8 needs torch {wanted} or later, and this is torch {version}: "
             f"pip install 'torch>={wanted}'",
-            name=__package__,  # so that `python -m torch_fp8` says this and shows no traceback
+            name=__package__,  # `python -m torch_fp8` then prints this without a traceback
         )
 
 

@@ -1,10 +1,11 @@
-"""The command ``torch-fp8``: its sub-commands and their options.
+"""The command ``torch-fp8`` with its sub-commands and options.
 
-What a sub-command needs is imported when it runs: ``torch-fp8 --help`` answers at once.
+A sub-command imports what it needs when it runs, so that ``torch-fp8 --help`` is fast.
 
-Exit status: 0 all is well, 1 something failed, 2 a mistake in the call, 130 interrupted. By
-``set_defaults`` a sub-command says what it runs, the exceptions that are ``mistakes`` in its call,
-other expected ``failures`` beside OSError, and whether it ``is_whole``: writes all or nothing.
+Exit status: 0 success, 1 failure, 2 usage error, 130 interrupted. A sub-command calls
+``set_defaults`` with the function to ``run``, the exceptions that are usage errors (``mistakes``),
+further expected exceptions beside OSError (``failures``), and ``is_whole`` if it writes all of its
+output or nothing.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torch_fp8.quantization.suggestions import suggestion
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command and return the exit status."""
     with contextlib.ExitStack() as stack:
-        if sys.stdout is None:  # closed by the caller
+        if sys.stdout is None:  # the caller closed it
             null = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(null))
         return _run(arguments)
@@ -40,7 +41,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal may know fewer letters than a path has
+        if hasattr(stream, "reconfigure"):  # a path may have characters that a terminal lacks
             stream.reconfigure(errors="backslashreplace")
     if options.command is None:
         parser.print_help(sys.stderr)
@@ -54,13 +55,13 @@ def _run(arguments: Sequence[str] | None) -> int:
         whole = getattr(options, "is_whole", False)
         print("interrupted" + ": nothing was written" * whole, file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe
+    except BrokenPipeError:  # the reader closed the pipe
         _drop_output()
         return 1
     except getattr(options, "mistakes", ()) as error:
         print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
         return 2
-    except (OSError, *getattr(options, "failures", ())) as error:  # a full disk, say
+    except (OSError, *getattr(options, "failures", ())) as error:  # a full disk, for example
         print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
         _drop_output()
         return 1
@@ -69,13 +70,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's end does not fail."""
-    with contextlib.suppress(OSError, ValueError):  # a stream of a test has no descriptor
+    """Discard buffered output, so that flushing it at interpreter exit does not fail."""
+    with contextlib.suppress(OSError, ValueError):  # a stream in a test has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failed(command: str, error: Exception) -> int:
-    """Say in one line what has failed that no sub-command expects, and keep the traceback."""
+    """Report an unexpected exception in one line, and write the traceback to a file."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="torch-fp8-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
@@ -90,7 +91,7 @@ def _failed(command: str, error: Exception) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors name what a misspelled option or choice may have meant."""
+    """A parser whose errors suggest the right spelling of an option or choice."""
 
     commands: Mapping[str, argparse.ArgumentParser] = {}
 
@@ -122,9 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """End the command on SIGTERM as on Ctrl-C, so that children and temporary folders are cleaned
-    up.
-    """
+    """Handle SIGTERM like Ctrl-C, so that children and temporary folders are cleaned up."""
 
     def interrupt(*signal_and_frame: object) -> None:
         raise KeyboardInterrupt

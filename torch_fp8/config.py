@@ -1,4 +1,4 @@
-"""`FP8Config`: every choice a user has, in one frozen, printable object that goes through JSON."""
+"""`FP8Config`: all options for FP8 training, in one immutable object with a JSON form."""
 
 import json
 import os
@@ -30,145 +30,150 @@ _GONE = {
 
 @dataclass(frozen=True)
 class FP8Config:
-    """What runs in FP8, and how.
+    """Options for FP8 training: an immutable object that can be written to JSON and read back.
 
     Attributes:
         recipe (str): ``auto``, ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise`` or
-            ``mxfp8``. ``auto``: of tensorwise, rowwise and blockwise, which keep parity with BF16,
-            the one that is measured to be the fastest on this card and this model's layers; layers
-            that are no faster in FP8 stay in BF16. Where FP8 is emulated nothing is measured, and
-            it is tensorwise. The start-up summary says what it chose. A named recipe runs as named
-            or raises. Default: ``"auto"``.
-        wgrad (str): ``fp8`` or ``bf16``: the precision of the weight-gradient GEMM (``bf16``:
-            SwitchBack). Default: ``"fp8"``.
-        grad_format (str | None): ``e5m2`` or ``e4m3`` for gradients. None: by recipe (E5M2 for
-            tensorwise and delayed, whose one scale needs the range; E4M3 for finer scales).
-            Default: ``None``.
-        fast_accum (tuple[str, ...]): the GEMMs, of ``fprop``, ``dgrad`` and ``wgrad``, that use the
-            tensor core's fast accumulation. The default is the forward one, as Transformer Engine
-            and torchao do. Block-scaled GEMMs (``blockwise``, ``mxfp8``) are promoted to float32
-            after every block and have no such choice. Default: ``("fprop",)``.
-        amax_history_len (int): for recipe ``delayed``: the number of past amaxes that the scale
-            looks at, at least 1. Default: ``1024``.
-        amax_compute_algo (str): for recipe ``delayed``: ``max`` of the history, or its
-            ``most_recent`` entry. Default: ``"max"``.
-        margin (int): for recipe ``delayed``: headroom in powers of two, 0 to 8; the scale is
+            ``mxfp8``. ``auto`` measures tensorwise, rowwise and blockwise, which keep parity with
+            BF16, on this card with the layers of this model, and takes the fastest. Layers that are
+            no faster in FP8 stay in BF16. If FP8 is emulated, nothing is measured and ``auto`` is
+            tensorwise. The start-up summary shows the choice. A recipe that you name either runs or
+            raises an error. Default: ``"auto"``.
+        wgrad (str): precision of the weight-gradient GEMM, ``fp8`` or ``bf16`` (SwitchBack).
+            Default: ``"fp8"``.
+        grad_format (str | None): format of gradients, ``e5m2`` or ``e4m3``. None: the recipe
+            decides (E5M2 for tensorwise and delayed, whose one scale needs the range; E4M3 for
+            finer scales). Default: ``None``.
+        fast_accum (tuple[str, ...]): GEMMs that use the tensor core's fast accumulation, any of
+            ``fprop``, ``dgrad`` and ``wgrad``. The default, fprop only, is also that of Transformer
+            Engine and torchao. Block-scaled GEMMs (``blockwise``, ``mxfp8``) are promoted to
+            float32 after every block and ignore this option. Default: ``("fprop",)``.
+        amax_history_len (int): number of past amaxes from which recipe ``delayed`` computes the
+            scale, at least 1. Default: ``1024``.
+        amax_compute_algo (str): amax that recipe ``delayed`` takes from the history: its ``max`` or
+            its ``most_recent`` entry. Default: ``"max"``.
+        margin (int): headroom of recipe ``delayed`` in powers of two, 0 to 8; the scale is
             multiplied by 2^margin. Default: ``0``.
-        tokens (int): for recipe ``auto``: the tokens that it measures with, at least 1; those of a
-            rank's micro-batch are best. Default: ``8192``.
-        opt_level (str): ``O1``: FP8 GEMMs; weights, gradients and optimizer states as the user has
-            them. ``O2``: Adam and AdamW keep 8-bit moments, and float32 weights are stored as BF16
-            and a residual, 7.1 bytes per parameter in all. ``O3``: the gradients of FP8
-            layers take 8 bits, too, 6.1 bytes. Default: ``"O2"``.
-        split_weights (bool): whether float32 weights are stored in two halves at O2 and O3, or
-            stay (10.1 bytes), for models whose own code computes with them. Default: ``True``.
-        residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has
-            no visible loss against float32 at learning rates of 1e-6; fewer lose updates where the
-            learning rate is small, of which a warning tells. Default: ``8``.
-        moment_bits (int): bits of Adam's first moment for weights of FP8 layers: 8, or 4 (0.4 bytes
-            per parameter fewer): integers of its ratio to the root of the second one, which keeps 8
-            bits. Embeddings, the head, odd and small parameters keep 8, as do groups with a beta1
-            above 0.9. Default: ``8``.
-        gradient_release (bool): run the optimizer in backward and free each gradient at once: 2
-            bytes per parameter fewer at O2, 1 at O3. Not with clipping by global norm, accumulation
-            over micro-batches, manual optimization or DDP: refused there. Default: ``False``.
+        tokens (int): number of tokens with which recipe ``auto`` measures, at least 1. Set it to
+            the tokens of one rank's micro-batch. Default: ``8192``.
+        opt_level (str): ``O1``: FP8 GEMMs only; weights, gradients and optimizer states stay as you
+            have them. ``O2``: Adam and AdamW also keep 8-bit moments, and float32 weights are
+            stored as BF16 plus a residual, 7.1 bytes per parameter in all. ``O3``: the gradients of
+            FP8 layers use 8 bits, too, 6.1 bytes in all. Default: ``"O2"``.
+        split_weights (bool): whether O2 and O3 store float32 weights in two halves. Turn it off
+            (10.1 bytes) if the model's own code computes with them. Default: ``True``.
+        residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. With 8
+            there is no visible loss against float32 at learning rates of 1e-6. Fewer bits lose
+            updates when the learning rate is small; a warning reports it. Default: ``8``.
+        moment_bits (int): bits of Adam's first moment for the weights of FP8 layers, 8 or 4. 4 bits
+            save 0.4 bytes per parameter: they hold integers of the moment's ratio to the root of
+            the second moment, which keeps 8 bits. Embeddings, the head, odd and small parameters,
+            and groups with a beta1 above 0.9 keep 8 bits. Default: ``8``.
+        gradient_release (bool): run the optimizer in backward and free each gradient at once, which
+            saves 2 bytes per parameter at O2 and 1 at O3. It refuses clipping by global norm,
+            accumulation over micro-batches, manual optimization and DDP. Default: ``False``.
         cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
-            writes it, to the next, instead of casting it in every forward: one byte per parameter
-            more. ``"both"``: its transpose, too, which backward takes: two bytes. It takes float32
-            weights, which are stored in two halves and see each write. Scales of weights are powers
-            of two then. Not with recipe ``delayed``; within torch.compile weights are cast as
-            without it. Default: ``False``.
+            writes it, to the next, instead of casting it in every forward: one more byte per
+            parameter. ``"both"`` also keeps the transpose, which backward reads: two bytes. It
+            needs float32 weights stored in two halves, because these notice each write, and makes
+            the scales of weights powers of two. Not with recipe ``delayed``; torch.compile casts
+            weights as without it. Default: ``False``.
         keep_eval_weights (bool): keep the FP8 payload of a weight between forwards without
-            gradients: one byte per parameter, while no gradients exist. In evaluation mode of
-            weights in two halves; of all within `torch_fp8.rollout` and transformers' ``generate``,
-            where nobody writes. Default: ``True``.
-        update_clipping (bool): StableAdamW's: divide a parameter's learning rate by the RMS of
-            ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
-        checkpoint_states (str): how ``optimizer.state_dict()`` has the moments of Adam and AdamW.
-            ``float32``: as stock AdamW, which opens it. ``fp8``: codes and scales as they are in
-            memory, 2.1 bytes per parameter instead of 8; ``torch-fp8 convert-optimizer`` makes
-            stock's format of it. Both are loaded whatever this says. Default: ``"float32"``.
-        seed (int): the seed of rounding in the optimizer. Equal on all ranks; kept in
+            gradients: one byte per parameter, while no gradients exist. In evaluation mode this
+            covers weights stored in two halves. Within `torch_fp8.rollout` and transformers'
+            ``generate``, where nothing writes to weights, it covers all. Default: ``True``.
+        update_clipping (bool): divide a parameter's learning rate by the RMS of ``g / sqrt(v)`` if
+            that is above 1, as StableAdamW does (arXiv 2304.13013). Default: ``False``.
+        checkpoint_states (str): format of the moments of Adam and AdamW in
+            ``optimizer.state_dict()``. ``float32``: stock AdamW can load it. ``fp8``: codes and
+            scales as they are in memory, 2.1 bytes per parameter instead of 8; ``torch-fp8
+            convert-optimizer`` converts it to the stock format. Loading accepts both, whatever this
+            option says. Default: ``"float32"``.
+        seed (int): seed of stochastic rounding in the optimizer, equal on all ranks and kept in
             checkpoints. Default: ``0``.
-        frozen_weights (str): how weights that nobody trains are stored at O2 and O3. ``auto``: as
-            FP8 alone, one byte per parameter, where they are proven frozen: by PEFT, or because a
-            host has prepared the model for evaluation and no optimizer has it. ``fp8``: all FP8
-            layers whose weights do not require gradients; asking for gradients later gives a weight
-            its dtype back, with a warning. ``keep``: as they are. Default: ``"auto"``.
+        frozen_weights (str): storage of frozen weights at O2 and O3. ``auto``: FP8 only, one byte
+            per parameter, if they are proven frozen: PEFT froze them, or a host prepared the model
+            for evaluation and no optimizer has it. ``fp8``: FP8 only for all FP8 layers whose
+            weights do not require gradients; if you ask for gradients later, the weight gets its
+            dtype back, with a warning. ``keep``: unchanged. Default: ``"auto"``.
         merge_aware (bool): train LoRA over an FP8 base as it will be merged and exported: forward
-            multiplies by the merged weight, cast to FP8, and the gradient passes the rounding.
-            Needs a frozen FP8 base, one plain adapter and no dropout in it. Default: ``False``.
-        save_format (str | None): the FP8 format in which ``save_pretrained`` of transformers and
-            ``save_model`` of Accelerate write a model that was prepared, for inference engines:
+            multiplies by the merged weight, cast to FP8, and the gradient passes the rounding
+            unchanged. It needs a frozen FP8 base and one plain adapter without dropout. Default:
+            ``False``.
+        save_format (str | None): FP8 format in which transformers' ``save_pretrained`` and
+            Accelerate's ``save_model`` write a prepared model, for inference engines:
             ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
             blockwise, mxfp8) or ``modelopt`` (delayed); see `torch_fp8.export`. The Trainer's
-            checkpoints, from which training goes on, adapters and models that they were merged into
-            are saved as without it. None: the dtype that the weights had. Default: ``None``.
-        communication (str): how gradients, and the weights that FSDP2 gathers, travel between
+            checkpoints, from which training resumes, adapters, and models with merged adapters are
+            saved as without it. None: the dtype that the weights had. Default: ``None``.
+        communication (str): format of gradients, and of the weights that FSDP2 gathers, between
             ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
-            summed in float32; a DDP communication hook of your own wins. ``off``: torch's own
-            collectives, in the tensors' dtype. ``auto``: ``fp8`` where it was measured faster than
-            BF16 on the links of this job, with NCCL at O1 and O2; else ``fp8``. Default:
-            ``"auto"``.
+            summed in float32; your own DDP communication hook takes precedence. ``off``: torch's
+            collectives in the tensors' dtype. ``auto``: with NCCL at O1 and O2, ``fp8`` if it was
+            measured faster than BF16 on the links of this job; otherwise ``fp8``, unmeasured.
+            Default: ``"auto"``.
         agreement_timeout (int | None): seconds for which ranks wait for each other before the first
-            step, to compare versions and configurations; then an error names the ranks that have
-            not asked for FP8. None: 120, and 1 for each rank, or the timeout of the process group
-            if that is shorter. Default: ``None``.
-        smooth_swiglu (bool): Smooth-SwiGLU (arXiv 2409.12517): cast what goes into the down
-            projection of a gated MLP with a scale for each channel, a power of two from the tokens
-            at hand, whose reciprocal goes into the weight as it is cast. The function and the
-            checkpoint stay the same; outliers of aligned channels no longer flush the others. Found
-            by structure, whatever the activation. ``torch-fp8 check`` says where a model needs it.
-            Default: ``False``.
-        save_activations (str): ``fp8`` or ``bf16``: what norms and gated MLPs keep for backward,
-            E4M3 with a scale for each 128 elements or their inputs as they are. Linear layers keep
-            the FP8 payload that their GEMM takes, except for ``wgrad="bf16"``. Default: ``"fp8"``.
+            step, to compare versions and configurations; the error then names the ranks that did
+            not ask for FP8. None: 120 plus 1 for each rank, or the timeout of the process group if
+            that is shorter. Default: ``None``.
+        smooth_swiglu (bool): Smooth-SwiGLU (arXiv 2409.12517): cast the input of the down
+            projection of a gated MLP with one scale per channel, a power of two computed from the
+            current tokens, and multiply the weight by its reciprocal as it is cast. The function
+            and the checkpoint stay the same, and outliers of aligned channels no longer flush the
+            other channels to zero. Gated MLPs are found by structure, with any activation.
+            ``torch-fp8 check`` reports where a model needs it. Default: ``False``.
+        save_activations (str): format of what norms and gated MLPs save for backward: ``fp8`` (E4M3
+            with a scale for each 128 elements) or ``bf16`` (their inputs, unchanged). Linear layers
+            save the FP8 payload that their GEMM reads, except with ``wgrad="bf16"``. Default:
+            ``"fp8"``.
         save_attention (str): ``bf16``, ``qkv`` or ``qkvo``: what attention of transformers' models
-            keeps of q, k and v for backward, their own dtype or E4M3 with a scale for each token
-            and head. Forward multiplies the same rounded values. With ``qkvo`` attention keeps its
-            output as the FP8 payload that the layer behind it keeps anyway. Default: ``"bf16"``.
-        eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8 too.
+            saves for backward. ``bf16``: q, k and v in their own dtype. ``qkv``: in E4M3 with a
+            scale for each token and head; forward multiplies the same rounded values. ``qkvo``:
+            also its output, as the FP8 payload that the next layer keeps anyway. Default:
+            ``"bf16"``.
+        eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8, too.
             Default: ``True``.
-        skip (tuple[str, ...]): patterns on the qualified name of modules that stay in high
+        skip (tuple[str, ...]): patterns of the qualified names of modules that stay in high
             precision. A pattern matches whole components, anywhere in the name, and everything
             below: ``layers.2`` matches ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``.
             ``*`` matches within a component, ``**`` across components. A value replaces the
-            default: name ``lm_head`` again to keep it. Default: ``("lm_head",)``.
-        overrides (dict[str, typing.Any]): other options for some layers, by patterns as of `skip`:
-            ``{"layers.0": {"recipe": "blockwise"}, "down_proj": {"recipe": "bf16"}}``. A value has
-            any of ``recipe`` (a named one, or ``bf16`` for high precision, as None is), ``wgrad``,
+            default: list ``lm_head`` again to keep it. Default: ``("lm_head",)``.
+        overrides (dict[str, typing.Any]): other options for some layers, by patterns as in `skip`:
+            ``{"layers.0": {"recipe": "blockwise"}, "down_proj": {"recipe": "bf16"}}``. A value may
+            set ``recipe`` (a named one, or ``bf16`` or None for high precision), ``wgrad``,
             ``grad_format``, ``fast_accum``, ``amax_history_len``, ``amax_compute_algo``,
-            ``margin``, ``smooth_swiglu`` and ``eval_fp8``. Where several patterns match, the later
-            ones win, and `skip` wins over all. Weights that are stored as FP8 alone keep their own
-            recipe. Default: ``{}``.
+            ``margin``, ``smooth_swiglu`` and ``eval_fp8``. If several patterns match, later ones
+            win, and `skip` wins over all. Weights stored as FP8 only keep their own recipe.
+            Default: ``{}``.
         emulate (bool): run GEMMs that the hardware cannot run natively through the reference path.
             The CPU always emulates. Default: ``False``.
-        backend (str): who runs the GEMMs of linear layers: ``torch``, with casts of this package,
-            or ``transformer-engine``, NVIDIA's package of that name with casts and recipes of its
-            own. Norms and gated MLPs stay as they are then. Linear layers only, on CUDA, on one
+        backend (str): implementation of the GEMMs of linear layers: ``torch``, with this package's
+            casts, or ``transformer-engine``, NVIDIA's package with its own casts and recipes, which
+            leaves norms and gated MLPs unchanged and runs linear layers only, on CUDA, on one
             device or under DDP. Default: ``"torch"``.
-        monitor (int): measure every so many steps what FP8 keeps of each layer's tensors, and warn
-            where a bound is crossed; 0 is off. The numbers stand in the host's own log under
-            ``fp8/<layer>/<tensor>/<statistic>``, and in the run's folder for ``torch-fp8 report``.
-            What it takes: benchmarks/results/monitor_overhead.csv. Default: ``0``.
-        monitor_probes (tuple[str, ...]): what costs more: ``clip_search``, the clip of each
-            gradient that turns it least, and ``logit_sharpness``, how sharp the loss is around the
-            logits of a batch's last token. Default: ``()``.
-        on_alarm (str): what a layer does whose statistics cross a bound: ``warn`` changes nothing,
-            ``bf16`` runs it in high precision, the name of a recipe runs it with that one. It
-            returns after `fallback_steps` steps without a crossing, and waits twice as long after
-            each further one. Default: ``"warn"``.
-        on_loss_spike (str): what happens where the loss jumps: ``warn``; ``skip``: the step updates
-            nothing; ``bf16``: all layers run in high precision for `fallback_steps` steps;
-            ``restore``: the step updates nothing, and the run goes back to the host's last
-            checkpoint, with the data that comes next. All but ``warn`` wait for the loss of each
+        monitor (int): number of steps between two measurements of what FP8 preserves of each
+            layer's tensors; 0 is off. A statistic that crosses its bound gives a warning. The host
+            logs the numbers under ``fp8/<layer>/<tensor>/<statistic>``, and the run's folder has
+            them for ``torch-fp8 report``. Cost: benchmarks/results/monitor_overhead.csv. Default:
+            ``0``.
+        monitor_probes (tuple[str, ...]): more expensive statistics: ``clip_search``, the clip of
+            each gradient that changes its direction least, and ``logit_sharpness``, the sharpness
+            of the loss around the logits of a batch's last token. Default: ``()``.
+        on_alarm (str): reaction of a layer whose statistics cross a bound. ``warn`` changes
+            nothing, ``bf16`` runs it in high precision, and the name of a recipe runs it with that
+            one. The layer returns after `fallback_steps` steps without a crossing, and waits twice
+            as long after each further one. Default: ``"warn"``.
+        on_loss_spike (str): reaction to a jump of the loss. ``warn``: only a warning. ``skip``: the
+            step updates nothing. ``bf16``: all layers run in high precision for `fallback_steps`
+            steps. ``restore``: the step updates nothing, and the run returns to the host's last
+            checkpoint and continues with the next data. All but ``warn`` wait for the loss of each
             step. Default: ``"warn"``.
-        fallback_steps (int): how long a layer, or all of them, stay away from FP8 at least; at
-            least 1. Default: ``100``.
+        fallback_steps (int): least number of steps for which a layer, or all layers, stay out of
+            FP8; at least 1. Default: ``100``.
     Raises:
-        ValueError: an unknown value (the message names the valid ones), or options that
-            contradict each other.
-        TypeError: an unknown option, or a value of the wrong type.
+        ValueError: a value is unknown (the message lists the valid ones), or options contradict
+            each other.
+        TypeError: an option is unknown, or a value has the wrong type.
     """
 
     recipe: str = option("auto", choices=("auto", *RECIPES), of="layer")
@@ -228,19 +233,18 @@ class FP8Config:
 
     @property
     def large_residual_bits(self) -> int | None:
-        """The residual bits of large BF16 weights; None: weights are left as they are."""
+        """Number of residual bits of large weights in BF16; None: weights stay as they are."""
         return self.residual_bits if self.opt_level != "O1" and self.split_weights else None
 
     def overridden(self, options: Mapping[str, Any] | None) -> "FP8Config":
-        """Return this configuration with `options` of an override in place of its own.
+        """Return this configuration with the `options` of an override applied.
 
-        Another recipe does not take over what belongs to this one: the options of delayed scaling
-        and of ``auto``, and a format of gradients that it cannot run. High precision changes
-        nothing here.
+        If the override names another recipe, the options of delayed scaling and of ``auto``, and a
+        gradient format that the new recipe cannot run, return to their defaults. An override to
+        high precision changes nothing here.
 
         Raises:
-            ValueError: see `FP8Config`.
-            TypeError: see `FP8Config`.
+            ValueError, TypeError: see `FP8Config`.
         """
         changes: dict[str, Any] = {"overrides": {}}
         if is_high_precision(options):
@@ -262,12 +266,12 @@ class FP8Config:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> "FP8Config":
-        """Read a JSON object of field names and values, given as text or as the path of a file.
+        """Read a configuration from JSON text, a path to a JSON file, or the name of a recipe.
 
-        The name of a recipe stands for ``{"recipe": name}``.
+        The JSON is an object of field names and values. A recipe's name means ``{"recipe": name}``.
 
         Raises:
-            ValueError: none of these, an unknown field, or a bad value.
+            ValueError: `source` is none of these, or has an unknown field or an invalid value.
         """
         values = read_json(source)
         if unknown := unknown_options(values, _DEFAULTS, "FP8Config"):
@@ -276,9 +280,7 @@ class FP8Config:
 
     @classmethod
     def from_env(cls) -> "FP8Config | None":
-        """Return the configuration in the environment variable ``TORCH_FP8_CONFIG``, None if
-        unset.
-        """
+        """Read the environment variable ``TORCH_FP8_CONFIG`` as `from_json` does; None: unset."""
         source = os.environ.get(ENV_VAR, "").strip()
         if not source:
             return None
@@ -289,14 +291,14 @@ class FP8Config:
 
 
 def config_or_default(config: object) -> FP8Config:
-    """Return the configuration that a public function was given, or the environment's or the
-    defaults.
+    """Resolve the `config` argument of a public function to an `FP8Config`.
 
     Args:
-        config: an `FP8Config`, the name of a recipe, or None.
+        config: an `FP8Config`, the name of a recipe, or None for ``TORCH_FP8_CONFIG``, or the
+            defaults if that is unset.
     Raises:
-        TypeError: anything else; the message says what to write instead.
-        ValueError: ``TORCH_FP8_CONFIG`` holds no valid configuration.
+        TypeError: `config` is anything else; the message shows what to write instead.
+        ValueError: ``TORCH_FP8_CONFIG`` is not a valid configuration.
     """
     if isinstance(config, FP8Config):
         return config
@@ -326,12 +328,11 @@ naming_valid_options(FP8Config, _DEFAULTS)
 def given_config(
     config: FP8Config | None, options: Mapping[str, Any], taker: str
 ) -> FP8Config | None:
-    """Return the configuration that a host's ``taker(config, **options)`` was given, whole or in
-    fields.
+    """Return the configuration from a call ``taker(config, **options)``, which passes either.
 
     Raises:
-        TypeError: `config` is not an FP8Config; an option is not a field.
-        ValueError: both were given; an option's value is not valid.
+        TypeError: `config` is not an FP8Config, or an option is not one of its fields.
+        ValueError: the call passes both, or an option has an invalid value.
     """
     if config is not None and not isinstance(config, FP8Config):
         hint = f"; did you mean {taker}(recipe={config!r})?" if isinstance(config, str) else ""

@@ -1,20 +1,20 @@
-"""What kind of pass runs now: in FP8 or in high precision, and which of a checkpoint's two.
+"""The kind of pass that runs now: FP8 or high precision, and a checkpoint's first or second pass.
 
-**High precision.** Our autograd functions save FP8 payloads, not their inputs. No graph leads back
-from a payload, so most gradients cannot be differentiated again, and transforms of torch.func and
-forward-mode AD find no rule for our operators. A program that torch exports or traces shall run
-without this package. All of these get torch's own operators, by the classes that converted modules
-had: the transforms and the tracers by themselves, a second differentiation of the gradients of
-weights within `high_precision`.
+**High precision.** Our autograd functions save FP8 payloads instead of their inputs. A payload has
+no graph behind it, so most gradients cannot be differentiated again. Our operators also have no
+rules for the transforms of torch.func and for forward-mode AD, and a program that torch exports or
+traces has to run without this package. In all these cases a converted module runs its original
+class with torch's own operators: automatically under transforms and tracers, and inside
+`high_precision` for second derivatives of the gradients of weights.
 
-**Checkpoints.** ``torch.utils.checkpoint`` runs a region twice: in forward, where it throws away
-what autograd would save, and in backward, where it keeps that. With ``use_reentrant=False`` the
-first pass runs with gradients enabled, and what a layer makes for backward alone is made in vain: a
-stand-in takes its place, with the dtype, shape and device that checkpoint compares, and without
-memory or a kernel.
+**Checkpoints.** ``torch.utils.checkpoint`` runs a region twice: in forward, where it drops what
+autograd saves, and again in backward, where it keeps it. With ``use_reentrant=False`` the first
+pass has gradients enabled, so a layer would compute payloads for backward in vain. It saves a
+stand-in instead, with the dtype, shape and device that checkpoint compares, but without memory or a
+kernel.
 
-Checkpoint offers no way to ask for the pass. It is told by the saved-tensor hooks that are
-installed, which are known by name; where anything looks different, nothing is stood in for.
+Checkpoint has no query for the current pass. This module recognizes the first pass by the names of
+the installed saved-tensor hooks; if anything looks different, no stand-in is used.
 """
 
 import contextlib
@@ -34,15 +34,16 @@ _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pac
 
 
 requested = 0
-"""The number of `high_precision` blocks that run now."""
+"""Number of `high_precision` blocks that are active now."""
 
 
 @contextlib.contextmanager
 def high_precision() -> Iterator[None]:
-    """Run converted modules in high precision within, with gradients that can be differentiated.
+    """Run converted modules in high precision, so that their gradients can be differentiated.
 
-    Hessian products, second-order MAML and penalties on the gradients of weights need it. Forward
-    and backward belong inside, and all threads notice. Histories of delayed scaling stand still.
+    Use it for Hessian products, second-order MAML and penalties on the gradients of weights. Run
+    forward and backward inside the ``with`` block. It affects all threads, and delayed scaling
+    records no amaxes inside.
     """
     global requested
     requested += 1
@@ -53,7 +54,7 @@ def high_precision() -> Iterator[None]:
 
 
 class RunsFP8(nn.Module):
-    """The part of a converted module that knows whether its forwards run in FP8.
+    """Mixin of a converted module that decides whether its forwards run in FP8.
 
     Attributes:
         fp8: state that conversion adds to the module and `torch_fp8.revert` deletes.
@@ -63,26 +64,26 @@ class RunsFP8(nn.Module):
 
     @property
     def fp8_config(self) -> Any:
-        """The configuration with which the module was converted."""
+        """Configuration with which the module was converted."""
         return self.fp8.config
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:
-        """The weights that the module multiplies in FP8."""
+        """Weights that the module multiplies in FP8."""
         return ()
 
     @property
     def runs_fp8(self) -> bool:
-        """Whether a forward runs in FP8 now, unless it is `is_transformed`."""
+        """Whether a forward would run in FP8 now; callers also check `is_transformed`."""
         if requested or torch.compiler.is_exporting():
             return False
         return self.training or bool(self.fp8_config.eval_fp8)
 
 
 def in_high_precision() -> bool:
-    """Return whether a module that is not converted takes weights as float32 in this forward.
+    """Return whether an unconverted module reads weights in float32 in this forward.
 
-    A converted one asks for both parts itself, see `RunsFP8.runs_fp8`.
+    A converted module checks both conditions itself; see `RunsFP8.runs_fp8`.
     """
     if requested or torch.compiler.is_exporting():
         return True
@@ -90,14 +91,14 @@ def in_high_precision() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether this eager forward is transformed, or traced, with torch's own operators.
+    """Return whether a transform or tracer runs this eager forward, and needs torch's operators.
 
-    AOTAutograd, which traces and functionalizes, takes our operators.
+    AOTAutograd also traces, but can trace our operators, so it does not count.
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         _warn_of_transforms()
         return True
-    if _symbolic_trace._is_fx_tracing_flag:  # by make_fx, too
+    if _symbolic_trace._is_fx_tracing_flag:  # make_fx sets it, too
         return not is_traced()
     return torch.jit.is_tracing()
 
@@ -112,15 +113,15 @@ def _warn_of_transforms() -> None:
 
 
 def is_traced() -> bool:
-    """Whether torch.compile traces: Dynamo this very code, or AOTAutograd what Dynamo has left."""
+    """Return whether torch.compile traces now: Dynamo this code, or AOTAutograd Dynamo's graph."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def saves_nothing() -> bool:
     """Return whether autograd drops what is saved now, as in the first pass of a checkpoint.
 
-    Not where other saved-tensor hooks lie above those of the checkpoint, as of offloading, nor
-    where it was given a ``context_fn``, which may keep results of operators for the second pass.
+    False if other saved-tensor hooks, such as those of offloading, lie above the checkpoint's, and
+    for a checkpoint with a ``context_fn``, which may keep operators' results for the second pass.
     """
     if torch.compiler.is_compiling():
         return False
@@ -136,18 +137,18 @@ def saves_nothing() -> bool:
 
 
 def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """Return the pack and the unpack hook that would take what autograd saves now, if any do."""
+    """Return the innermost pack and unpack hooks for saved tensors; None: none are installed."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)
 
 
 def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
-    """Return whether saved-tensor hooks are those of a checkpoint, in either of its passes."""
+    """Return whether saved-tensor hooks belong to a checkpoint, in either of its passes."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == _FIRST_PASS[0]
 
 
 def _enclosed(function: Any, name: str) -> Any:
-    """A variable that a function has from where it was defined, or None."""
+    """Return the value of a variable in a function's closure; None: it has no such variable."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if name not in names:
         return None
@@ -155,15 +156,16 @@ def _enclosed(function: Any, name: str) -> Any:
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return a placeholder for ``save_for_backward``, which nobody reads, where `saves_nothing`.
+    """Return a placeholder for ``save_for_backward`` that is never read, for `saves_nothing`.
 
     Args:
-        shape: sizes of the tensor that it stands for; it has one element, with strides of 0.
-        dtype: dtype of that tensor.
-        like: tensor on its device.
+        shape: shape of the replaced tensor. The placeholder has it, too, by strides of 0 over a
+            single element.
+        dtype: dtype of the replaced tensor.
+        like: any tensor on its device.
     """
     return like.new_empty(1, dtype=dtype).expand(tuple(shape))
 
 
 PLAIN = (Tensor, FakeTensor)
-"""Classes of tensors that are nothing else, or stand for one that is."""
+"""Classes of plain tensors, and of the fake tensors that replace them in tracing."""

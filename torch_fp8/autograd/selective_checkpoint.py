@@ -1,13 +1,13 @@
-"""`selective_checkpoint_contexts`: checkpoints of compiled models that keep FP8.
+"""`selective_checkpoint_contexts`: checkpoints of compiled models that keep FP8 tensors.
 
-``torch.utils.checkpoint`` keeps nothing of a region and runs all of it again in backward. Given
-these contexts, a compiled graph keeps the FP8 tensors that backward needs and what attention
-returns, by a policy for torch's own selective checkpointing, and runs again what leads to 16-bit
-tensors that backward needs. Of a Llama block these are the GEMMs of q, k and v with the norm before
-them, and the rotation.
+``torch.utils.checkpoint`` keeps nothing of a region and runs all of it again in backward. With
+these contexts, a policy for torch's selective checkpointing, a compiled graph keeps the FP8 tensors
+that backward needs and the results of attention. It recomputes only the 16-bit tensors that
+backward needs: in a Llama block, the GEMMs of q, k and v with the norm before them, and the rotary
+embedding.
 
-Eager code is refused: there torch's mechanism runs every operator again whose result was not kept,
-needed or not, and keeps more than no checkpoint does.
+Eager code is refused. There, torch's mechanism re-runs every operator whose result was not kept,
+even if nothing needs it, and keeps more than training without a checkpoint does.
 """
 
 import functools
@@ -32,7 +32,7 @@ CASTS = (
     "smooth_factors",
     "quantize_columns",
 )
-"""Operators of torch_fp8 that return FP8, scales and statistics, and no 16-bit tensor."""
+"""Operators of torch_fp8 that return FP8 payloads, scales and statistics, but no 16-bit tensor."""
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -45,11 +45,12 @@ ATTENTION = (
 
 
 def selective_checkpoint_contexts() -> tuple[Any, Any]:
-    """Contexts of the two passes, for ``checkpoint(..., use_reentrant=False, context_fn=...)``.
+    """Return the contexts of both passes, for ``checkpoint(..., use_reentrant=False)``.
 
-    Given as it is, not called: ``context_fn=torch_fp8.selective_checkpoint_contexts``; likewise in
-    Hugging Face's ``gradient_checkpointing_kwargs``. The model is compiled. Gradients are those
-    without checkpointing, bit for bit.
+    Pass the function itself, without calling it, and compile the model:
+    ``context_fn=torch_fp8.selective_checkpoint_contexts``. Hugging Face's
+    ``gradient_checkpointing_kwargs`` accept it, too. Gradients equal those without checkpointing,
+    bit for bit.
 
     Raises:
         RuntimeError: the region runs in eager mode.
@@ -67,7 +68,7 @@ def selective_checkpoint_contexts() -> tuple[Any, Any]:
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_kept = operator_name(func) in CASTS or operator_name(func) in ATTENTION
     for place, argument in enumerate(func._schema.arguments if is_kept else ()):
-        if argument.name == "columnwise":  # False: a weight's, or of a frozen layer
+        if argument.name == "columnwise":  # False: the cast of a weight, or for a frozen layer
             given = args[place] if place < len(args) else kwargs.get(argument.name)
             is_kept = given is not False
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -75,7 +76,7 @@ def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 @functools.cache
 def operator_name(func: Any) -> str:
-    """Names carry no overload; only torch's and our operators have one."""
+    """Return an operator's name without overload; "" unless it is torch's or ours."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "torch_fp8"):
         return ""
     return func._schema.name.rpartition("::")[2]

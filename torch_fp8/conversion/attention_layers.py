@@ -1,4 +1,4 @@
-"""Which attention modules save q, k and v in FP8, and why others do not."""
+"""Selection of the attention modules that save q, k and v in FP8, with reasons for the others."""
 
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ class SavedAttention(NamedTuple):
     """The attention modules of a model.
 
     Attributes:
-        saved: qualified names of those that save q, k and v in FP8.
-        shared: those of them whose output a layer keeps in FP8.
-        left: the others, with the reason; empty where nobody asks for FP8.
+        saved: qualified names of the modules that save q, k and v in FP8.
+        shared: names from `saved` whose output the next layer keeps in FP8.
+        left: all other attention modules, with the reasons; empty for ``save_attention="bf16"``.
     """
 
     saved: tuple[str, ...]
@@ -40,7 +40,7 @@ class SavedAttention(NamedTuple):
 
 
 def save_attention(model: nn.Module, config: FP8Config) -> SavedAttention:
-    """Have the attention modules of `model` save what `config` says."""
+    """Make the attention modules of `model` save q, k and v as `config.save_attention` says."""
     saved: list[str] = []
     shared: list[str] = []
     left: list[SkippedModule] = []
@@ -58,13 +58,13 @@ def save_attention(model: nn.Module, config: FP8Config) -> SavedAttention:
                 shared.append(name)
         elif not any(_holds(other.name, name) for other in left):
             left.append(SkippedModule(name, reason))
-    # A module around attention that is known, or within it, is not named.
+    # Do not report a module that contains supported attention, or is part of it.
     left = [s for s in left if not any(_holds(s.name, n) or _holds(n, s.name) for n in saved)]
     return SavedAttention(tuple(saved), tuple(shared), tuple(left))
 
 
 def leave_attention(model: nn.Module) -> None:
-    """Have all attention modules of `model` save q, k and v as they are."""
+    """Make all attention modules of `model` save q, k and v unchanged."""
     for module in model.modules():
         if is_marked(module):
             unmark(module)
@@ -78,7 +78,7 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _reason(name: str, module: nn.Module, config: FP8Config) -> str | None:
-    """Return why a module does not save q, k and v in FP8; None: it does."""
+    """Return the reason why a module does not save q, k and v in FP8; None: it does."""
     if attention_forward(module) is None:
         return UNKNOWN
     for pattern in config.skip:

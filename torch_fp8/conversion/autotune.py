@@ -1,16 +1,16 @@
-"""The choice that ``auto`` makes: the recipe that is the fastest on the layers of this model.
+"""Recipe ``auto``: measure which recipe is fastest on the layers of this model.
 
-At conversion each distinct shape among the linear layers that FP8 could run is timed on the device,
-with each candidate and in BF16 (`torch_fp8.conversion.layer_benchmark`). The model gets one recipe,
-with which its layers take the least time together; a layer that is no faster with it than in BF16
-stays in BF16, and counts as that. Frozen layers are timed as trained ones are, so that a model and
-its frozen copy run alike.
+At conversion, `torch_fp8.conversion.layer_benchmark` times each distinct shape of the linear layers
+that FP8 could run, with each candidate recipe and in BF16. The model gets the recipe with the least
+total time. A layer that is no faster with it than in BF16 stays in BF16, and enters the total with
+its BF16 time. Frozen layers are timed like trained ones, so that a model and its frozen copy run
+the same recipes.
 
-One rank measures for all that have its kind of card
-(`torch_fp8.distributed.agreement.answer_of_one`). A job with several kinds is refused when its
-ranks compare their configurations. A process that converts before there is a process group measures
-for itself, and its choice is compared when the model is wrapped. Where nothing is measured ``auto``
-is `torch_fp8.ops.hardware.resolve_auto`'s.
+One rank measures for all ranks with the same kind of card
+(`torch_fp8.distributed.agreement.answer_of_one`). If a job has several kinds of cards, it fails
+when its ranks compare their configurations. A process that converts before a process group exists
+measures for itself, and the ranks compare their choices when the model is wrapped. If nothing is
+measured, `torch_fp8.ops.hardware.resolve_auto` decides.
 """
 
 import json
@@ -40,20 +40,21 @@ from torch_fp8.ops.hardware import card_name, resolve_auto, runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 
 CANDIDATES = ("tensorwise", "rowwise", "blockwise")
-"""The recipes with BF16's loss that scale by the tensors at hand: unlike ``delayed``, they do not
-depend on earlier steps.
+"""Recipes with parity to BF16's loss whose scales come from the current tensors.
+
+Unlike ``delayed``, they do not depend on earlier steps.
 """
 MARGIN = 0.02
-"""The share of time by which FP8 must beat BF16: noise must not decide, and BF16 is exact."""
+"""Share of BF16's time that FP8 must save: noise must not decide, and BF16 is more exact."""
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """What ``auto`` has measured of experts.
+    """Measurements of ``auto`` on fused experts.
 
     Attributes:
-        speedups: time in BF16 over that in FP8, by the words for a block.
-        left: reasons why weights stay in BF16, by qualified name.
+        speedups: time in BF16 divided by time in FP8, by a description of the block.
+        left: reasons why expert weights stay in BF16, by qualified name.
     """
 
     speedups: Mapping[str, float] = field(default_factory=dict)
@@ -68,18 +69,18 @@ NO_EXPERTS = ExpertChoice()
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """The recipe that ``auto`` chose, and why.
+    """The recipe that ``auto`` chose, with its measurements.
 
     Attributes:
-        recipe: the name of the chosen recipe.
-        tokens: the number of tokens measured with.
-        speedups: the time of all layers in BF16 over theirs with a recipe, by its name, with those
-            that stay in BF16; empty if nothing was measured.
-        left: the reasons why layers stay in BF16, by qualified name.
-        not_measured: why nothing was measured; None: it was.
-        alone: whether this process measured for itself in a job of several, before there was a
-            process group.
-        experts: choice for fused experts, with their measured times.
+        recipe: name of the chosen recipe.
+        tokens: number of tokens in the measurement.
+        speedups: time of all layers in BF16 divided by their time with a recipe, by the recipe's
+            name, with slower layers in BF16; empty if nothing was measured.
+        left: reasons why layers stay in BF16, by qualified name.
+        not_measured: reason why nothing was measured; None: there was a measurement.
+        alone: whether this process, one of several in the job, measured for itself because there
+            was no process group yet.
+        experts: measurements of fused experts.
     """
 
     recipe: str
@@ -92,7 +93,7 @@ class RecipeChoice:
 
     @property
     def label(self) -> str:
-        """The label of its line in a summary."""
+        """Label of this choice's line in the summary."""
         return "measured" if self.not_measured is None else "auto"
 
     def __str__(self) -> str:
@@ -115,13 +116,13 @@ class RecipeChoice:
 def choose_recipe(
     model: nn.Module, layers: Mapping[str, nn.Linear], config: FP8Config, device: torch.device
 ) -> RecipeChoice:
-    """Choose the recipe for ``config.recipe == "auto"``; a failure to measure is a warning.
+    """Choose the recipe for ``config.recipe == "auto"``; warn if the measurement fails.
 
     Args:
-        model: the model to be converted.
-        layers: the layers of `model` that FP8 can run, by qualified name.
-        config: the options of every candidate.
-        device: the device on which the model will run.
+        model: model to be converted.
+        layers: layers of `model` that FP8 can run, by qualified name.
+        config: options for every candidate.
+        device: device on which the model will run.
     Raises:
         RuntimeError: see `torch_fp8.distributed.agreement.answer_of_one`.
     """
@@ -153,13 +154,12 @@ def choose_recipe(
 
 
 def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
-    """Return the recipes that a measurement on `device` is to compare; none if nothing is to be
-    measured.
+    """Return the recipes to measure on `device`; an empty tuple: measure nothing.
 
     Args:
-        config: with a recipe other than ``auto``, with ``emulate`` or with Transformer Engine there
-            are none.
-        device: none but on a CUDA device that runs them natively.
+        config: configuration; a named recipe, ``emulate`` and Transformer Engine need no
+            measurement.
+        device: device that has to run a recipe natively, or the recipe is left out.
     """
     if config.recipe != "auto" or config.emulate or config.backend != "torch":
         return ()
@@ -179,10 +179,10 @@ def recipe_of(config: FP8Config, name: str) -> Recipe:
 
 
 def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, LayerShape]:
-    """Return, by qualified name, the shape of the GEMMs that each layer runs on one rank.
+    """Return the GEMM shape of each layer on one rank, by qualified name.
 
-    A weight that tensor parallelism has sharded counts with its largest part; one that FSDP2 has
-    sharded is whole when it is multiplied.
+    For a weight sharded by tensor parallelism this is the largest shard. FSDP2 gathers the whole
+    weight before it is multiplied.
     """
     gathered = {
         owner: tuple(param._orig_size)
@@ -196,7 +196,7 @@ def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str,
         if not isinstance(layer, nn.Linear):  # Conv1D's weight is (K, N)
             rows, cols = cols, rows
         dtype = layer.weight.dtype
-        # Float32 weights are multiplied in BF16 under autocast, and become it at O2.
+        # Float32 weights are multiplied in BF16: under autocast, or because O2 stores BF16.
         dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
         shapes[name] = LayerShape(rows, cols, layer.bias is not None, dtype)
     return shapes
@@ -230,17 +230,17 @@ def agreed_times(
     time: Callable[[Any], Any],
     *texts: str,
 ) -> dict[str, Any]:
-    """Return the times of each shape that one rank has measured; a failure is a warning.
+    """Return the times of all shapes, measured by one rank for all; warn if that fails.
 
     Args:
         device: device to time on.
-        options: what the times depend on beside the shapes.
-        shapes: what is timed.
-        time: returns the times of a shape.
-        texts: for the warning, the noun before a shape, what ``auto`` runs without times, and more
-            ways to go on than a recipe's name.
+        options: all options, beside the shapes, on which the times depend.
+        shapes: shapes to time.
+        time: function that returns the times of a shape.
+        texts: three parts of the warning: the noun before a shape, what ``auto`` runs without
+            times, and further advice.
     Returns:
-        ``{"times": those of each}`` or ``{"failure": why there are none}``.
+        ``{"times": [times of each shape]}`` or ``{"failure": reason}``.
     """
     question = repr((card_name(device), options, shapes))
     answer: dict[str, Any] = json.loads(
@@ -267,7 +267,7 @@ def _timed(
         return json.dumps({"failure": failure})
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what was measured with is not needed again
+            torch.cuda.empty_cache()  # free the benchmark's tensors
     return json.dumps({"times": times})
 
 

@@ -1,7 +1,7 @@
-"""The function that converts a model: `convert_to_float8`; `torch_fp8.conversion.revert` undoes it.
+"""`convert_to_float8` converts a model; `torch_fp8.conversion.revert` undoes it.
 
-Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so whatever holds them
-(an optimizer, a tied module, FSDP's maps, a state dict) never notices.
+Conversion swaps ``__class__`` in place and keeps the Parameter objects, so nothing that refers to
+them (an optimizer, a tied module, FSDP's maps, a state dict) has to change.
 """
 
 import copy
@@ -64,32 +64,31 @@ def convert_to_float8(
     *,
     device: torch.device | str | None = None,
 ) -> ConversionReport:
-    """Convert the linear layers of `model` to run their GEMMs in FP8, in place.
+    """Convert the linear layers of `model` in place, so that their GEMMs run in FP8.
 
-    These are ``nn.Linear``, subclasses of it that compute the same, transformers' ``Conv1D`` and
-    FSDP2's dynamic classes of all of them. The RMSNorms and gated MLPs between them are converted,
-    too, and found by what they compute. LoRA adapters and modules that `config.skip` names are
-    never converted. Parameters, tying, ``requires_grad`` and ``state_dict`` keys stay as they are.
-    A second call changes nothing, or replaces the configuration; `revert` undoes the conversion.
+    It converts ``nn.Linear``, subclasses that compute the same, transformers' ``Conv1D``, FSDP2's
+    dynamic classes of these, and transformers' fused expert weights. It also converts the RMSNorms
+    and gated MLPs between them, which it recognizes by what they compute. LoRA adapters and modules
+    matched by `config.skip` are never converted. Parameters, tying, ``requires_grad`` and
+    ``state_dict`` keys stay the same. A second call with the same configuration changes nothing;
+    with another one, it replaces the configuration. `revert` undoes the conversion.
 
     Args:
         model: any module; it may itself be an ``nn.Linear``.
-        config: a configuration, or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else
+        config: a configuration or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else
             ``FP8Config()``.
-        device: the device on which the model will run. Its capability is checked, and recipe
-            ``auto`` measures there (`torch_fp8.conversion.autotune`). None: the model's device.
+        device: device on which the model will run. Its capability is checked, and recipe ``auto``
+            measures there (`torch_fp8.conversion.autotune`). None: the model's device.
     Returns:
-        The modules that were converted, those that were skipped and why, and the share of the
-        matmul FLOPs that run in FP8.
+        A report of the converted modules, the skipped ones with reasons, and the share of the
+        matmul FLOPs that run in FP8. It also names `skip` patterns that match no module.
     Raises:
-        NothingToConvertError: a ValueError; no layer can run in FP8.
-        ValueError: `device` cannot run the recipe (see
-            `torch_fp8.ops.hardware.check_device`), or Triton finds no C compiler; weights are
-            sharded and the backend is Transformer Engine. A `skip` pattern without a match is no
-            error: the report names it.
-        TypeError: `model` is not a module, or `config` not a configuration.
-        ImportError: Transformer Engine is asked for and not installed.
-        RuntimeError: another rank was to measure for this one, and has not finished in time.
+        NothingToConvertError: no layer can run in FP8; this is a ValueError.
+        ValueError: `device` cannot run the recipe (see `torch_fp8.ops.hardware.check_device`),
+            Triton finds no C compiler, or weights are sharded and Transformer Engine runs GEMMs.
+        TypeError: `model` is not a module, or `config` is not a configuration.
+        ImportError: Triton, or Transformer Engine if you asked for it, is not installed.
+        RuntimeError: the rank that measures for this one did not finish in time.
     """
     config = config_or_default(config)
     _check_model(model)
@@ -138,7 +137,7 @@ def _choose(
     recipe: Recipe,
     target: torch.device,
 ) -> tuple[RecipeChoice | None, Recipe]:
-    """Measure, if the recipe is ``auto``; return what was found, and the recipe of the model."""
+    """Measure if the recipe is ``auto``; return the choice (else None) and the model's recipe."""
     if config.recipe != "auto":
         return None, recipe
     free = {n: m for n, m in products.items() if n not in own or own[n].recipe == "auto"}
@@ -152,7 +151,7 @@ def _choose(
 
 
 class _Layers(NamedTuple):
-    """What was done with each layer: `ConversionReport` has the fields."""
+    """Names of the layers that `_swap` converted or skipped; fields as in `ConversionReport`."""
 
     converted: list[str]
     experts: list[str]
@@ -169,11 +168,11 @@ def _swap(
     recipe: Recipe,
     target: torch.device,
 ) -> _Layers:
-    """Swap the class of each layer that runs in FP8, and back where an earlier call converted it.
+    """Swap the class of each layer that runs in FP8; swap it back if it no longer should.
 
     Args:
-        own: the options of layers that have others than `config`.
-        choice: the layers that are slower in FP8, with the times.
+        own: configurations of the layers that have an override.
+        choice: result of ``auto``, with the layers that are slower in FP8; None: a named recipe.
     """
     slower = {} if choice is None else {**choice.left, **choice.experts.left}
     downs = down_projections(model, (config, *own.values()))
@@ -215,7 +214,7 @@ def _swap(
 def _finish(
     model: nn.Module, config: FP8Config, target: torch.device, has_layers: bool
 ) -> tuple[FreezeReport, Producers]:
-    """Freeze what the configuration names, and fuse the casts of norms and gated MLPs."""
+    """Freeze weights as configured, then let norms and gated MLPs cast for the next layers."""
     fuses = has_layers and not _is_te(config)
     if not fuses:
         revert_producers(model)
@@ -236,14 +235,14 @@ def conversion_report(
     *,
     device: torch.device | str | None = None,
 ) -> ConversionReport:
-    """Report what `convert_to_float8` would do to `model`, which stays as it is.
+    """Report what `convert_to_float8` would do to `model`, without changing it.
 
-    A copy without data, on the meta device, is converted, which takes neither the memory of the
-    weights nor, on the CPU, more than a moment. If recipe ``auto`` has to measure, it does so now,
-    and a conversion that follows in this process uses its result.
+    This converts a copy on the meta device, which needs no memory for weights and little time. If
+    recipe ``auto`` has to measure, it does so now, and a later conversion in this process uses the
+    result.
 
     Args:
-        model, config, device: see `convert_to_float8`.
+        model, config, device: arguments of `convert_to_float8`.
     Returns:
         The report that `convert_to_float8` would return.
     Raises:
@@ -264,8 +263,8 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
     """Return the recipe that `config` runs on `device`.
 
     Raises:
-        ValueError: a device that cannot run it, or on which no kernel can start.
-        ImportError: Transformer Engine is asked for and is not installed; Triton is not installed.
+        ValueError: `device` cannot run the recipe, or no kernel can start there.
+        ImportError: Triton, or Transformer Engine if `config` asks for it, is not installed.
     """
     recipe = _resolve(config, device)
     if _is_te(config):
@@ -311,5 +310,5 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _names_a_module(model: nn.Module, pattern: str) -> bool:
-    # The default stands for the usual name of an output layer; not every model has one.
+    # lm_head is the default pattern: a model without a module of that name is no mistake.
     return pattern == "lm_head" or any(matches(pattern, n) for n, _ in model.named_modules())

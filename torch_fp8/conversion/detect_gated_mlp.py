@@ -1,9 +1,9 @@
-"""Detection of gated MLPs, ``down(silu(gate(x)) * up(x))``, from a module's own forward.
+"""Detection of gated MLPs, ``down(silu(gate(x)) * up(x))``, by tracing a module's own forward.
 
-The forward is run once on symbols, which record what is done with them; whatever else it does with
-one, or with the module, ends the run, and the module is none. Names do not matter. gate and up are
-two layers, or the halves of the last dimension of one layer's output, whichever comes first:
-chunked, split or sliced.
+The forward runs once on symbols that record the operations. Any other operation on a symbol or on
+the module raises, and the module is not a gated MLP. Names do not matter. gate and up are two
+layers, or the halves (in either order) of the last dimension of one layer's output, by chunk, split
+or slicing.
 """
 
 import functools
@@ -21,11 +21,11 @@ from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 def gated_mlp_spec(
     module: nn.Module, *, any_activation: bool = False
 ) -> GatedMLPSpec | FusedGateUpSpec | None:
-    """Return the names of a gated MLP's layers, if their product is all that the module
-    computes.
+    """Return the names of a gated MLP's layers; None: the module computes anything else.
 
     Args:
-        any_activation: whether other activations than silu count, such as GeGLU's.
+        module: any module.
+        any_activation: whether activations other than silu are accepted, such as GeGLU's.
     """
     children = dict(module.named_children())
     widths = {n: _width(child) for n, child in children.items() if _width(child)}
@@ -45,7 +45,7 @@ def gated_mlp_spec(
 
 
 class _Symbol:
-    """A value of which only its origin is known."""
+    """A symbolic value, which knows only how it was computed."""
 
     def __mul__(self, other: Any) -> "_Symbol":
         return _Product(self, other)
@@ -82,7 +82,7 @@ class _OtherActivated(_Activated):
 
 
 class _Called(_Symbol):
-    """What a child returns; for a layer, (..., width)."""
+    """The output of a child module; of a linear layer, (..., width)."""
 
     def __init__(self, name: str, width: int, x: Any) -> None:
         self.name, self.width, self.x = name, width, x
@@ -120,7 +120,7 @@ class _Half(_Symbol):
 
 
 class _Shape:
-    """A shape of which only the last dimension is known."""
+    """A shape with a known last dimension only."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -145,7 +145,7 @@ _FUNCTIONS: dict[Any, Any] = {
 
 
 def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module], any_activation: bool) -> Any:
-    """Return the spec that gives `output` of `x`; AttributeError where something else does."""
+    """Return the spec that computes `output` from `x`; None or AttributeError: there is none."""
     product = output.x
     for activated, up in (product.factors, product.factors[::-1]):
         if not _is_activated(activated, children, any_activation):
@@ -160,12 +160,12 @@ def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module], any_activa
 
 
 def _width(child: nn.Module) -> int:
-    """Return the output features of a linear layer, or of an adapter around one; 0: it has none."""
+    """Return the output features of a linear layer, or of an adapter around one; 0: neither."""
     return max((m.out_features for m in child.modules() if isinstance(m, nn.Linear)), default=0)
 
 
 def _sizes(module: nn.Module, widths: dict[str, int]) -> dict[str, int]:
-    """Return the attributes that can say where a layer's output is split."""
+    """Return the integer attributes by which forward may split a layer's output."""
     possible = {size for width in widths.values() for size in (width, width // 2)}
     return {k: v for k, v in vars(module).items() if type(v) is int and v in possible}
 

@@ -1,8 +1,9 @@
-"""Detection of RMSNorms, ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, by trial.
+"""Detection of RMSNorms, ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, by a trial run.
 
-Names do not matter: it is a module with one weight (C,) and an epsilon, whose own forward takes the
-input alone and gives one of these on trial data. Gemma's is of the second kind. A forward that
-takes more, as the gate of Mamba 2's, does with it what no trial of the input alone can tell.
+Names do not matter. An RMSNorm is a module with one weight (C,) and an epsilon whose forward takes
+only the input, and computes one of the two formulas on trial data; Gemma uses the second one. A
+forward with more arguments, such as the gate of Mamba 2's norm, is rejected, because a trial with
+the input alone cannot show what it does with them.
 """
 
 import functools
@@ -24,7 +25,7 @@ _TRIED = (torch.float32, torch.bfloat16)
 
 
 def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
-    """Return what a module computes, if it is an RMSNorm."""
+    """Return the formula of an RMSNorm; None: the module is not one."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
         return None
@@ -39,7 +40,7 @@ def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
 
 @functools.cache
 def takes_input_alone(cls: type[nn.Module]) -> bool:
-    """Return whether a class's forward has one argument beside ``self``; ``*args`` do not count."""
+    """Return whether a class's forward has one argument beside ``self``, apart from ``*args``."""
     try:
         _, *arguments = inspect.signature(cls.forward).parameters.values()
     except ValueError:  # written in C
@@ -49,9 +50,9 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
 
 
 def _twin(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
-    """Return a module of the class and attributes of `module`, with other parameters.
+    """Return a module with the stock class and attributes of `module`, and other parameters.
 
-    The class that ``fully_shard`` makes cannot be instantiated without arguments: the stock one is.
+    The class that ``fully_shard`` makes cannot be instantiated without arguments.
     """
     cls: Any = stock_class(type(module))
     twin: nn.Module = cls.__new__(cls)
@@ -60,9 +61,7 @@ def _twin(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
 
 
 class _Trial:
-    """A module without its weight, with what decides its spec as the key, so that its kind is tried
-    once.
-    """
+    """A module without its weight, as a cache key, so that equal norms are tried only once."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = _twin(module, {})
@@ -81,14 +80,12 @@ class _Trial:
 
 
 @functools.lru_cache(maxsize=64)
-@_disable_current_modes()  # a model of fake tensors is tried on real ones
+@_disable_current_modes()  # real tensors, even if the model has fake ones
 def _tried(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
-    """Return the spec whose results equal those of the module's own forward on the CPU, in all
-    dtypes.
-    """
+    """Return the spec whose results equal the module's own forward on the CPU, in all dtypes."""
     eps = getattr(trial.module, eps_name)
     generator = torch.Generator().manual_seed(0)
-    # A row of the order of eps tells where it is added.
+    # A row with values near sqrt(eps) shows where eps is added.
     scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu", dtype=torch.float32)
     x = torch.randn(3, trial.size, generator=generator, device="cpu", dtype=torch.float32) * scale
     weight = torch.rand(trial.size, generator=generator, device="cpu", dtype=torch.float32) + 0.5
@@ -103,7 +100,7 @@ def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> 
     twin = _twin(module, {"weight": nn.Parameter(weight)})
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a norm of mixed dtypes
+            warnings.simplefilter("ignore")  # torch warns about mixed dtypes
             got = type(twin).forward(twin, x)
     except Exception:
         return False
@@ -114,6 +111,6 @@ def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> 
     inputs = NormInputs(x, weight, eps, spec.offset, dtype)
     rstd, *_ = rms_norm_statistics(inputs, False)
     want = rms_norm(inputs.with_rstd(rstd))
-    # Twice rounded, to 8 bits in BF16, where we round once.
+    # The module may round to BF16 (8 bits) twice; we round once.
     coarse = torch.bfloat16 in (x.dtype, weight.dtype)
     return torch.allclose(got.float(), want.float(), rtol=2.0**-7 if coarse else 1e-5, atol=0.0)

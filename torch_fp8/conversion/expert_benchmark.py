@@ -1,10 +1,10 @@
-"""Timings of a block of experts on the device at hand, in FP8 and by transformers in BF16.
+"""Timings of a block of experts on this device, in FP8 and by transformers in BF16.
 
-What is timed is a forward and backward of the module itself, with random weights: casts, gathers,
-activation and all. It has fewer experts than the user's, each with as many rows as in the job, so
-that it fits beside the model; both times grow with the number of experts alike.
+They time a forward and backward of the module itself with random weights, including casts, gathers
+and the activation. To fit beside the model, the copy has fewer experts, but each has as many rows
+as in the job. Both times grow in proportion to the number of experts.
 
-Legend: E experts, T tokens of a micro-batch, k experts of a token, H hidden.
+Legend: E experts, T tokens of a micro-batch, k experts per token, H hidden.
 """
 
 import copy
@@ -24,19 +24,19 @@ from torch_fp8.nn.experts_dispatch import ENTRY
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 
 EXPERTS = 16
-"""The experts of a block that is timed, at most."""
+"""Largest number of experts in a timed block."""
 
 
 class ExpertShape(NamedTuple):
-    """What the time of a block of experts depends on.
+    """All sizes on which the time of a block of experts depends.
 
     Attributes:
-        kind: name of its class.
-        num_experts: experts of this rank.
-        weights: shapes of its fused weights, without the number of experts.
-        top_k: experts that compute a token.
-        rows: rows that an expert computes in a micro-batch, on average.
-        dtype: dtype of the product without FP8, bfloat16 or float16.
+        kind: name of the module's class.
+        num_experts: number of experts on this rank.
+        weights: shapes of the fused weights, without the expert dimension.
+        top_k: number of experts that compute a token.
+        rows: average number of rows that an expert computes in a micro-batch.
+        dtype: dtype of the GEMMs without FP8, bfloat16 or float16.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class ExpertShape(NamedTuple):
 
 
 class ExpertTimes(NamedTuple):
-    """Median seconds of a forward and backward: by transformers, and in FP8."""
+    """Median seconds of a forward and backward: by transformers (`plain`) and in FP8."""
 
     plain: float
     fp8: float
@@ -60,13 +60,13 @@ class ExpertTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertPass:
-    """A forward and backward of a block, run by calling it; it stores no gradients.
+    """A forward and backward of a block, which a call runs without storing gradients.
 
     Attributes:
-        shape: the user's block.
-        module: a block with random parameters.
+        shape: sizes of the user's block.
+        module: block with random parameters.
         in_fp8: whether its GEMMs run in FP8.
-        arguments: arguments of its forward; the first one has a gradient.
+        arguments: arguments of its forward; the first one requires a gradient.
         grad_output: gradient of its output.
     """
 
@@ -86,13 +86,13 @@ def expert_shape(module: Any, tokens: int) -> ExpertShape:
     """Return the shape of a block on this rank.
 
     Args:
-        module: experts.
-        tokens: tokens of a micro-batch of one rank.
+        module: module of experts.
+        tokens: number of tokens in one rank's micro-batch.
     """
     weights = [getattr(module, name) for name in expert_weights("", module)]
     count = int(getattr(module, "num_experts", weights[0].shape[0]))
     top_k = experts_per_token(module, getattr(module, "config", None)) or count
-    # A token of Llama-4 is computed by all experts. Those of another rank send theirs as well.
+    # All experts of Llama-4 compute each token. Other ranks send tokens to these experts, too.
     rows = tokens if is_batched(module) else -(-tokens * top_k // count)
     dtype = weights[0].dtype if weights[0].dtype.itemsize == 2 else torch.bfloat16
     sizes = tuple(tuple(weight.shape[1:]) for weight in weights)
@@ -103,12 +103,12 @@ _times: dict[Any, ExpertTimes] = {}
 
 
 def expert_times(card: Card, module: Any, shape: ExpertShape, config: FP8Config) -> ExpertTimes:
-    """Time a block of this shape by transformers and in FP8, in turns; once in this process.
+    """Time a block of this shape by transformers and in FP8, in turns; cached in this process.
 
     Args:
-        card: the card to time on.
-        module: experts whose copies are timed; stays as it is.
-        shape: shape of the experts, see `expert_shape`.
+        card: card to time on.
+        module: experts whose copies are timed; it does not change.
+        shape: sizes of the experts, see `expert_shape`.
         config: options of the GEMMs.
     """
     key = card, shape, config.wgrad, config.fast_accum
@@ -149,10 +149,10 @@ def _pass(
 
 
 def _twin(module: Any, shape: ExpertShape, count: int, device: torch.device) -> nn.Module:
-    """Return a copy with random weights, of the first `count` experts, that is not converted."""
+    """Return an unconverted copy of the module with random weights and `count` experts."""
     memo: dict[int, Any] = {}
-    generator = torch.Generator(device).manual_seed(0)  # the user's stays where it is
-    total = max(p.shape[0] for p in module.parameters() if p.ndim == 3)  # of all ranks
+    generator = torch.Generator(device).manual_seed(0)  # leaves torch's default generator alone
+    total = max(p.shape[0] for p in module.parameters() if p.ndim == 3)  # E of all ranks
     for parameter in module.parameters():
         size = list(parameter.shape)
         if len(size) > 1 and size[0] == total:  # weights (E, N, K) and biases (E, N)
@@ -164,12 +164,14 @@ def _twin(module: Any, shape: ExpertShape, count: int, device: torch.device) -> 
         to_stock(twin)
     twin.num_experts = count
     if not is_batched(twin):
-        twin.config._experts_implementation = ENTRY  # a copy, as the loop of "eager" would wait
+        twin.config._experts_implementation = (
+            ENTRY  # the config is a copy; the loop of "eager" would synchronize
+        )
     return twin.to(device)
 
 
 def _hidden(module: Any) -> int:
-    """Return the features of a token."""
+    """Return H, the features of a token."""
     name = next(iter(expert_weights("", module)))
     transposed = is_batched(module) or module.is_transposed
     return int(getattr(module, name).shape[1 if transposed else 2])

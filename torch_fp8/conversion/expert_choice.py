@@ -1,11 +1,11 @@
-"""The choice that ``auto`` makes for fused experts: FP8, or BF16 where FP8 does not pay.
+"""Recipe ``auto`` for fused experts: FP8, or BF16 if FP8 does not pay.
 
-Each distinct block of experts is timed on the device as it trains, in FP8 and by transformers in
-BF16, with the rows that an expert gets of ``FP8Config.tokens``
-(`torch_fp8.conversion.expert_benchmark`). Casting a weight costs the same however few rows its
-expert has, so that small experts want many tokens. One that is less than `LEAST_SPEEDUP` times as
-fast in FP8 stays in BF16. Experts with adapters run FP8 unasked: their weights are stored as FP8
-alone, and no other function multiplies by the factors. Ranks agree as they do on layers
+`torch_fp8.conversion.expert_benchmark` times a training pass of each distinct block of experts in
+FP8 and by transformers in BF16, with the rows that an expert gets from ``FP8Config.tokens``
+tokens. Casting a weight costs the same for few rows as for many, so small experts need many tokens.
+A block that is less than `LEAST_SPEEDUP` times as fast in FP8 stays in BF16. Experts with adapters
+always run in FP8, without a measurement: their weights are stored as FP8 only, and no other
+function multiplies by the adapters' factors. Ranks agree on the times as for linear layers
 (`torch_fp8.conversion.autotune`).
 """
 
@@ -27,17 +27,17 @@ from torch_fp8.distributed.agreement import can_ask
 from torch_fp8.ops.scaled_grouped_mm import grouped_natively
 
 LEAST_SPEEDUP = 1.05
-"""Experts that are less than so much faster in FP8 are left in BF16."""
+"""Least speedup over BF16 at which experts run in FP8."""
 
 
 def choose_experts(
     model: nn.Module, experts: Mapping[str, nn.Module], config: FP8Config, device: torch.device
 ) -> ExpertChoice:
-    """Choose for each module of experts; a failure to measure is a warning, and leaves FP8.
+    """Choose FP8 or BF16 for each module of experts; if the measurement fails, warn and use FP8.
 
     Args:
         model: model to be converted.
-        experts: module of each fused weight that FP8 can run, by the weight's qualified name.
+        experts: modules of the fused weights that FP8 can run, by the weights' qualified names.
         config: options, with recipe ``auto``.
         device: device on which the model will run.
     Raises:
@@ -72,7 +72,7 @@ def choose_experts(
 
 
 def _adapted(model: nn.Module) -> set[nn.Module]:
-    """Return the experts whose weights have adapters of PEFT."""
+    """Return the modules of experts whose weights have PEFT adapters."""
     return {
         adapter.get_base_layer()
         for adapter in model.modules()

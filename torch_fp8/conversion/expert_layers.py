@@ -1,4 +1,4 @@
-"""Which modules of fused expert weights run in FP8, and their way there and back."""
+"""Selection of the modules of fused experts that run in FP8, their conversion and its reverse."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,19 +27,19 @@ def expert_reason(
     """Return why the fused experts of a module stay in high precision; None: they run in FP8.
 
     Args:
-        name: qualified, of the module.
-        module: with fused expert weights, see `expert_weights`.
-        config: whose `skip` and backend count.
-        recipe_name: the recipe of the linear layers.
-        device: on which the model will run.
+        name: qualified name of the module.
+        module: module with fused expert weights, see `expert_weights`.
+        config: configuration; `skip`, `backend` and `emulate` matter.
+        recipe_name: recipe of the linear layers.
+        device: device on which the model will run.
     Raises:
-        ValueError: the experts run by DeepGEMM, which transformers gives no backward.
+        ValueError: the model asks for DeepGEMM, which has no backward in transformers.
     """
     names = [name, *expert_weights(name, module)]
     for pattern in config.skip:
         if any(matches(pattern, full) for full in names):
             return f"skip={pattern!r}"
-    # transformers' decorator puts its flags into a module.
+    # transformers' decorator sets these flags on a module that it dispatches.
     dispatched = experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
     if not (dispatched or is_batched(module)):
         return UNKNOWN
@@ -58,15 +58,13 @@ def expert_reason(
 
 
 def is_batched(module: nn.Module) -> bool:
-    """Return whether each expert of a module computes every token, as Llama-4's do."""
+    """Return whether each expert of a module computes every token, as in Llama-4."""
     cls = stock_class(type(module))
     return cls.__name__ == _BATCHED and cls.__module__.startswith("transformers.")
 
 
 def _implementation_reason(module: Any) -> str | None:
-    """Return why the function that the model asks for keeps the experts; None: ours takes its
-    place.
-    """
+    """Return why the experts function of the model cannot be replaced by ours; None: it can."""
     if is_batched(module):
         replaced = "forward" in vars(module)
         return "its forward was replaced on the instance" if replaced else None
@@ -82,9 +80,9 @@ def _implementation_reason(module: Any) -> str | None:
 
 
 def routers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linear layers that choose experts, which are never converted, with the reason.
+    """Return the linear layers that choose experts, with the reason; they are never converted.
 
-    A router lies beside the experts, or in a module beside them, and has an output for each.
+    A router is a sibling of the experts, or lies within one, and has one output per expert.
     """
     reasons: dict[nn.Module, str] = {}
     for parent in model.modules():
@@ -113,7 +111,7 @@ def _num_experts(module: nn.Module) -> int:
 
 
 def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) -> None:
-    """Have a module compute its experts in FP8; `Float8Experts.configure` has the arguments."""
+    """Make a module compute its experts in FP8; arguments as in `Float8Experts.configure`."""
     if not isinstance(module, Float8Experts):
         add_mixin(module, Float8BatchedExperts if is_batched(module) else Float8Experts)
     experts: Any = module
@@ -126,7 +124,7 @@ def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) ->
 
 
 def to_stock(module: Float8Experts) -> None:
-    """Give a module its original class."""
+    """Give a module its original class and weights back."""
     experts: Any = module
     experts.thaw_weights()
     if vars(module).get("fp8_was_eager"):
@@ -139,5 +137,5 @@ def to_stock(module: Float8Experts) -> None:
 
 
 def were_eager(modules: Iterable[nn.Module]) -> bool:
-    """Return whether the model asked for its own loop over experts."""
+    """Return whether any of these modules ran transformers' eager loop before the conversion."""
     return any(vars(module).get("fp8_was_eager", False) for module in modules)

@@ -1,9 +1,9 @@
-"""FP8 weights as checkpoints hold them: E4M3 codes and float32 scales of rectangular blocks.
+"""FP8 weights of checkpoints: E4M3 codes and float32 scales of rectangular blocks.
 
 ``x ~= qdata.float() * scale``, whatever a format calls the scale (``weight_scale_inv`` is a
-multiplier, too). The grid of the scales says how large the blocks are: () or (1, 1) one scale,
-(N, 1) one for each row, (ceil(N / 128), ceil(K / 128)) blocks of 128 x 128, (N, ceil(K / 32))
-groups. N are output features, K input features.
+multiplier, too). The shape of the scales gives the size of the blocks: () or (1, 1) for one scale,
+(N, 1) for one per row, (ceil(N / 128), ceil(K / 128)) for blocks of 128 x 128, (N, ceil(K / 32))
+for groups of 32. N are output features, K input features.
 """
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.frozen_payload import FrozenPayload, frozen_from_bytes
 
 FROZEN_BLOCK = (128, 128)
-"""The blocks that frozen weights have."""
+"""Rows and columns that share a scale in frozen weights."""
 
 _SCALES = "_fp8_checkpoint_scales"
-"""The attribute of a frozen Parameter that holds its scales, and the block that shares one."""
+"""Attribute of a frozen Parameter that holds its scales and the block size."""
 
 _LEAST_SCALE = 2.0**-100
-"""Smaller scales make products below the normal range of BF16, which do not tell their code."""
+"""Least scale: with smaller ones, products leave BF16's normal range and lose their code."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FP8Weight:
     Attributes:
         qdata: (N, K) float8_e4m3fn.
         scale: (ceil(N / R), ceil(K / C)) float32, positive and finite.
-        block: (R, C), the rows and columns that share a scale.
+        block: (R, C), numbers of rows and columns that share a scale.
     """
 
     qdata: Tensor
@@ -43,16 +43,17 @@ class FP8Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape (N, K) of the weight."""
+        """Shape (N, K) of the weight."""
         return self.qdata.shape
 
     def to(self, device: torch.device) -> "FP8Weight":
-        """Return the weight on a device."""
+        """Return the weight on another device."""
         return FP8Weight(self.qdata.to(device), self.scale.to(device), self.block)
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the weight in float32, some rows at a time: E4M3 times scale, rounded once (to a
-        relative 2^-24).
+        """Yield slices of rows with their float32 values (r, K).
+
+        A value is the code times the scale, rounded once (relative error 2^-24).
         """
         for rows in row_parts(*self.qdata.shape):
             yield rows, self.qdata[rows].float().mul_(_spread(self, rows))
@@ -65,25 +66,23 @@ class FP8Weight:
         return whole
 
     def has_frozen_blocks(self) -> bool:
-        """Return whether frozen weights may hold the bytes as they are: one scale, or blocks of
-        128 x 128.
-        """
+        """Return whether a frozen weight can hold these bytes: one scale, or 128 x 128 blocks."""
         return self.scale.numel() == 1 or self.block == FROZEN_BLOCK
 
 
 def frozen_payload(
     weight: FP8Weight, spec: CastSpec, name: str, dtype: torch.dtype
 ) -> FrozenPayload | None:
-    """Return the very bytes as a frozen weight holds them.
+    """Return the bytes of a checkpoint's weight as the payload of a frozen weight.
 
     Args:
-        weight: a weight of a checkpoint.
-        spec: how the frozen weight is cast: ``block_128x128`` or ``tensorwise``. One scale for the
-            whole weight is also that of each of its blocks.
-        name: qualified, for errors.
-        dtype: the weight's dtype when it is thawed.
+        weight: weight from a checkpoint.
+        spec: cast of the frozen weight, ``block_128x128`` or ``tensorwise``. If `weight` has a
+            single scale, each block gets it.
+        name: qualified name, for errors.
+        dtype: dtype of the weight when it is thawed.
     Returns:
-        The payload, which shares memory with `weight`; None if its blocks are not those of `spec`.
+        A payload that shares memory with `weight`; None if its blocks do not fit `spec`.
     """
     (rows, cols), scale = weight.shape, weight.scale
     if spec.granularity == "tensorwise":
@@ -98,19 +97,19 @@ def frozen_payload(
 
 
 def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8Weight | None:
-    """Find the E4M3 codes whose products with `scale` were rounded to `weight`, exactly.
+    """Recover the E4M3 codes of a dequantized weight: rounded ``codes * scale`` equals `weight`.
 
-    The codes of a weight that was dequantized to BF16 are found by quantizing it again with the
-    same scales: BF16 errs by a relative 2^-9 at most, and half the distance of two neighbours in
-    E4M3 is 2^-5 or more. The products of the codes are compared with the weight, bit for bit.
+    Quantizing the weight again with the same scales gives the codes back, because BF16 has a
+    relative error of 2^-9 at most, and half the distance of two neighbours in E4M3 is 2^-5 or more.
+    The function then compares the products of these codes with the weight, bit for bit.
 
     Args:
         weight: (N, K) bfloat16 or float32.
         scale: (ceil(N / R), ceil(K / C)) float32.
-        block: (R, C).
+        block: (R, C), numbers of rows and columns that share a scale.
     Returns:
-        The codes and scales; None if any element of the weight is none of these products (it has
-        been trained, or is another weight), or of another dtype.
+        The codes and scales; None if any element is not such a product (the weight was trained, or
+        is another one), or if the weight has another dtype.
     """
     if weight.dtype not in (torch.bfloat16, torch.float32) or weight.is_meta:
         return None
@@ -121,7 +120,7 @@ def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8We
     for rows in row_parts(*weight.shape):
         factor = _spread(stored, rows)
         part = weight[rows]
-        # What lies beyond the largest code is refused by the comparison, saturated or NaN.
+        # Values beyond the largest code saturate or become NaN, and fail the comparison.
         codes = (part.float() / factor).to(torch.float8_e4m3fn)
         if not torch.equal(codes.float().mul_(factor).to(weight.dtype), part):
             return None
@@ -130,19 +129,19 @@ def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8We
 
 
 def remember_scales(weight: Tensor, known: FP8Weight) -> None:
-    """Keep the scales of a frozen weight beside it, for `known_bytes`."""
+    """Attach the scales of a frozen weight to it, for `known_bytes`."""
     setattr(weight, _SCALES, (known.scale, known.block))
 
 
 def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | None:
-    """Return `known_bytes` as frozen weights hold them.
+    """Return `known_bytes` as the payload of a frozen weight.
 
     Args:
-        weight: (N, K), beside which `remember_scales` may have put scales.
-        spec: how the frozen weight is cast.
-        name: qualified, for errors.
+        weight: weight (N, K) with the scales of `remember_scales`, if it has any.
+        spec: cast of the frozen weight.
+        name: qualified name, for errors.
     Returns:
-        The payload; None if the bytes are not known, or their blocks are not those of `spec`.
+        The payload; None if the bytes are not known, or their blocks do not fit `spec`.
     """
     known = known_bytes(weight)
     return None if known is None else frozen_payload(known, spec, name, weight.dtype)
@@ -150,23 +149,23 @@ def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | 
 
 @torch.no_grad()
 def known_bytes(weight: Tensor) -> FP8Weight | None:
-    """Return the bytes of the checkpoint that a frozen weight was loaded from.
+    """Return the bytes of the checkpoint from which a frozen weight was loaded.
 
     Args:
-        weight: beside which `remember_scales` may have put scales.
+        weight: weight with the scales of `remember_scales`, if it has any; they are removed.
     Returns:
-        The bytes and scales; None if they are not known, or the weight was changed since.
+        The bytes and scales; None if there are no scales, or the weight has changed since.
     """
     scales = vars(weight).pop(_SCALES, None)
     return None if scales is None else bytes_behind(weight.detach(), *scales)
 
 
 def _spread(weight: FP8Weight, rows: slice) -> Tensor:
-    """Return the scales of the elements of some rows: (rows, K), or what broadcasts to it."""
+    """Return a scale for each element of some rows: (rows, K), or a shape that broadcasts to it."""
     scale, (height, width) = weight.scale, weight.block
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     index = torch.arange(rows.start, rows.stop, device=scale.device) // height
-    scale = scale[index]
+    scale = scale[index]  # (rows, ceil(K / C))
     cols = weight.qdata.shape[1]
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]

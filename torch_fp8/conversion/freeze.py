@@ -1,9 +1,10 @@
-"""The public functions that hold weights in FP8 alone, `freeze`, and give them back, `thaw`.
+"""`freeze` stores weights as FP8 only, and `thaw` gives them their dtype back.
 
-A weight in FP8 alone takes one byte an element, and cannot be trained. So conversion does it by
-itself only where nobody will train it for sure: PEFT has frozen the base of its adapters, or a host
-has prepared a model for evaluation and no optimizer has it. What a script has frozen by hand it may
-unfreeze later: this is stored so with ``FP8Config(frozen_weights="fp8")``, or by `freeze`.
+A weight stored as FP8 only takes one byte per element and cannot be trained. Conversion therefore
+does this by itself only if it is certain that nothing will train the weight: PEFT froze the base of
+its adapters, or a host prepared the model for evaluation and no optimizer has it. A weight that
+your script froze may be unfrozen later, so you ask for this storage yourself, by
+``FP8Config(frozen_weights="fp8")`` or `freeze`.
 """
 
 from typing import Any
@@ -34,23 +35,24 @@ def freeze(
     *,
     device: torch.device | str | None = None,
 ) -> FreezeReport:
-    """Hold the weights of the FP8 layers of `model` in FP8 alone, in place: nobody trains them.
+    """Store the weights of the FP8 layers of `model` as FP8 only, in place. They cannot be trained.
 
-    A model that is not converted is converted first. Of a model with PEFT's adapters the weights
-    that PEFT trains stay as they are; of any other all FP8 layers are frozen, whatever their
-    ``requires_grad``. Embeddings, norms, ``lm_head``, what `config.skip` names and weights that
-    several modules share stay in their dtype. The Parameters stay the same objects; their memory
-    in the old dtype is released. ``state_dict`` has plain BF16 tensors under the same keys. An
-    optimizer that has one of them raises a ValueError when it is converted, or at its first step.
+    A model that is not converted yet is converted first. In a model with PEFT adapters, the weights
+    that PEFT trains stay as they are; in any other model all FP8 layers are frozen, whatever their
+    ``requires_grad``. Embeddings, norms, ``lm_head``, modules matched by `config.skip`, and weights
+    shared by several modules keep their dtype. The Parameters stay the same objects, and their
+    memory in the old dtype is freed. ``state_dict`` returns plain BF16 tensors under the same keys.
+    An optimizer with a frozen weight raises ValueError at its conversion or first step.
 
     Args:
-        model: any module that `torch_fp8.convert_to_float8` takes.
-        config, device: see there. `config` None: that with which the model was converted.
+        model: any module that `torch_fp8.convert_to_float8` accepts.
+        config: see `torch_fp8.convert_to_float8`; None: the model's configuration, if it has one.
+        device: see `torch_fp8.convert_to_float8`.
     Returns:
-        What is frozen, and why the rest is not.
+        A report of the frozen layers, and of the others with the reasons.
     Raises:
-        ValueError, TypeError: see `torch_fp8.convert_to_float8`; the configuration says level O1 or
-            ``frozen_weights="keep"``, which leave weights as they are, or names another backend.
+        ValueError, TypeError: see `torch_fp8.convert_to_float8`; also for O1,
+            ``frozen_weights="keep"`` or another backend, which leave weights as they are.
     """
     layers = _layers(model)
     if config is not None or not layers:
@@ -69,17 +71,17 @@ def freeze(
 
 
 def thaw(model: nn.Module) -> int:
-    """Give the weights of `model` that are held in FP8 alone their own dtype back, in place.
+    """Give the weights of `model` that are stored as FP8 only their dtype back, in place.
 
-    They have the values that FP8 held, and still do not require gradients. The Parameters stay the
-    same objects; the layers run the recipe again that they had.
+    Their values are the FP8 values, and they still do not require gradients. The Parameters stay
+    the same objects, and the layers return to the recipe that they had before.
 
     Args:
         model: any module.
     Returns:
-        The number of weights.
+        The number of weights that were thawed.
     Raises:
-        RuntimeError: weights that FSDP2 has sharded.
+        RuntimeError: FSDP2 has sharded a frozen weight.
     """
     count = thaw_weights(model)
     layers = _layers(model)
@@ -89,16 +91,15 @@ def thaw(model: nn.Module) -> int:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    """Return the linear layers and the modules of experts that run in FP8."""
+    """Return the linear layers and expert modules that run in FP8."""
     ours = (Float8Layer, Float8Experts)
     return [module for module in model.modules() if isinstance(module, ours)]
 
 
 def refuse_kept(config: FP8Config, function: str = "freeze") -> None:
-    """Refuse a configuration that leaves frozen weights as they are.
+    """Raise ValueError for a configuration that leaves frozen weights as they are.
 
-    Raises:
-        ValueError: level O1, ``frozen_weights="keep"`` or another backend.
+    These are O1, ``frozen_weights="keep"`` and another backend.
     """
     option = option_that_keeps(config)
     if option is not None:

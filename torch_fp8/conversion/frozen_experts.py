@@ -1,4 +1,4 @@
-"""Fused experts whose weights nobody trains: held in FP8 alone, one byte an element."""
+"""Storage of frozen fused experts as FP8 only, one byte per element."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +21,11 @@ NOT_BY_FSDP = "ranks have other experts, and FSDP2 does not gather them"
 
 
 def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> FreezeReport:
-    """Hold the weights of some expert modules in FP8 alone.
+    """Store the weights of some expert modules as FP8 only.
 
     Args:
-        model: converted.
-        meant: whether a module's weights are to be frozen, if nothing speaks against it.
+        model: converted model.
+        meant: function that tells whether a module's weights should be frozen if they can be.
     """
     counts = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     merged = {
@@ -50,7 +50,7 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
         before, numel = thawed_bytes(*weights), sum(local(w).numel() for w in weights)
         waits = waits or any(isinstance(w, DTensor) for w in weights)
         scales = sum(local(w).shape[:2].numel() * _SCALE for w in weights)
-        del weights  # or the Parameters could not be replaced
+        del weights  # a further reference would prevent swapping the Parameters
         experts.freeze_weights(experts.fp8.recipe, experts.fp8.emulate, notice)
         report += FreezeReport(names, (), experts.fp8.recipe, numel, before, numel + scales)
     if waits:
@@ -60,11 +60,11 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
 
 
 _SCALE = 4
-"""Bytes of a row's scale."""
+"""Bytes of one row's scale, a float32."""
 
 
 def _sharded(model: nn.Module) -> Callable[[Tensor], str | None]:
-    """Return what says why a sharded weight of experts cannot be held in FP8 alone."""
+    """Return a function from a sharded expert weight to why it cannot be frozen; None: it can."""
     reasons: dict[int, str | None] = {}
     for param in fsdp_params(model):
         info = param._module_info

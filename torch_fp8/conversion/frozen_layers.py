@@ -1,7 +1,7 @@
-"""Which weights of a converted model are held in FP8 alone, and in which recipe they run.
+"""Selection of the weights that are stored as FP8 only, and the recipe that they run.
 
-Block scales of 128 x 128 elements serve fprop and dgrad with the same bytes. Where a card has no
-GEMM for them (they are Hopper's alone) there is one scale for a weight.
+With scales for blocks of 128 x 128 elements, fprop and dgrad read the same bytes. Only Hopper has
+GEMMs for such scales. On other cards a frozen weight has a single scale.
 """
 
 from collections import Counter
@@ -31,15 +31,15 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 @dataclass(frozen=True)
 class FreezeReport:
-    """What `freeze` did.
+    """The result of `freeze`.
 
     Attributes:
-        frozen: qualified names of the layers whose weights are held in FP8 alone.
-        kept: (name, reason) of the other FP8 layers.
-        recipe: the recipe of the frozen layers; None: there are none.
-        num_params: elements of the frozen weights.
-        bytes_before, bytes_after: the bytes of the frozen weights.
-        num_merge_aware: LoRA layers that multiply by merged weights.
+        frozen: qualified names of the layers and expert weights that are stored as FP8 only.
+        kept: (name, reason) pairs of the other weights that were meant.
+        recipe: recipe of the frozen layers; None: nothing is frozen.
+        num_params: number of elements of the frozen weights, on this rank.
+        bytes_before, bytes_after: bytes of the frozen weights, with scales, on this rank.
+        num_merge_aware: number of LoRA layers that multiply by merged weights.
     """
 
     frozen: tuple[str, ...]
@@ -85,7 +85,7 @@ def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool
 
 
 def proven_frozen(model: nn.Module) -> Callable[[RunsFP8], bool]:
-    """Return what tells of a module whether nobody will train its weights: PEFT has frozen it."""
+    """Return a function that tells whether PEFT froze a module, so that nothing will train it."""
     adapted = any(
         cls.__module__.partition(".")[0] == "peft"
         for module in model.modules()
@@ -95,12 +95,12 @@ def proven_frozen(model: nn.Module) -> Callable[[RunsFP8], bool]:
 
 
 def by_hand(module: RunsFP8) -> bool:
-    """Return whether a module's weights do not require gradients, whoever said so."""
+    """Return whether no weight of a module requires gradients, whatever the reason."""
     return not any(weight.requires_grad for weight in module.fp8_weights)
 
 
 def option_that_keeps(config: FP8Config) -> str | None:
-    """Return the option of `config` that leaves frozen weights as they are; None: there is none."""
+    """Return the option of `config` that keeps frozen weights in their dtype; None: no option."""
     options = {
         "opt_level='O1'": config.opt_level == "O1",
         "frozen_weights='keep'": config.frozen_weights == "keep",
@@ -110,13 +110,14 @@ def option_that_keeps(config: FP8Config) -> str | None:
 
 
 def frozen_by(model: nn.Module, config: FP8Config) -> Callable[[RunsFP8], bool]:
-    """Return what tells of a module whether `config.frozen_weights` means it."""
+    """Return a function that tells whether `config.frozen_weights` applies to a module."""
     return by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
 
 
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
-    """Freeze the layers of a converted model that `config.frozen_weights` means, and have LoRA
-    layers over them multiply by merged weights, with `config.merge_aware`.
+    """Freeze the layers of a converted model to which `config.frozen_weights` applies.
+
+    With `config.merge_aware`, LoRA layers over them then multiply by merged weights.
     """
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
@@ -133,13 +134,13 @@ def freeze_layers(
     device: torch.device,
     meant: Callable[[Float8Layer], bool],
 ) -> FreezeReport:
-    """Hold the weights of some FP8 layers in FP8 alone, and connect norms and MLPs to them.
+    """Store the weights of some FP8 layers as FP8 only, and reconnect norms and MLPs to them.
 
     Args:
-        model: converted.
-        config: with which it was.
-        device: on which it will run.
-        meant: whether a layer is to be frozen, if nothing speaks against it.
+        model: converted model.
+        config: configuration of its conversion.
+        device: device on which it will run.
+        meant: function that tells whether a layer should be frozen if it can be.
     """
     recipe, emulate = frozen_recipe(config, device)
     shared, sharded = _shared_weights(model), _sharded_weights(model)
@@ -149,7 +150,7 @@ def freeze_layers(
         if not isinstance(layer, Float8Layer):
             continue
         held = layer.frozen_weight
-        # A host's own FP8 layer was: its bytes were taken over, but it runs another recipe yet.
+        # The bytes of a host's own FP8 layer were taken over, but it still runs another recipe.
         taken_over = held is not None and layer.fp8.frozen is None
         if not (taken_over or meant(layer)):
             continue
@@ -179,7 +180,7 @@ def freeze_layers(
 
 
 def thawed_bytes(*weights: Tensor) -> int:
-    """Return the bytes of weights, or of this rank's shards of them, where they are not frozen."""
+    """Return the bytes that weights, or this rank's shards, have when they are not frozen."""
     shards = [local(weight) for weight in weights]
     dtypes = [
         w.payload.thawed_dtype if isinstance(w, Float8FrozenWeight) else w.dtype for w in shards
@@ -188,7 +189,7 @@ def thawed_bytes(*weights: Tensor) -> int:
 
 
 def thaw_weights(model: nn.Module) -> int:
-    """Give all frozen weights of `model` their dtype back; return how many."""
+    """Give all frozen weights of `model` their dtype back; return their number."""
     return sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
 
 
@@ -201,19 +202,19 @@ def _why_not(layer: Float8Layer, shared: set[int], of_fsdp: bool) -> str | None:
 
 
 def _merged_layers(model: nn.Module) -> set[nn.Module]:
-    """The layers below adapters that are merged: unmerging changes them again."""
+    """Return the layers below merged adapters. Unmerging would change their weights."""
     adapters = [module for module in model.modules() if "base_layer" in module._modules]
     merged = [module for module in adapters if getattr(module, "merged", False)]
     return {layer for module in merged for layer in module.modules()}
 
 
 def _sharded_weights(model: nn.Module) -> set[int]:
-    """The identities of Parameters that FSDP2 has sharded and gathers as bytes."""
+    """Return the ids of Parameters that FSDP2 sharded and can gather as bytes."""
     return {id(param.sharded_param) for param in fsdp_params(model) if can_be_frozen(param)}
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """The identities of Parameters that several modules have, or whose memory others share."""
+    """Return the ids of Parameters that several modules hold, or that share memory with others."""
     every = [p for m in model.modules() for p in m._parameters.values() if p is not None]
     owners = Counter(map(id, every))
     plain = {id(p): p for p in every if type(p) is nn.Parameter}

@@ -1,4 +1,4 @@
-"""Conversion of the modules between FP8 layers that emit FP8: RMSNorms and gated MLPs."""
+"""Conversion of the modules between FP8 layers: RMSNorms and gated MLPs, which then emit FP8."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ from torch_fp8.tensor.quantizer import Quantizer
 
 
 class Producers(NamedTuple):
-    """What `convert_producers` did, in qualified names.
+    """The result of `convert_producers`, as qualified names.
 
     Attributes:
-        converted: the modules that hand over FP8.
-        unfused: those that do not, for the layers behind them cast differently.
+        converted: modules that return FP8.
+        unfused: modules that return plain tensors because the next layers cast differently.
     """
 
     converted: tuple[str, ...]
@@ -39,15 +39,16 @@ NO_PRODUCERS = Producers((), ())
 
 
 def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
-    """Convert the RMSNorms of `model`, and the gated MLPs that have an FP8 layer, in place.
+    """Convert the RMSNorms of `model`, and its gated MLPs with an FP8 layer, in place.
 
-    LayerNorms in front of several FP8 layers return a tensor that is cast once for all of them.
-    Modules that `config.skip` names, that an override keeps in high precision, and all others, stay
-    as they are. Where overrides make layers behind a norm, or of an MLP, cast differently, the norm
-    hands over plain tensors, and the MLP stays as it is.
+    A LayerNorm in front of several FP8 layers returns a tensor that is cast once for all of them.
+    All other modules stay as they are, as do modules that `config.skip` matches or an override
+    keeps in high precision. If overrides make the layers behind a norm, or those of an MLP, cast
+    differently, the norm returns plain tensors and the MLP stays as it is.
 
     Args:
-        model: a model whose linear layers are converted already.
+        model: model whose linear layers are already converted.
+        config: configuration of the model.
     """
     converted: list[str] = []
     unfused: list[str] = []
@@ -80,15 +81,15 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
 
 
 def revert_producers(model: nn.Module) -> None:
-    """Turn all of them back into their original classes, in place."""
+    """Give all converted norms and gated MLPs their original class back, in place."""
     for module in model.modules():
         _revert(module)
 
 
 def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | None:
-    """Return how the FP8 layers of `_layers_beside` cast their input.
+    """Return the quantizer with which the FP8 layers of `_layers_beside` cast their input.
 
-    The last norm of a model, beside the list of its layers, has none: its output is the model's.
+    None if there are no such layers, as for the last norm of a model, whose output is the model's.
     """
     layers = [layer for group in groups for layer in group]
     if not layers:
@@ -98,9 +99,9 @@ def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | N
 
 
 def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
-    """Return whether layers cast by one rule, so that what is in front can do so for all.
+    """Return whether all layers cast alike, so that the module in front can cast for all of them.
 
-    Frozen ones do as they would if they were trained: they have a recipe of their own anyway.
+    A frozen layer counts with the recipe that it had before, since frozen layers have their own.
     """
     recipes = set()
     for layer in layers:
@@ -119,8 +120,9 @@ def _layers_in(child: nn.Module) -> list[Float8Layer]:
 
 
 def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float8Layer]]:
-    """Return the FP8 layers that are beside `norm` or inside its siblings, for each module that has
-    some, and take as many features as it has.
+    """Return the FP8 layers next to `norm` or inside its siblings, one list per parent module.
+
+    Only layers with as many input features as the norm has count.
     """
     weight = norm._parameters.get("weight")
     if weight is None or is_lazy(weight) or weight.ndim != 1 or parent is None:
@@ -147,12 +149,13 @@ def _revert(module: nn.Module) -> None:
 def convert_rms_norm(
     module: nn.Module, name: str, config: FP8Config, quantizer: Quantizer | None
 ) -> bool:
-    """Convert an RMSNorm to a `Float8RMSNorm`, in place; return False, unchanged, if it is none.
+    """Convert an RMSNorm to a `Float8RMSNorm` in place; return False if the module is not one.
 
     Args:
-        name: the qualified name of the module.
-        config: the options of the norm.
-        quantizer: the quantizer of the FP8 layers that read its output; None: there are none.
+        module: any module.
+        name: qualified name of the module.
+        config: options of the norm.
+        quantizer: quantizer of the FP8 layers that read its output; None: there are none.
     """
     spec = module.fp8.spec if isinstance(module, Float8RMSNorm) else rms_norm_spec(module)
     if spec is None:
@@ -165,9 +168,9 @@ def convert_rms_norm(
 
 
 def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
-    """Convert a gated MLP to a `Float8GatedMLP`, in place; return False, unchanged, if it is none.
+    """Convert a gated MLP to a `Float8GatedMLP` in place; return False if the module is not one.
 
-    An MLP is converted only if one of its layers runs in FP8.
+    The caller has checked that one of its layers runs in FP8.
     """
     if isinstance(module, Float8GatedMLP):
         module.fp8 = module.fp8._replace(name=name, config=config)
@@ -183,10 +186,10 @@ def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
 
 
 def share_output(module: nn.Module, name: str) -> bool:
-    """Let a LayerNorm, Hugging Face's own ones included, share its output, in place.
+    """Let a LayerNorm share one cast of its output among its readers, in place.
 
-    Known by one weight (C,), maybe a bias, and "LayerNorm" in its class's name, of which there are
-    too many for a list. False, and nothing done, if it is none.
+    A LayerNorm is a module with a weight (C,) and "LayerNorm" in the name of its class, because
+    Hugging Face has too many such classes for a list. Return False if the module is not one.
     """
     if not isinstance(module, SharedOutput):
         weight = module._parameters.get("weight")

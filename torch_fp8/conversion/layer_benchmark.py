@@ -1,8 +1,8 @@
-"""Timings of a linear layer's forward and backward on the device at hand, in FP8 and without.
+"""Timings of a linear layer's forward and backward on this device, in FP8 and without.
 
-The layers timed are `Float8Linear` and ``nn.Linear`` as training calls them for one micro-batch of
-several: operands are cast in each pass, but for what is kept of the weight from one optimizer step
-to the next, and every input takes a gradient. Legend: M tokens, K in, N out.
+They time `Float8Linear` and ``nn.Linear`` as in training, for one of several micro-batches. Each
+pass casts its operands, except payloads or scales of the weight that are kept between optimizer
+steps, and every input needs a gradient. Legend: M tokens, K in, N out.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ from torch_fp8.tensor.split_weight import split_parameter
 
 WARMUP, REPETITIONS = 1, 5
 CYCLES = 2e9
-"""The cycles of a card in a second, at most."""
+"""Largest clock rate of a card, in cycles per second."""
 LONGEST_LAUNCH = 0.02
-"""The seconds that the host takes for a pass, at most, but for the first one, which compiles."""
+"""Upper bound in seconds for the launch of a pass; only the first, which compiles, takes longer."""
 
 
 class LayerShape(NamedTuple):
-    """What the time of a linear layer depends on, beside the number of tokens.
+    """All properties of a linear layer on which its time depends, beside the number of tokens.
 
     Attributes:
         out_features, in_features: N and K, on this rank.
-        bias: whether it has one.
-        dtype: the dtype of the product without FP8, bfloat16 or float16.
+        bias: whether the layer has a bias.
+        dtype: dtype of the GEMMs without FP8, bfloat16 or float16.
     """
 
     out_features: int
@@ -49,18 +49,19 @@ class LayerShape(NamedTuple):
 
 
 Kept = bool | str | None
-"""What is kept of a weight between optimizer steps: nothing (None), its scale alone (False), its
-payload (True), or ``"both"`` payloads, as in ``FP8Config.cache_weights``.
+"""Cached parts of a weight between optimizer steps, as in ``FP8Config.cache_weights``.
+
+None: nothing. False: only its scale. True: its payload. ``"both"``: payload and transpose.
 """
 
 
 def kept_weights(config: FP8Config) -> Kept:
-    """Return what layers keep of float32 weights under `config`: nothing where they stay plain."""
+    """Return what layers cache of float32 weights under `config`; None if weights stay plain."""
     return None if config.large_residual_bits is None else config.cache_weights
 
 
 class LayerTimes(NamedTuple):
-    """Median seconds of a forward and backward: without FP8, and with each recipe by name."""
+    """Median seconds of a forward and backward: without FP8, and by the name of each recipe."""
 
     plain: float
     fp8: dict[str, float]
@@ -68,27 +69,27 @@ class LayerTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """A device, which counts as equal to others of its name: timings on one hold for another."""
+    """A device. Devices of the same name compare equal, because their timings are alike."""
 
     name: str
     device: torch.device = field(compare=False)
 
     @classmethod
     def of(cls, device: torch.device) -> "Card":
-        """Return the card that `device` is."""
+        """Return the `Card` of a device."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return cls(name, device)
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """A forward and backward of one layer, run by calling it; it stores no gradients.
+    """A forward and backward of one layer, which a call runs without storing gradients.
 
     Attributes:
-        layer: a layer with random parameters.
-        recipe: None: without FP8.
-        input: (M, K).
-        grad_output: (M, N).
+        layer: layer with random parameters.
+        recipe: recipe of the layer; None: without FP8.
+        input: (M, K) of the shape's dtype.
+        grad_output: (M, N) of the same dtype.
     """
 
     layer: nn.Linear
@@ -109,17 +110,17 @@ def layer_times(
     recipes: tuple[Recipe, ...],
     kept: Kept = None,
 ) -> LayerTimes:
-    """Time one layer with each of `recipes` and without FP8, in turns; once in this process.
+    """Time one layer with each of `recipes` and without FP8, in turns; cached in this process.
 
-    Takes the memory of one layer's forward and backward, and of the payloads that are kept, and
-    leaves random states, autocast and the modes of gradients as they are.
+    This needs memory for one layer's forward and backward and its cached payloads. It does not
+    change random states, autocast or gradient modes.
 
     Args:
-        card: the card to time on.
-        shape: the shape of the layer.
-        tokens: M.
+        card: card to time on.
+        shape: shape of the layer.
+        tokens: M, the number of tokens.
         recipes: recipes that the card runs natively.
-        kept: what is kept of the weight, see `kept_weights`.
+        kept: cached parts of the weight, see `kept_weights`.
     """
     with undisturbed(card.device):
         taken = samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
@@ -128,11 +129,11 @@ def layer_times(
 
 
 def seconds(device: torch.device, run: Callable[[], None]) -> float:
-    """Measure the seconds that a CUDA device takes for one call of `run`, launched before it
-    begins.
+    """Measure the seconds of one call of `run` on a CUDA device, without the time of its launch.
 
-    A layer alone is launched more slowly than it runs. In a model the attention, the loss and
-    layers that take longer give the host time for that, and a compiled one launches at once.
+    The host launches a single layer more slowly than the device runs it. In a model, attention, the
+    loss and longer layers hide that, and a compiled model launches at once. So the device sleeps
+    here until the call is launched.
     """
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -148,9 +149,7 @@ def seconds(device: torch.device, run: Callable[[], None]) -> float:
 
 
 def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[list[float]]:
-    """Measure the seconds of each of `passes`, in turns, so that a change of clocks meets all
-    alike.
-    """
+    """Measure the seconds of `passes` in turns, so that changing clocks affect all of them."""
     taken: list[list[float]] = [[] for _ in passes]
     for repetition in range(-WARMUP, REPETITIONS):
         for run, times in zip(passes, taken, strict=True):
@@ -163,7 +162,7 @@ def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[
 def _passes(
     device: torch.device, shape: LayerShape, tokens: int, recipes: Sequence[Recipe], kept: Kept
 ) -> list[LayerPass]:
-    generator = torch.Generator(device).manual_seed(0)  # the user's stays where it is
+    generator = torch.Generator(device).manual_seed(0)  # leaves torch's default generator alone
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
@@ -192,16 +191,16 @@ def _layer(
         assert isinstance(layer, Float8Linear)
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
         if kept or (kept is not None and keeps_scale(recipe.weight)):
-            layer.fp8.payloads.between_steps = kept  # the first pass, which is not timed, fills it
+            layer.fp8.payloads.between_steps = kept  # filled by the warm-up pass
     return layer
 
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Let real tensors have gradients on `device`, whatever modes the caller is in."""
+    """Compute on real tensors with gradients and without autocast, whatever the caller's modes."""
     with (
         _disable_current_modes(),
-        torch.inference_mode(False),  # turns gradients on, too
+        torch.inference_mode(False),  # also enables gradients
         torch.autocast(device.type, enabled=False),
     ):
         yield

@@ -1,4 +1,4 @@
-"""What `FP8Config.overrides` means for the layers of a model, and what of it matches none."""
+"""Configurations and recipes of layers with `FP8Config.overrides`; patterns without a match."""
 
 import difflib
 import warnings
@@ -22,15 +22,15 @@ _NEAREST = 3
 
 
 def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Config]:
-    """Return the configuration of each layer that an override gives other options.
+    """Return the configuration of each layer that has an override.
 
     Args:
-        names: qualified, of the layers that run in FP8.
-        config: the model's configuration.
+        names: qualified names of the layers that run in FP8.
+        config: configuration of the model.
     Raises:
-        ValueError: options of several patterns that exclude each other.
+        ValueError: several patterns match a layer, and their options contradict each other.
     """
-    # A configuration for each set of options, not for each layer: layers compare theirs.
+    # One object per set of options, not per layer, because layers compare their configurations.
     configs: dict[str, FP8Config] = {}
     options_of = {}
     for name in names if config.overrides else ():
@@ -47,20 +47,20 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
 
 
 def base_config(layers: Sequence[RunsFP8]) -> FP8Config:
-    """Return the configuration of a model, of which some layers may have options of their own."""
+    """Return the configuration of a model, some of whose layers may have overrides."""
     configs = [layer.fp8_config for layer in layers]
     return next((config for config in configs if config.overrides), configs[0])
 
 
 def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe:
-    """Return the recipe of a layer with options of its own.
+    """Return the recipe of a layer with an override.
 
     Args:
-        config: the layer's configuration.
-        resolved: the name of the recipe that ``auto`` is on this device.
-        device: on which the layer will run.
+        config: configuration of the layer.
+        resolved: name of the recipe that ``auto`` chose.
+        device: device on which the layer will run.
     Raises:
-        ValueError: a device that cannot run it.
+        ValueError: `device` cannot run the recipe.
     """
     recipe = recipe_of(config, resolved if config.recipe == "auto" else config.recipe)
     check_device(device, recipe.name, config.emulate)
@@ -68,7 +68,7 @@ def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe
 
 
 def high_precision_pattern(name: str, config: FP8Config) -> str | None:
-    """Return why an override keeps a module in high precision; None: none does."""
+    """Return the override that keeps a module in high precision, in words; None: no override."""
     matching = [p for p in config.overrides if matches(p, name)]
     if matching and is_high_precision(config.overrides[matching[-1]]):
         return f"overrides={{{matching[-1]!r}: bf16}}"
@@ -76,7 +76,7 @@ def high_precision_pattern(name: str, config: FP8Config) -> str | None:
 
 
 def unused_overrides(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
-    """Return the patterns of overrides that match no module of `model`, and warn of them once."""
+    """Return the override patterns that match no module of `model`; warn about them once."""
     if not config.overrides:
         return ()
     names = [unwrapped_name(name) for name, _ in model.named_modules() if name]
@@ -92,19 +92,19 @@ def unused_overrides(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
 
 
 def _options(name: str, config: FP8Config) -> dict[str, Any]:
-    """Return the options that the overrides give a layer, the later ones last."""
+    """Return the options that the overrides give a layer; later patterns win."""
     options: dict[str, Any] = {}
     for pattern, given in config.overrides.items():
         if matches(pattern, name):
-            # High precision ends what came before it, and a later one begins anew.
+            # High precision discards earlier options; later patterns start again from none.
             options = {} if is_high_precision(given) else {**options, **given}
     return options
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """Return the names that a mistaken pattern may have meant, in words."""
+    """Return the names closest to a pattern without a match, as text for a message."""
     parts = pattern.count(".") + 1
-    # A pattern stands anywhere in a name, so it is compared with as many components.
+    # A pattern may match anywhere in a name: compare it with all runs of as many components.
     pieces = dict.fromkeys(
         ".".join(components[i : i + parts])
         for name in names

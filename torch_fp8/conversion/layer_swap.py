@@ -1,4 +1,4 @@
-"""One linear layer's way into FP8 and back: its class is swapped, its Parameters stay."""
+"""Conversion of one linear layer and its reverse: the class changes, the Parameters stay."""
 
 from torch import nn
 
@@ -17,10 +17,10 @@ _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 def to_float8(
     module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
 ) -> None:
-    """Make `module` run `recipe`, whatever it runs now; `Float8Layer.configure` has the arguments.
+    """Make `module` run `recipe`, whatever it runs now; arguments as in `Float8Layer.configure`.
 
-    A frozen weight that the configuration keeps in FP8 stays so, and what thaws it later takes the
-    recipe.
+    If the configuration keeps a frozen weight in FP8, the weight stays frozen and gets the recipe
+    when it is thawed.
     """
     uses_te = config.backend == "transformer-engine"
     if isinstance(module, Float8Layer):
@@ -48,7 +48,7 @@ def to_float8(
 
 
 def to_stock(module: Float8Layer) -> None:
-    """Give `module` its original class, and its weight back in high precision."""
+    """Give `module` its original class back, and its weight in high precision."""
     module.thaw_weights()
     module.drop_fp8()
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

@@ -1,4 +1,4 @@
-"""The multiply-adds of a model's GEMMs with a weight, and how many of them run in FP8."""
+"""Number of multiply-adds of a model's GEMMs with a weight, and of those that run in FP8."""
 
 import math
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from torch_fp8.nn.linear import Float8Layer
 
 
 class MatmulFlops(NamedTuple):
-    """Multiply-adds per token of all GEMMs with a weight, in forward and backward.
+    """Multiply-adds per token of GEMMs with a weight, in forward and backward.
 
     Attributes:
-        total: those of all GEMMs.
-        fp8: those of the GEMMs in FP8.
-        experts: those of fused experts that stay in high precision.
+        total: multiply-adds of all these GEMMs.
+        fp8: multiply-adds of the GEMMs in FP8.
+        experts: multiply-adds of fused experts that stay in high precision.
     """
 
     total: float
@@ -26,11 +26,11 @@ class MatmulFlops(NamedTuple):
 
 
 def matmul_flops(model: nn.Module) -> MatmulFlops:
-    """Count the GEMMs with a weight: fprop and dgrad for each, wgrad where it takes a gradient.
+    """Count the multiply-adds of a model: fprop and dgrad of each weight, wgrad if it is trained.
 
-    Expert weights (E, K, N) count for the experts that a token visits, if their module says how
-    many (``top_k`` or ``num_experts_per_tok``), else for all. Attention's products have no weight
-    and are not counted.
+    Fused expert weights, with E first, count with the experts that compute a token if the module or
+    the model's config gives their number (``top_k``, ``num_experts_per_tok``, ...), else with all.
+    Attention's products have no weight and do not count.
     """
     total = fp8 = experts = 0.0
     for name, module in model.named_modules():
@@ -44,7 +44,7 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
                 else:
                     experts += (2 + parameter.requires_grad) * numel
             continue
-        weight = module._parameters.get("weight")  # which may be packed, or not there at all
+        weight = module._parameters.get("weight")  # may be packed, or missing
         trained = weight is not None and weight.requires_grad
         numel = math.prod(features(module))
         total += (2 + trained) * numel

@@ -1,4 +1,4 @@
-"""Bytes per parameter: `memory_report` of what exists, and what a training run is about to need."""
+"""Bytes per parameter: `memory_report` counts existing tensors, `expected_memory` a coming run."""
 
 import dataclasses
 import math
@@ -38,19 +38,19 @@ _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Muo
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The exact bytes of the tensors that exist, by category; a shared storage counts once.
+    """Exact bytes of tensors on this rank, by category. A shared storage counts once.
 
     Attributes:
-        num_params: the number of elements of the parameters, tied ones once; of a sharded
-            parameter, those of this rank's part.
+        num_params: number of elements of the parameters; tied ones count once, and a sharded one
+            with this rank's part.
         weights: bytes of the parameters' storages.
-        gradients: bytes of the storages of ``p.grad``, which are DistributedDataParallel's buckets
-            where those hold the gradients.
+        gradients: bytes of the storages of ``p.grad``. If gradients live in the buckets of
+            DistributedDataParallel, these are the buckets.
         moments: bytes of optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
-        master: bytes of the residuals of split master weights.
+        master: bytes of the residuals of weights stored in two halves.
         scales: bytes of scaling factors and amax histories.
-        caches: bytes of the payloads of FP8 weights that are kept between optimizer steps,
-            or between forwards without gradients.
+        caches: bytes of FP8 weight payloads kept between optimizer steps or between forwards
+            without gradients.
     """
 
     num_params: int
@@ -63,16 +63,16 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """The bytes of all categories."""
+        """Bytes of all categories together."""
         return sum(getattr(self, name) for name in _CATEGORIES)
 
     @property
     def bytes_per_param(self) -> float:
-        """The quotient of `total` and `num_params`."""
+        """`total` divided by `num_params`."""
         return self.total / max(self.num_params, 1)
 
     def __str__(self) -> str:
-        # The scales alone of weights that are cast in each forward are no payloads worth a word.
+        # A weight that each forward casts anew leaves only its scale in the cache: not shown.
         parts = [
             f"{name} {getattr(self, name) / max(self.num_params, 1):.2f}"
             for name in _CATEGORIES
@@ -88,15 +88,15 @@ def memory_report(
     *,
     parameters: Iterable[Tensor] | None = None,
 ) -> MemoryReport:
-    """Count the bytes of the tensors that exist now.
+    """Count the bytes of the tensors that exist now, on this rank.
 
     Args:
-        model: the module whose parameters, gradients and scaling state are counted.
-        optimizer: one or several, whose states are counted, except 0-d counters.
-        parameters: the only parameters to count, with their gradients and states and without
-            buffers; None: all.
+        model: module whose parameters, gradients and scaling state are counted.
+        optimizer: optimizer or optimizers whose states are counted, except 0-d counters.
+        parameters: the only parameters to count, with their gradients and states but without
+            buffers and caches; None: all parameters of `model`, with both.
     Returns:
-        Bytes by category.
+        The bytes by category.
     """
     given = model.parameters() if parameters is None else parameters
     counted = [p for p in given if not is_lazy(p)]
@@ -125,15 +125,15 @@ def memory_report(
 def expected_memory(
     model: nn.Module, optimizers: Iterable[Optimizer] = (), *, converted: bool = True
 ) -> MemoryReport:
-    """Count what training will hold once gradients and optimizer states exist.
+    """Compute the bytes that training will hold once gradients and optimizer states exist.
 
-    The states of Adam's family and of SGD with momentum are known from their class; another
-    optimizer's are not guessed.
+    The states of Adam's family and of SGD with momentum follow from the class. States of other
+    optimizers are not counted.
 
     Args:
-        model: the module whose parameters are counted; on the meta device, too.
-        optimizers: the optimizers that train it.
-        converted: whether to count the model and optimizers as they are, or as they were before.
+        model: module whose parameters are counted; it may be on the meta device.
+        optimizers: optimizers that train it.
+        converted: True to count model and optimizers as they are, False as before conversion.
     """
     owner, total = _owners(optimizers), Counter[str]()
     for parameter in model.parameters():
@@ -146,7 +146,7 @@ def expected_memory(
 
 
 def _cached(layer: Float8Layer) -> int:
-    """Return the bytes of a layer's cache: payloads if asked for, and float32 scales."""
+    """Return the bytes of a layer's cache between steps: payloads if configured, and scales."""
     cache = layer.fp8.payloads
     if cache.between_steps is None:
         return 0
@@ -159,7 +159,7 @@ def _cached(layer: Float8Layer) -> int:
 
 
 def _cached_experts(module: Float8Experts) -> int:
-    """Return the bytes of the payloads of experts that are kept between steps, if asked for."""
+    """Return the bytes of expert payloads that are kept between steps, if configured."""
     total = 0
     for name, cache in module.fp8.caches.items():
         experts, rows, cols = getattr(module, name).shape
@@ -170,7 +170,7 @@ def _cached_experts(module: Float8Experts) -> int:
 
 
 def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
-    """Describe in words what training will hold, and held before; see `expected_memory`."""
+    """Describe in words the bytes of training, after conversion and before: `expected_memory`."""
     optimizers = _optimizers(optimizers)
     before = expected_memory(model, optimizers, converted=False)
     after = expected_memory(model, optimizers)
@@ -192,14 +192,16 @@ def _owners(optimizers: Iterable[Optimizer]) -> dict[Tensor, Optimizer]:
 
 
 def size_text(num_bytes: int) -> str:
-    """Format bytes in GiB, or in MiB where that is little."""
+    """Format bytes in GiB, or in MiB below 0.1 GiB."""
     gib = num_bytes / 2**30
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool) -> dict[str, int]:
-    """Return the expected bytes of one parameter, and its elements, by field of `MemoryReport`: as
-    before its optimizer was converted, or as it is.
+    """Return the elements and expected bytes of one parameter, by field of `MemoryReport`.
+
+    Args:
+        converted: True to count it as it is, False as before its optimizer was converted.
     """
     shard = local(parameter)
     if is_lazy(shard):
@@ -244,13 +246,13 @@ def _all_of(model: nn.Module, cls: type[nn.Module]) -> list[Any]:
 
 
 def _num_scales(shard: Tensor, group: int = GROUP_SIZE) -> int:
-    """Return the groups of a parameter's gradient or moment, each with a scale."""
+    """Return the number of groups, each with one scale, of a parameter's gradient or moment."""
     rows, cols = matrix_shape(shard.shape)
     return rows * -(-cols // group)
 
 
 def _num_states(optimizer: Optimizer | None) -> int:
-    """Return the states of a parameter's size that an optimizer is known to keep."""
+    """Return the number of states of a parameter's size that an optimizer keeps; 0: unknown."""
     return 0 if optimizer is None else _num_moments(optimizer) or 0
 
 
@@ -265,9 +267,7 @@ def _num_moments(optimizer: Optimizer) -> int | None:
 
 
 def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """Return one or several optimizers as a list, without what a host may have wrapped around
-    them.
-    """
+    """Return one or several optimizers as a list, without wrappers that a host put around them."""
     if optimizer is None:
         return []
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -276,7 +276,7 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
 
 
 def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
-    """Collect the tensors of the optimizers' states of these parameters, without 0-d counters."""
+    """Collect the tensors of these parameters' optimizer states, without 0-d counters."""
     tensors_of: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
     wanted = set(parameters)
     for optimizer in optimizers:
@@ -295,7 +295,7 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
 
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return a gradient's elements, and its scales where it has 8 bits."""
+    """Return a gradient's elements, and its scales if it is stored in 8 bits."""
     shard = local(grad)
     if isinstance(shard, WideGrad):
         shard = shard.stored
@@ -307,8 +307,9 @@ def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:
-    """Count bytes of the distinct storages behind `tensors`: of the local shard for a DTensor, and
-    without scales for a weight that is held, or gathered, in FP8.
+    """Count the bytes of the distinct storages behind `tensors`.
+
+    A DTensor counts with its local shard, a weight stored or gathered in FP8 without its scales.
     """
     seen: dict[int, int] = {}
     for tensor in tensors:

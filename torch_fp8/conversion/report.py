@@ -1,4 +1,4 @@
-"""The report of a conversion, `ConversionReport`, and the start-up summary made from it."""
+"""`ConversionReport`, the result of a conversion, and the start-up summary that it prints."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.wording import by_reason, counted, first_of
 
 _FASTER = 2.0
-"""The speed of an FP8 GEMM at best, in multiples of a BF16 GEMM's."""
+"""Largest speedup of an FP8 GEMM over a BF16 GEMM."""
 
 
 _HOW_TO_CONVERT = (
@@ -33,7 +33,7 @@ _HOW_TO_CONVERT = (
 
 
 class SkippedModule(NamedTuple):
-    """A matrix product that stays in high precision: its qualified name, and why."""
+    """A matrix product that stays in high precision: its qualified name and the reason."""
 
     name: str
     reason: str
@@ -41,32 +41,33 @@ class SkippedModule(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `torch_fp8.convert_to_float8` did.
+    """The result of `torch_fp8.convert_to_float8`. ``str()`` of it is the start-up summary.
 
     Attributes:
-        converted: qualified names of the modules that run in FP8.
-        skipped: the matrix products that stay in high precision, with the reason.
-        recipe: the recipe of the converted modules; ``auto`` is resolved.
-        config: the configuration asked for.
-        device: the device on which the model will run.
-        emulated: whether its FP8 GEMMs run through the reference path there.
+        converted: qualified names of the linear layers that run in FP8.
+        skipped: matrix products that stay in high precision, each with the reason.
+        recipe: recipe of the converted modules; for ``auto``, the one that it chose.
+        config: configuration that you passed.
+        device: device on which the model will run.
+        emulated: whether FP8 GEMMs run through the reference path on `device`.
         unused_skip: patterns of `config.skip` that match no module.
         flops: multiply-adds of the model's GEMMs, per token.
         producers: qualified names of the norms and gated MLPs that emit FP8.
-        choice: how ``auto`` was resolved; None for a named recipe.
-        frozen: the layers whose weights are stored as FP8 alone.
-        num_liger: the number of modules that Liger Kernel computes, such as norms and MLPs.
-        overridden: the recipes of layers that `config.overrides` gives options, by qualified name.
+        choice: measurement behind the recipe of ``auto``; None for a named recipe.
+        frozen: layers whose weights are stored as FP8 only.
+        num_liger: number of modules that Liger Kernel computes, such as norms and MLPs.
+        overridden: recipes of the layers with `config.overrides`, by qualified name.
         unused_overrides: patterns of `config.overrides` that match no module.
-        unfused: qualified names of norms and gated MLPs that hand over plain tensors, for the
-            layers that they connect cast differently.
-        smooth: qualified names of the layers whose input has scales per channel (Smooth-SwiGLU).
+        unfused: qualified names of norms and gated MLPs that return plain tensors because the
+            layers that read them cast differently.
+        smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
-        were_eager: whether these experts ran as a loop in Python before.
+        were_eager: whether these experts ran as a Python loop before the conversion.
         attention: qualified names of the attention modules that save q, k and v in FP8.
-        shared_outputs: those of them whose output a layer keeps in FP8 for both.
-        other_attention: attention that saves them as they are, though the configuration asks for
-            FP8, with the reason.
+        shared_outputs: names from `attention` whose output is saved once, in FP8, together with the
+            next layer's input.
+        other_attention: attention modules that save q, k and v unchanged although the configuration
+            asks for FP8, each with the reason.
     """
 
     converted: tuple[str, ...]
@@ -93,29 +94,27 @@ class ConversionReport:
 
     @property
     def flops_share(self) -> float:
-        """The share of the FLOPs of all GEMMs with a weight, forward and backward, that run in
-        FP8.
-        """
+        """Share (0 to 1) of the FLOPs of GEMMs with a weight, forward and backward, in FP8."""
         return self.flops.fp8 / self.flops.total
 
     @property
     def delayed(self) -> bool:
-        """Whether any layer scales by a history of amaxes."""
+        """Whether any layer computes its scales from a history of amaxes."""
         return any(recipe.delayed for recipe in (self.recipe, *self.overridden.values()))
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The qualified names of LoRA adapters, which stay in high precision."""
+        """Qualified names of the LoRA adapters, which stay in high precision."""
         return tuple(name for name, reason in self.skipped if reason == ADAPTER)
 
     @property
     def num_layers(self) -> int:
-        """The number of linear layers without adapters, and of fused expert weights."""
+        """Number of linear layers and fused expert weights in the model, without adapters."""
         return self.num_converted + len(self.skipped) - len(self.adapters)
 
     @property
     def num_converted(self) -> int:
-        """The number of linear layers and of fused expert weights that run in FP8."""
+        """Number of linear layers and fused expert weights that run in FP8."""
         return len(self.converted) + len(self.experts)
 
     def summary(
@@ -125,14 +124,14 @@ class ConversionReport:
         optimizer_reports: Iterable[OptimizerReport] | None = None,
         communication: object | None = None,
     ) -> str:
-        """Return the start-up summary, of several lines.
+        """Return the start-up summary, a text of several lines.
 
         Args:
-            model: the model whose bytes per parameter are counted.
-            optimizers: the optimizers that train it, as far as they are known.
-            optimizer_reports: what `torch_fp8.convert_optimizer` said of them. None where nobody
-                has called it yet, which the summary says at level O2 and O3.
-            communication: what travels between ranks in FP8, as whoever connected it says; None in
+            model: model for the line about bytes per parameter; None: no such line.
+            optimizers: optimizers that train it, as far as they are known.
+            optimizer_reports: reports of `torch_fp8.convert_optimizer`. None: it was not called
+                yet, which the summary mentions at O2 and O3.
+            communication: report about traffic between ranks, from `torch_fp8.distributed`; None in
                 a single process.
         """
         chosen = "auto -> " if self.config.recipe == "auto" else ""
@@ -269,8 +268,8 @@ class ConversionReport:
         return lines
 
     def _high_precision_lines(self) -> list[str]:
-        """Describe layers of another quantization, adapters, and fused experts that stay, with what
-        they mean for speed, in lines of their own.
+        """Describe layers that another library quantized, adapters, and fused experts that stay in
+        high precision with their effect on speed; one line each.
         """
         libraries = Counter(r.removeprefix(QUANTIZED) for _, r in self.skipped if _is_foreign(r))
         lines = [

@@ -1,4 +1,4 @@
-"""`revert`: a converted model becomes a stock one again."""
+"""`revert` turns a converted model back into a stock one."""
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,13 +22,14 @@ from torch_fp8.tensor.split_weight import join_parameter
 def revert(model: nn.Module) -> int:
     """Turn every FP8 layer of `model` back into its original class, in place.
 
-    Weights in two halves become plain float32 Parameters, one after the other. Nothing of ours is
-    left in a model that is not sharded; its optimizer keeps its 8-bit moments.
+    Weights stored in two halves become plain float32 Parameters, one at a time, and weights stored
+    as FP8 only get their dtype back. Parameters stay the same objects. A model that is not sharded
+    keeps nothing of this package; its optimizer keeps its 8-bit moments.
 
     Args:
-        model: a module that `convert_to_float8` has converted, or any other.
+        model: module that `convert_to_float8` converted, or any other.
     Returns:
-        The number of modules reverted. Parameters stay the same objects.
+        The number of modules that were reverted.
     """
     restore_output_dtype(model)
     stop_merge_aware(model)
@@ -53,11 +54,10 @@ def revert(model: nn.Module) -> int:
 
 
 def keep_scaling_local(model: nn.Module) -> None:
-    """Keep DistributedDataParallel from copying rank 0's amaxes over every other rank's.
+    """Keep DistributedDataParallel from overwriting each rank's amaxes with those of rank 0.
 
-    DistributedDataParallel broadcasts buffers before each forward by default; a rank whose
-    activations are larger than rank 0's would then saturate, since its scales would come from
-    amaxes that are not its own.
+    By default it broadcasts buffers before each forward. A rank with larger activations than rank 0
+    would then compute its scales from amaxes that are too small, and saturate.
     """
     ours = {
         f"{name}.{buffer}".removeprefix(".")

@@ -1,4 +1,4 @@
-"""The state of delayed scaling, as checkpoints hold it."""
+"""Save and load the state of delayed scaling in a checkpoint."""
 
 from collections.abc import Iterator
 
@@ -16,18 +16,19 @@ _FORMER = "automatic_scaling.mu"
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the scaling state as plain tensors on the CPU; empty for most configurations.
+    """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
 
-    Delayed scaling has two keys for each layer, which is named as in the model without compiled
-    and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
-    weight and grad_output, the most recent first, and negative where an outlier was left out.
-    ``<qualified name>.last_scale``, (2,), are the scales of input and weight that the history
-    suggests.
+    Delayed scaling adds two keys for each layer, under its qualified name without compile and
+    checkpoint wrappers:
 
-    ``fp8_communication`` is what ``communication="auto"`` measured on the links of this job.
+    * ``<name>.amax_history`` (3, H): amaxes of input, weight and grad_output, the most recent
+      first; negative where an outlier was left out;
+    * ``<name>.last_scale`` (2,): scales of input and weight computed from the history.
+
+    ``fp8_communication`` is the choice that ``communication="auto"`` measured for this job's links.
 
     Args:
-        model: converted.
+        model: converted model.
     """
     exchanges = exchanges_state(model)
     state = {} if exchanges is None else {STATE_KEY: exchanges}
@@ -38,16 +39,16 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore what `scaling_state_dict` returned; training then continues exactly as it was.
+    """Restore a state from `scaling_state_dict`, so that training continues exactly as before.
 
-    An empty `state` (of a checkpoint of another recipe, or of stock training) changes nothing.
+    An empty `state` (from stock training, or from another recipe) changes nothing.
 
     Args:
-        model: converted with the same configuration.
-        state: as `scaling_state_dict` returned it.
+        model: model converted with the same configuration.
+        state: return value of `scaling_state_dict`.
     Raises:
-        ValueError: `state` belongs to another model or history length, or its history holds an Inf
-            or NaN; nothing is loaded then.
+        ValueError: `state` belongs to another model or history length, or its history contains an
+            Inf or NaN. No scaling is loaded in that case.
     """
     state = {unwrapped_name(key): value for key, value in state.items() if key != _FORMER}
     exchanges = state.pop(STATE_KEY, None)

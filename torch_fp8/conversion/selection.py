@@ -1,4 +1,4 @@
-"""Which matrix products of a model can run in FP8, and what keeps the others from it."""
+"""Selection of the matrix products of a model that can run in FP8, with reasons for the others."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
 
 
 class NothingToConvertError(ValueError):
-    """A model has no layer that can run in FP8. It stays as it was.
+    """The model has no layer that can run in FP8. It is unchanged.
 
     Attributes:
-        reason: why, without the way out that the message ends with.
+        reason: reason, without the advice at the end of the message.
     """
 
     def __init__(self, reason: str) -> None:
@@ -37,11 +37,12 @@ class NothingToConvertError(ValueError):
 
 
 class Product(NamedTuple):
-    """A matrix product with a weight: its qualified name, its module, and what keeps it from FP8.
+    """A matrix product with a weight.
 
     Attributes:
-        module: the linear layer; of fused experts, the module that holds them.
-        reason: why it stays in high precision; None: it can run in FP8.
+        name: qualified name of the linear layer, or of the fused expert weight.
+        module: linear layer, or the module that holds the fused experts.
+        reason: reason why the product stays in high precision; None: it can run in FP8.
     """
 
     name: str
@@ -52,10 +53,10 @@ class Product(NamedTuple):
 def select(
     model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
 ) -> list[Product]:
-    """Return each matrix product of `model` with a weight, as it is to run on `device`.
+    """Return each matrix product of `model` that has a weight, for a run on `device`.
 
     Raises:
-        NothingToConvertError: none can run in FP8, and no other library quantizes one.
+        NothingToConvertError: none can run in FP8, and no other library has quantized one.
     """
     products = list(_products(model, config, recipe, device))
     skipped = [SkippedModule(name, reason) for name, _, reason in products if reason is not None]
@@ -94,5 +95,5 @@ def _products(
 
 
 def first_reasons(skipped: Sequence[tuple[str, str]], most: int = 5) -> str:
-    """Join the names and reasons of the first ones, with the number of the others."""
+    """Join the names and reasons of the first `most` modules, and the number of the others."""
     return first_of([f"'{name}': {reason}" for name, reason in skipped], most, "; ")

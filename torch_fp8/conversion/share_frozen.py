@@ -1,9 +1,9 @@
-"""One copy of frozen weights that are equal: a reference beside the base of a LoRA policy.
+"""Sharing of equal frozen weights, such as those of a LoRA policy's base and its reference model.
 
-Both are stored as FP8 alone, and where their bytes and scales are the same, one memory serves both.
-It is found by content, whatever the weights are called. Who writes one of them (a callback that
-moves a reference towards the policy, ``load_state_dict``) writes to memory of its own, which it
-takes just before: the other is never changed (`torch_fp8.tensor.frozen_payload.FrozenPayload`).
+If two weights stored as FP8 only have the same bytes and scales, they share memory. The comparison
+is by content, whatever the names. Shared weights are copied on write: a callback that moves the
+reference towards the policy, or ``load_state_dict``, first allocates memory for the weight that it
+writes, and never changes the other one (`torch_fp8.tensor.frozen_payload.FrozenPayload`).
 """
 
 from collections.abc import Hashable, Iterable
@@ -16,16 +16,16 @@ from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.tensor.frozen_payload import FrozenPayload
 
 _SAMPLE = 256
-"""Bytes in the middle of a weight that tell most weights apart before all are compared."""
+"""Number of bytes from the middle of a weight in its fingerprint, before a full comparison."""
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """What `share_equal_weights` did.
+    """The result of `share_equal_weights`.
 
     Attributes:
-        num_weights: the number of weights that gave up their memory for that of another.
-        num_bytes: the bytes that they held.
+        num_weights: number of weights that now use the memory of another one.
+        num_bytes: number of bytes that they freed.
     """
 
     num_weights: int = 0
@@ -37,9 +37,9 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
     """Let the frozen weights of several models that have equal bytes and scales share memory.
 
     Args:
-        models: any; the memory of the first one that has a weight is kept.
+        models: any models; of equal weights, the memory of the first one is kept.
     Returns:
-        The number of weights, and the bytes that were freed.
+        The numbers of weights and of freed bytes.
     """
     known: dict[Hashable, list[FrozenPayload]] = {}
     num_weights = num_bytes = 0
@@ -58,7 +58,7 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
 
 
 def _payloads(layer: FrozenStorage) -> list[FrozenPayload]:
-    """The bytes of a module's weights, and those without the adapters that are merged into them."""
+    """Return the payloads of a module's frozen weights, and those kept during an adapter merge."""
     state = layer.fp8.frozen
     unmerged = {} if state is None else state.unmerged
     return [*unmerged.values(), *(weight.payload for weight in layer.frozen_weights.values())]

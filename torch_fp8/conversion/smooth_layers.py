@@ -1,4 +1,4 @@
-"""Which layers cast their input with scales per channel: the down projections of gated MLPs."""
+"""Search for the down projections of gated MLPs, whose inputs Smooth-SwiGLU scales per channel."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,12 +11,13 @@ from torch_fp8.nn.layer_filter import is_linear
 
 
 def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:
-    """Return the linear layers behind the product of a gated MLP, and the names of the MLPs.
+    """Return the down projections of the gated MLPs of a model, with the names of the MLPs.
 
-    Of an adapter around such a layer it is the base, PEFT's ``base_layer``.
+    If an adapter wraps such a layer, this is the base layer, PEFT's ``base_layer``.
 
     Args:
-        configs: the layers' configurations; nothing is done unless one asks for Smooth-SwiGLU.
+        model: any model.
+        configs: configurations of the layers; the result is empty unless one has Smooth-SwiGLU.
     """
     names: dict[nn.Module, str] = {}
     if not any(config.smooth_swiglu for config in configs):
@@ -32,7 +33,7 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
 def gated_mlps(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]:
-    """Yield the gated MLPs of a model, of any activation, with the names of their layers."""
+    """Yield (name, module, names of its layers) of the gated MLPs, with any activation."""
     for name, module in model.named_modules():
         spec: GatedMLPSpec | FusedGateUpSpec | None
         if isinstance(module, Float8GatedMLP):

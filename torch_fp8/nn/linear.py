@@ -2,31 +2,32 @@
 
 How it works
 ============
-``nn.Linear`` computes ``y = x w^T + b``. Training it takes three GEMMs, the other two in backward:
-``dx = g w`` and ``dw = g^T x``. Here each of them runs on FP8 payloads with scales, as the module's
-recipe says (see `torch_fp8.quantization.recipe`); everything between the layers stays as it is. The
-bias is added where the GEMM is rounded, and its gradient added up by the cast that reads g anyway.
+``nn.Linear`` computes ``y = x w^T + b`` by one GEMM, and backward runs two more: ``dx = g w`` and
+``dw = g^T x``. This layer runs each of them on FP8 payloads with scales, as the recipe says
+(`torch_fp8.quantization.recipe`). The GEMM adds the bias before it rounds its result, and the cast
+of g also sums the gradient of the bias.
 
-The module is an ``nn.Linear`` with another ``__class__``: its parameters are the very same plain
-tensors, so optimizers, tying, ``requires_grad`` and ``state_dict`` keys never notice. FP8 exists
-only while it is used:
+The module is an ``nn.Linear`` with another ``__class__``. Its parameters are the same plain
+tensors, so optimizers, tying, ``requires_grad`` and ``state_dict`` keys need no change. FP8
+payloads exist only while they are needed:
 
-* the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in
-  forward and once, transposed, in backward. What is saved for backward is the Parameter, never a
-  payload: nothing can be stale, and FSDP frees what it gathered. (`torch_fp8.tensor.payload_cache`
-  says which weights may keep one; a weight that FSDP2 has gathered in FP8 brings its own;)
-* the input is saved for backward as its transposed FP8 payload, 1 byte an element, and only if the
-  weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
-  without gradients builds nothing for a backward.
+* Each GEMM casts the weight that it reads, with a scale computed from the weight: once in forward
+  and once, transposed, in backward. Autograd saves the Parameter, never a payload, so that no
+  payload can be out of date and FSDP can free the gathered weight. Exceptions: weights that may
+  keep a payload (`torch_fp8.tensor.payload_cache`), and weights that FSDP2 gathered in FP8.
+* Autograd saves the input as its transposed FP8 payload, 1 byte per element, and only if the weight
+  needs a gradient. A frozen layer saves nothing of its input and runs no wgrad. A forward without
+  gradients prepares nothing for backward.
 
-Under tensor parallelism all this happens on the rank's own parts of input and weight
-(`torch_fp8.nn.dtensor_layout`); an input or a gradient that its group gathers in FP8 brings its
-payload along (`torch_fp8.distributed.tensor_parallel.all_gather`). So does what a converted norm or
-MLP hands over, cast once for all layers that share it (`torch_fp8.tensor.lazy_quantized`).
+Under tensor parallelism, each rank does this with its parts of input and weight
+(`torch_fp8.nn.dtensor_layout`). An input or a gradient that its group gathered in FP8 already has
+its payload (`torch_fp8.distributed.tensor_parallel.all_gather`), and so has the output of a
+converted norm or MLP, which is cast once for all layers that read it
+(`torch_fp8.tensor.lazy_quantized`).
 
-Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
-out of ``state_dict``. Forwards in training mode and backwards record amaxes, the optimizer's step
-renews the scales (`torch_fp8.nn.delayed_scaling`).
+Delayed scaling keeps a history of amaxes in non-persistent buffers, which move with the module and
+are not in ``state_dict``. Forwards in training mode and backwards record amaxes; the optimizer's
+step computes new scales (`torch_fp8.nn.delayed_scaling`).
 """
 
 from typing import Any
@@ -54,26 +55,27 @@ from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)
-"""Tensors of which a graph of torch.compile has to know more than of others."""
+"""Tensor subclasses that have to be unwrapped before torch.compile traces the GEMM."""
 
 
 class Float8Layer(FrozenStorage):
-    """The part of a linear layer that runs its fprop, dgrad and wgrad GEMMs in FP8.
+    """Mixin that runs the fprop, dgrad and wgrad GEMMs of a linear layer in FP8.
 
-    It stands in front of a class that has ``weight`` and ``bias`` (see `Float8Linear`).
+    It precedes a class with ``weight`` and ``bias`` in the MRO (see `Float8Linear`).
 
-    Shapes: input (..., K), weight (N, K), output (..., N); any K, N and number of tokens, zero
-    included. The output has autocast's dtype where autocast is on, else the input's.
+    Shapes: input (..., K), weight (N, K), output (..., N), for any K, N and number of tokens,
+    including zero. The output has autocast's dtype if autocast is on, else the input's.
 
     Raises:
-        TypeError: an input that is not float32, bfloat16 or float16.
+        TypeError: the input is not float32, bfloat16 or float16.
+        ValueError: the last dimension of the input is not K.
     """
 
     in_features: int
     out_features: int
     fp8: LayerFP8
     fp8_adds_bias: bool = True
-    """False where a parallel style adds it, after its group has summed the output."""
+    """False if a parallel style adds the bias, after its group has summed the output."""
     fp8_transposed: bool = False
     """Whether the weight is stored as (K, N)."""
     _fp8_class: type[LayerFP8] = LayerFP8
@@ -112,14 +114,14 @@ class Float8Layer(FrozenStorage):
         )
 
     def _of_jagged(self, input: Tensor) -> Tensor:
-        """Run on the tokens of all sequences, (sum of lengths, K), of a jagged nested tensor."""
+        """Run on a jagged nested tensor: its values (sum of lengths, K) are one batch of tokens."""
         if input.layout != torch.jagged or getattr(input, "_ragged_idx", 1) != 1 or input.ndim != 3:
             return self._in_high_precision(input)
         output = self.forward(input.values())
         return torch.nested.nested_tensor_from_jagged(output, input.offsets(), input.lengths())
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
-        """What `forward` does where it does not run in FP8, with a weight of any dtype."""
+        """Compute `forward` in high precision, with a weight of any dtype."""
         if not torch.compiler.is_compiling():
             self.fp8.called = True
         if self.fp8.frozen is not None or _is_mixed(x, self.weight):
@@ -130,12 +132,13 @@ class Float8Layer(FrozenStorage):
     # ---- conversion, and what a layer remembers --------------------------------------------------
 
     def configure(self, name: str, config: FP8Config, recipe: Recipe, emulate: bool) -> None:
-        """Run `recipe` from now on, with what it remembers empty.
+        """Run `recipe` from now on, with new, empty state.
 
         Args:
-            name: qualified, for errors.
-            config, recipe: what was asked for, and what that is here.
-            emulate: run its GEMMs through the reference path.
+            name: qualified name, for errors.
+            config: the layer's configuration.
+            recipe: recipe that `config` resolves to on this device.
+            emulate: whether GEMMs run through the reference path.
         """
         frozen = self.drop_fp8()
         transposed = type(self).fp8_transposed
@@ -147,7 +150,7 @@ class Float8Layer(FrozenStorage):
         self.configure(self.fp8.name, self.fp8.config, recipe, emulate)
 
     def drop_fp8(self) -> Any:
-        """Remove what `configure` made; return the state of a frozen weight, if there is one."""
+        """Delete the state that `configure` added; return the frozen weight's state, or None."""
         fp8: LayerFP8 | None = self.__dict__.pop("fp8", None)
         if fp8 is None:
             return None
@@ -156,7 +159,7 @@ class Float8Layer(FrozenStorage):
         return fp8.frozen
 
     def restart(self) -> None:
-        """Begin anew, with what the layer remembers empty."""
+        """Run the same recipe with new, empty state."""
         self.run_recipe(self.fp8.recipe, self.fp8.emulate)
 
     def reset_scaling(self) -> None:
@@ -166,15 +169,15 @@ class Float8Layer(FrozenStorage):
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
-        """Delayed scaling's amaxes (3, H), the newest first; scales of input and weight (2,).
+        """Amax history (3, H) of delayed scaling, newest first; scales of input and weight (2,).
 
-        What was recorded since the last step of an optimizer is among the amaxes.
+        The history includes what was recorded since the optimizer's last step.
         """
         history = pushed_history(self)
         return history, scales_of(self, history[None])[0, :2]
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
-        """Go on from what `scaling_state` was; the history suggests the scales."""
+        """Restore a `scaling_state`; the scales are computed from `history`."""
         self.reset_scaling()
         scaling_buffers(self)[0].copy_(history)
         if history.any():
@@ -190,7 +193,7 @@ class Float8Layer(FrozenStorage):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.fp8.release()  # of another device or dtype soon
+        self.fp8.release()  # device or dtype may change now
         before = {n: b for n in BUFFERS if (b := self._buffers.get(n)) is not None}
         super()._apply(fn, recurse)
         if self.fp8.scaling is not None:
@@ -203,7 +206,7 @@ class Float8Layer(FrozenStorage):
         if scaling is None or self.weight.is_meta:
             return
         if any(buffer.is_meta for buffer in scaling_buffers(self)):
-            scaling.start(self)  # the weight was assigned, which left these behind
+            scaling.start(self)  # assign=True replaced the weight and left the buffers on meta
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -216,9 +219,9 @@ class Float8Layer(FrozenStorage):
 
 
 def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
-    """Return what `Float8Layer.forward` does in a graph of torch.compile.
+    """Compute `Float8Layer.forward` in a graph of torch.compile.
 
-    It is a function because a graph guards on each method that it calls.
+    This is a function because the graph would guard on each method that it calls.
     """
     fp8, weight, ready = layer.fp8, layer.weight, False
     buffers: tuple[Any, ...] = ()
@@ -227,11 +230,11 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         if fp8.scaling is not None:
             buffers = scaling_buffers(layer)[1:]
         shape = operands.shape
-        # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
+        # torch 2.13 loses views in the backward of a function with sharded tensors: pass none.
         rows = operands.input.reshape(-1, shape[-1])  # (M, K)
         tensors = rows, operands.weight, operands.bias, rows.shape
         y = linear(*tensors, fp8.new_options(layer, operands), *buffers)
-        return operands.output(y.reshape(*shape[:-1], y.shape[-1]))
+        return operands.output(y.reshape(*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
     check(fp8, x.shape, x.dtype, weight)
     bias = layer.bias if layer.fp8_adds_bias else None
     if fp8.scaling is not None:
@@ -246,16 +249,18 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
 
 
 def _is_mixed(x: Any, weight: Tensor) -> bool:
-    """Whether torch's own product refuses these dtypes; x may be the proxy of a tracer."""
+    """Return whether ``F.linear`` refuses these dtypes; x may be a tracer's proxy."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
     return autocast_dtype(x.device.type) is None
 
 
 class Float8Linear(Float8Layer, nn.Linear):
-    """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in FP8, see `Float8Layer`.
+    """An ``nn.Linear`` with its GEMMs in FP8: ``y = x w^T + b``, ``dx = g w``, ``dw = g^T x``.
 
-    Made by `torch_fp8.convert_to_float8`, which swaps the class of an existing module in place.
+    `torch_fp8.convert_to_float8` makes one by swapping the class of an existing module in place.
+
+    Shapes: input (..., K), weight (N, K), bias (N,), output (..., N); see `Float8Layer`.
     """
 
     def reset_parameters(self) -> None:

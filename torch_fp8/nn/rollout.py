@@ -1,10 +1,10 @@
-"""`rollout`: forwards of a policy that is in training, between its steps, to sample from it.
+"""`rollout`: sample from a policy between its training steps.
 
-Trainers sample in training mode. There delayed scaling records the amaxes of each forward, so that
-the history of training would be that of single tokens, and each token would cast all weights anew.
-Within `rollout` the layers run as in evaluation, with the recipe, the scales and the weights that
-the next forward of training multiplies by, and each weight is cast once: nobody writes to it within
-(`torch_fp8.tensor.payload_cache`). ``generate`` of transformers is such a scope by itself.
+Trainers sample in training mode. Delayed scaling would then record the amaxes of single tokens in
+the history of training, and each token would cast all weights again. Within `rollout` the layers
+run as in evaluation, with the recipe, scales and weights of the next training forward, and each
+weight is cast once, because nothing may write to it there (`torch_fp8.tensor.payload_cache`).
+transformers' ``generate`` enters such a scope by itself.
 """
 
 import contextlib
@@ -22,21 +22,22 @@ from torch_fp8.nn.linear import Float8Layer
 def rollout(
     model: nn.Module, *, compiled: bool = False, keep_graphs: bool = True
 ) -> Iterator[None]:
-    """Run the FP8 layers of `model`, within, as in evaluation; in FP8, if training is.
+    """Run the FP8 layers of `model` as in evaluation, and in FP8, inside the ``with`` block.
 
-    Only FP8 layers notice: dropout and what else there is stay in the mode that they are in. With
-    ``eval_fp8=False``, which would run them in high precision, they stay as they are. Nobody may
-    write to a weight within. Within another `rollout` of the model this one changes nothing.
+    Only FP8 layers change their mode; dropout and all other modules keep theirs. Layers with
+    ``eval_fp8=False`` also keep theirs, because evaluation would run them in high precision. Do not
+    write to weights inside the block. A `rollout` within another one of the same model has no
+    effect.
 
     Args:
-        model: converted by `torch_fp8.convert_to_float8`, or any other.
-        compiled: whether its forwards are compiled, as transformers does with a static cache on
-            CUDA. The weights are cast at once, and the graphs read what they were cast to; else
-            they would cast all weights at each token.
-        keep_graphs: whether CUDA graphs that are captured within, by a compiler, too, may be
-            replayed in a later rollout. What they read stays in memory then, one byte for each
-            parameter, and a rollout begins with casting the weights into it. Without it they must
-            go with this rollout.
+        model: model that `torch_fp8.convert_to_float8` converted, or any other.
+        compiled: whether the forwards are compiled, as transformers does with a static cache on
+            CUDA. The weights are then cast on entry, and the graphs read these payloads. Otherwise
+            a graph would cast all weights at each token.
+        keep_graphs: whether CUDA graphs captured inside, also by a compiler, may be replayed in a
+            later rollout. The payloads that they read then stay in memory, one byte per parameter,
+            and a later rollout casts the weights into them on entry. With False, discard such
+            graphs when the block ends.
     """
     layers = [m for m in model.modules() if isinstance(m, Float8Layer) and _serves(m)]
     trained = [layer for layer in layers if layer.training]
@@ -63,7 +64,7 @@ def _serves(layer: Float8Layer) -> bool:
 
 
 def _expert_caches(model: nn.Module) -> list[tuple[Any, Tensor]]:
-    """Return the caches of fused expert weights that no other rollout serves, with the weights."""
+    """Return (cache, weight) of fused expert weights that are in no other rollout's scope."""
     return [
         (cache, weight)
         for module in model.modules()
@@ -72,5 +73,5 @@ def _expert_caches(model: nn.Module) -> list[tuple[Any, Tensor]]:
         if cache.keeps_evaluation
         and not cache.in_scope
         and (weight := module._parameters.get(name)) is not None
-        and not isinstance(weight, DTensor)  # gathered later
+        and not isinstance(weight, DTensor)  # FSDP2 gathers it later
     ]

@@ -1,14 +1,14 @@
-"""Routing replay: training takes the experts that a rollout has chosen.
+"""Routing replay: train with the experts that a rollout chose.
 
-Two precisions, or two engines, choose other experts for some tokens, and a policy's gradient is
-then taken of another model than the one that sampled. `record_routing` keeps the choices of a
-model, and `routing_replay` has its routers take given ones. The scores are still computed from the
-router's logits, gathered at the replayed experts, so that gradients reach its weights.
+Two precisions, or two engines, choose different experts for some tokens. The policy gradient then
+belongs to another model than the one that sampled. `record_routing` records the choices of a model,
+and `routing_replay` makes its routers repeat given ones. The scores still come from the router's
+logits, gathered at the replayed experts, so that gradients reach the router's weights.
 
-Every router of transformers chooses by one ``torch.topk`` over the scores of all experts. That call
-is intercepted while a router's forward runs; nothing else of it changes.
+Every router of transformers chooses by one ``torch.topk`` over the scores of all experts. This
+module intercepts that call while a router's forward runs, and changes nothing else.
 
-Legend: T tokens, k experts of a token, E experts, L routers.
+Legend: T tokens, k experts per token, E experts, L routers.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights
 
 _LEVELS = 6
-"""Modules around experts among whose children the router is looked for: adapters of PEFT nest."""
+"""Levels above the experts at which a router is searched, because adapters of PEFT nest."""
 _TOPK = (torch.topk, torch.Tensor.topk)
 _NOT_FOUND = (
     "routing replay finds no router beside '{}' ({}): it looks for a module named "
@@ -34,13 +34,13 @@ _NOT_FOUND = (
 
 
 class Router(NamedTuple):
-    """A router, the experts that it chooses of, and how many these are.
+    """A router and its experts.
 
     Attributes:
         name: qualified name of the router.
-        module: the router.
+        module: router module.
         experts: module of the experts.
-        num_experts: E, of all ranks.
+        num_experts: E, the number of experts on all ranks together.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Router(NamedTuple):
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of a model's fused experts, in their order.
+    """Return the routers of a model's fused experts, in module order.
 
     Raises:
-        ValueError: experts have no router beside them that is known.
+        ValueError: no router is found beside some experts, or the model has no fused experts.
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model
     routers = []
@@ -74,7 +74,7 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def _router_beside(model: nn.Module, name: str, num_experts: int) -> str | None:
-    """Return the name of the router beside experts, or beside the adapters around them."""
+    """Return the name of the router next to the experts, or next to the adapters around them."""
     for _ in range(_LEVELS):
         name = name.rpartition(".")[0]
         for key, module in model.get_submodule(name).named_children():
@@ -86,21 +86,22 @@ def _router_beside(model: nn.Module, name: str, num_experts: int) -> str | None:
 
 
 class RoutingRecord:
-    """The choices of a model's routers, in the order of its forwards.
+    """Experts that the routers of a model chose, in the order of its forwards.
 
     Attributes:
-        choices: indices (T, k) of each forward, by the router's qualified name.
+        choices: list of integer tensors (T, k), one for each forward, by the router's qualified
+            name.
     """
 
     def __init__(self, names: list[str]) -> None:
         self.choices: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def indices(self, batch_size: int = 1) -> Tensor:
-        """Return all choices as `routing_replay` takes them: (batch, tokens, L, k).
+        """Return all choices (batch, tokens, L, k), the argument of `routing_replay`.
 
         Args:
-            batch_size: sequences of each forward, whose tokens follow each other in several
-                forwards, as those of ``generate`` do.
+            batch_size: number of sequences in each forward. Later forwards continue these
+                sequences, as those of ``generate`` do.
         """
         of_routers = [
             torch.cat([t.unflatten(0, (batch_size, -1)) for t in choices], 1)
@@ -110,11 +111,12 @@ class RoutingRecord:
 
 
 class RoutingReplay:
-    """How a replay compares with what routers would have chosen.
+    """Comparison of a replay with the experts that the routers would have chosen.
 
     Attributes:
-        differing: decisions that differ, a number on the device, by the router's qualified name.
-        decisions: how many there were, likewise.
+        differing: number of choices that differ, a () tensor on the device, by the router's
+            qualified name.
+        decisions: number of all choices, in the same form.
     """
 
     def __init__(self) -> None:
@@ -122,15 +124,15 @@ class RoutingReplay:
         self.decisions: dict[str, Tensor] = {}
 
     def add(self, name: str, differing: Tensor, decisions: Tensor) -> None:
-        """Count the decisions of a forward."""
+        """Add the choices of one forward."""
         self.differing[name] = self.differing.get(name, 0) + differing
         self.decisions[name] = self.decisions.get(name, 0) + decisions
 
     def share(self, name: str | None = None) -> float:
-        """Return the share of decisions that differ, of one router or of all; waits for the device.
+        """Return the share (0 to 1) of choices that differ; this synchronizes with the device.
 
         Args:
-            name: qualified name of a router.
+            name: qualified name of a router; None: all routers.
         """
         names = list(self.differing) if name is None else [name]
         different, of_all = (
@@ -140,11 +142,11 @@ class RoutingReplay:
 
 
 class _Watched:
-    """A router in a `record_routing` or `routing_replay`: hooks that intercept its choice.
+    """Hooks on a router that intercept its choice, for `record_routing` and `routing_replay`.
 
     Args:
-        router: the router.
-        choose: given the scores (T, E) and the choice (T, k), returns the indices to take.
+        router: router to hook.
+        choose: function that maps the router's own choice (T, k) to the indices (T, k) to use.
     """
 
     def __init__(self, router: Router, choose: Callable[[Tensor], Tensor]) -> None:
@@ -164,7 +166,7 @@ class _Watched:
                     f"a checkpoint runs the router '{self.router.name}' again after its "
                     "routing_replay has ended, and would choose other experts: run backward within"
                 )
-            self.remove()  # another forward has begun
+            self.remove()  # a new forward, after the replay has ended
             return
         self._mode = _Interception(self.router.num_experts, self.choose)
         self._mode.__enter__()
@@ -181,7 +183,7 @@ class _Watched:
             )
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -204,24 +206,25 @@ class _Interception(TorchFunctionMode):
             return result
         scores = args[0] if args else (kwargs or {})["input"]
         if scores.ndim != 2 or scores.shape[1] != self.num_experts:
-            return result  # of groups of experts
+            return result  # a choice among groups of experts
         self.chosen = True
         taken = self.choose(result.indices)
         if taken is result.indices:
             return result
-        return torch.return_types.topk((scores.gather(1, taken), taken))
+        return torch.return_types.topk((scores.gather(1, taken), taken))  # (T, k) each
 
 
 @contextlib.contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Record the experts that routers choose within.
+    """Record the experts that routers choose inside the ``with`` block.
 
     Args:
-        model: with fused experts, converted or not, wrapped or not.
+        model: model with fused experts, converted or not, wrapped or not.
     Returns:
         The record, which grows with each forward.
     Raises:
-        ValueError: a router is not known; the message names it.
+        ValueError: a router cannot be found, or chooses without ``torch.topk``; the message names
+            it.
     """
     routers = find_routers(model)
     record = RoutingRecord([router.name for router in routers])
@@ -246,20 +249,21 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 def routing_replay(
     model: nn.Module, indices: Tensor | Mapping[str, Tensor]
 ) -> Iterator[RoutingReplay]:
-    """Have routers take given experts within, for one forward and its backward.
+    """Make routers use given experts, for one forward and its backward.
 
     Args:
-        model: with fused experts, converted or not, wrapped or not.
-        indices: experts of each token, integers (..., L, k) with the routers in the order of the
-            model, as `RoutingRecord.indices` and engines return them; or (..., k) by the qualified
-            name of a router, and those that are not named choose themselves. The dimensions in
-            front are those of the forward's tokens. A token with a negative index, such as padding,
-            is left to the router.
+        model: model with fused experts, converted or not, wrapped or not.
+        indices: experts of each token: one integer tensor (..., L, k) with the routers in model
+            order, as `RoutingRecord.indices` and engines return it; or a mapping from a router's
+            qualified name to (..., k), where routers without an entry choose themselves. The
+            leading dimensions are those of the forward's tokens. For a token with a negative index,
+            such as padding, the router chooses.
     Returns:
-        How many decisions differ from those that the routers would have made.
+        The number of choices that differ from the routers' own ones.
     Raises:
-        ValueError: a router is not known, or indices do not fit; the message names it.
-        RuntimeError: a checkpoint runs a router again after the end.
+        ValueError: a router cannot be found, or indices do not fit; the message names the router.
+        TypeError: indices are not integers.
+        RuntimeError: a checkpoint runs a router again after the ``with`` block has ended.
     """
     routers = find_routers(model)
     replay = RoutingReplay()
@@ -278,7 +282,7 @@ def routing_replay(
 
 
 class _Replayed:
-    """Takes the given experts of a router's tokens, and counts what differs."""
+    """Replaces a router's choice by given experts, and counts the differences."""
 
     def __init__(self, router: Router, indices: Tensor, replay: RoutingReplay) -> None:
         self.router, self.indices, self.replay = router, indices, replay
@@ -293,12 +297,12 @@ class _Replayed:
         given = self.indices.to(own.device, torch.long)
         replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)
         taken = torch.where(replayed, given, own)
-        if torch._C._current_graph_task_id() == -1:  # not when a checkpoint runs it again
+        if torch._C._current_graph_task_id() == -1:  # a checkpoint's recomputation counts nothing
             new = (own[:, :, None] != taken[:, None, :]).all(2)  # (T, k)
             differing, decisions = new.sum(), replayed.sum() * own.shape[1]
             self.replay.add(name, differing, decisions)
             counter = getattr(getattr(self.router.experts, "fp8", None), "tokens", None)
-            if counter is not None:  # a monitor's
+            if counter is not None:  # a monitor watches these experts
                 counter.add_decisions(differing, decisions)
         return taken
 
