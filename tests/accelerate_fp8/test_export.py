@@ -145,7 +145,7 @@ def test_sharded_models_are_refused_before_training(
 
     for format, kind in ((None, DistributedType.FSDP), ("fine-grained", DistributedType.MULTI_GPU)):
         of_hosts.refuse_sharded_saving(FP8Config(save_format=format), kind)
-    with pytest.raises(ValueError, match="run torch-fp8 export on the checkpoint"):
+    with pytest.raises(ValueError, match="run torch-fp8 export on the saved checkpoint"):
         of_hosts.refuse_sharded_saving(CONFIG, DistributedType.FSDP)
 
 

@@ -261,7 +261,7 @@ def test_an_unmodified_script_tunes_an_fp8_checkpoint(
     if kind == "full":
         assert finished.fp8 > 0
     else:  # block scales on the CPU, which torch's scaled matmul does not multiply
-        assert "14 frozen weights stored as FP8 alone" in finished.stderr
+        assert "14 frozen weights stored in FP8 only" in finished.stderr
     assert finished.stderr.count("is saved in the dtype that it has now") == 1
     what = "14 trained weights continue" if kind == "full" else "bytes of 14 frozen weights"
     assert what in finished.stderr

@@ -201,7 +201,10 @@ def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(
     prepared.step()
     assert type(optimizer) is torch.optim.AdamW
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert "AdamW keeps its own states: some of its weights are of no model" in messages()[0]
+    assert (
+        "AdamW keeps its own states: some of its weights belong to no prepared model"
+        in messages()[0]
+    )
 
 
 @pytest.mark.parametrize("training_follows", [False, True])

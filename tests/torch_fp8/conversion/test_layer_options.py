@@ -117,7 +117,7 @@ def test_what_casts_differently_is_not_fused_and_the_summary_says_so():
     assert report.unfused == ("layers.1.mlp",)
     assert not isinstance(model.layers[1].mlp, Float8GatedMLP)
     assert isinstance(model.layers[0].mlp, Float8GatedMLP)
-    assert "  not fused layers.1.mlp: the layers behind have different recipes" in str(report)
+    assert "  not fused layers.1.mlp: the layers that read it have different recipes" in str(report)
     # One history for what a norm hands over would leave the other layer's margin out.
     overrides = {"layers.0.self_attn.k_proj": {"margin": 2}}
     report = convert_to_float8(model, _config("delayed", overrides=overrides))

@@ -180,7 +180,7 @@ def test_others_of_the_name_stay_as_they_are():
     report = convert_to_float8(model)
     assert report.converted == ("4",)
     assert dict(report.skipped) == {
-        "0": "Conv1D computes something else than nn.Linear",
+        "0": "Conv1D does not compute what nn.Linear does",
         "1": "out_features=8 is below 16",
     }
 

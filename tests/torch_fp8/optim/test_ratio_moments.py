@@ -357,7 +357,9 @@ def test_bytes_of_a_layer(options, most):
 def test_mistakes_are_named():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="moment_bits=4 is for the weights of FP8 layers: pass"):
+    with pytest.raises(
+        ValueError, match="moment_bits=4 applies to the weights of FP8 layers: pass"
+    ):
         convert_optimizer(optimizer, FOUR)
     with pytest.raises(ValueError, match="moment_bits apply to the optimizer"):
         FP8Config(moment_bits=4, opt_level="O1")
