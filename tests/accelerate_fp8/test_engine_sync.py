@@ -183,7 +183,7 @@ def test_adapters_that_do_more_than_add_are_merged_by_trl(
 ) -> None:
     model = adapted(tmp_path, **options)
     assert why_not_folded(model) is not None
-    with pytest.raises(ValueError, match="does not only add to the weight"):
+    with pytest.raises(ValueError, match="does more than add to the weight"):
         dict(weights_for_engine(model))
     before = [
         (p.qdata.clone(), p.scale.clone())

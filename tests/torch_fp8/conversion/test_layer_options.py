@@ -232,7 +232,7 @@ def test_goes_through_json_environment_copies_and_repr(monkeypatch):
         (
             {"overrides": {"a": {"recipe": "rowwise"}}, "save_format": "fine-grained"},
             ValueError,
-            "cannot say recipe='rowwise'",
+            "cannot express recipe='rowwise'",
         ),
         (
             {"overrides": {"a": {"recipe": "delayed"}}, "backend": "transformer-engine"},
