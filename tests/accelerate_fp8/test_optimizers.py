@@ -253,7 +253,7 @@ def test_an_optimizer_that_has_another_is_left_alone_and_named_once(
     ("make", "reason"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD keeps its own states"),
-        (lambda p: OwnStep(p, lr=0.1), "OwnStep has a step of its own"),
+        (lambda p: OwnStep(p, lr=0.1), "OwnStep has its own step"),
     ],
     ids=["SGD", "own step"],
 )

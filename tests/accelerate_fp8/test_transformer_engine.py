@@ -108,7 +108,7 @@ def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> 
 
 def test_the_cpu_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
-    with pytest.raises(ValueError, match="CUDA devices alone; this one is 'cpu'"):
+    with pytest.raises(ValueError, match="CUDA devices only; this one is 'cpu'"):
         make(accelerate)
 
 

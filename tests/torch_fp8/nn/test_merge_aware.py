@@ -238,8 +238,8 @@ def test_what_cannot_be_is_refused():
         convert_to_float8(other, AWARE)
     for options, message in (
         ({"opt_level": "O1"}, "merge_aware=True stores weights in FP8, but opt_level='O1'"),
-        ({"frozen_weights": "keep"}, "leave frozen_weights='keep' out, or merge_aware"),
-        ({"eval_fp8": False}, "leave eval_fp8=False out, or merge_aware"),
+        ({"frozen_weights": "keep"}, "leave out frozen_weights='keep' or merge_aware"),
+        ({"eval_fp8": False}, "leave out eval_fp8=False or merge_aware"),
     ):
         with pytest.raises(ValueError, match=message):
             FP8Config(merge_aware=True, **options)

@@ -311,7 +311,7 @@ def test_a_checkpoint_has_the_bytes_of_memory_and_a_written_moment_in_full():
                 [s.pop(f"exp_avg_sq_{part}") for part in ("codes", "scale")]
                 and s.update(exp_avg_sq=torch.zeros(144, 64))
             ),
-            "a ratio to 'exp_avg_sq_codes', which are not there",
+            "a ratio to 'exp_avg_sq_codes', which are missing",
         ),
     ],
 )

@@ -189,7 +189,7 @@ def test_copies_and_pickles_are_plain(gathers):
         assert value["equal"]
         assert value["attached"] == 5
         assert value["gathered"] == ["Tensor", True, True]
-        assert "write the sharded parameter" in value["written"]
+        assert "write to the sharded parameter" in value["written"]
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
