@@ -70,12 +70,12 @@ def complaint(asked: tuple[str, str] | None) -> str | None:
     if asked is None or _has_fp8_layer() or _was_told():
         return None
     text, host = asked
-    return f"FP8 was asked for by {text}, but this process trains without one FP8 layer: " + (
+    return f"FP8 was requested by {text}, but this process trains without any FP8 layer: " + (
         _failed_extension(host) or (_why_accelerate if host == "accelerate" else _why_lightning)()
         if host
-        else f"{CONFIG_VARIABLE} says how FP8 runs, not that it does. Ask for it with accelerate "
-        "launch --mixed_precision fp8, with Lightning's precision='fp8-mixed', or call "
-        "torch_fp8.convert_to_float8(model)"
+        else f"{CONFIG_VARIABLE} sets how FP8 runs, but does not turn it on. Turn it on with "
+        "accelerate launch --mixed_precision fp8, with Lightning's precision='fp8-mixed', or "
+        "call torch_fp8.convert_to_float8(model)"
     )
 
 
@@ -123,12 +123,12 @@ def _failed_extension(host: str) -> str | None:
             continue
         if status == "waiting":
             return (
-                f"{name} was imported past torch-fp8's finder in sys.meta_path. Write "
-                f"`import {host}_fp8` behind the imports of the script"
+                f"{name} was imported without going through torch-fp8's finder in sys.meta_path. "
+                f"Write `import {host}_fp8` after the other imports of the script"
             )
         return (
             f"{name} of {_installed(package)} could not be extended ({status}). Install a version "
-            "that README lists, or call torch_fp8.convert_to_float8(model)"
+            "listed in the README, or call torch_fp8.convert_to_float8(model)"
         )
     return None
 
@@ -138,30 +138,30 @@ def _why_accelerate() -> str:
     backend = os.environ.get(_BACKEND, "NO").lower()
     if precision is None:
         return (
-            "it has no Accelerator, which is what the flag reaches. Prepare the model with one, or "
-            "call torch_fp8.convert_to_float8(model)"
+            "it has no Accelerator, which is what the flag applies to. Prepare the model with one, "
+            "or call torch_fp8.convert_to_float8(model)"
         )
     launched = os.environ.get(_LAUNCHER, "no").lower()
     if precision != "fp8" and launched == "no" and _NOTEBOOK in os.environ:
         return (
-            f"its Accelerator has mixed_precision={precision!r}, for Accelerate does not read the "
-            f"variable {_NOTEBOOK} that its notebook_launcher sets. Write "
-            "Accelerator(mixed_precision='fp8') in the function that is launched"
+            f"its Accelerator has mixed_precision={precision!r}, because Accelerate does not read "
+            f"the variable {_NOTEBOOK} that its notebook_launcher sets. Write "
+            "Accelerator(mixed_precision='fp8') in the function you launch"
         )
     if precision != "fp8":
         return (
-            f"its Accelerator was made with mixed_precision={precision!r}, by an argument in the "
-            "script (Accelerator(mixed_precision=...), or fp16=True of TrainingArguments), which "
-            "wins over the launcher. Leave that argument out, or give 'fp8' there"
+            f"its Accelerator was made with mixed_precision={precision!r}, from an argument in the "
+            "script (Accelerator(mixed_precision=...), or fp16=True in TrainingArguments), which "
+            "overrides the launcher. Leave that argument out, or pass 'fp8' there"
         )
     if backend not in ("", "no", "torch_fp8"):
         return (
-            f"--fp8_backend {backend} was chosen, and has converted nothing. Leave it out, and the "
-            "engine torch_fp8 runs"
+            f"--fp8_backend {backend} was chosen, but converted nothing. Leave it out to run the "
+            "engine torch_fp8"
         )
     return (
-        "no model was given to Accelerator.prepare before the first step, or none that has linear "
-        "layers. Prepare the one that is trained"
+        "no model with linear layers was passed to Accelerator.prepare before the first step. "
+        "Prepare the model you train"
     )
 
 
@@ -171,17 +171,17 @@ def _why_lightning() -> str:
         precision = getattr(loop, "precision", None) or loop._precision.precision
         if precision == "fp8-mixed":
             return (
-                f"no model was set up by its {name} before the first step, or none that has linear "
-                "layers. Let it set up the one that is trained"
+                f"its {name} set up no model with linear layers before the first step. Let it set "
+                "up the model you train"
             )
         return (
-            f"its {name} runs precision={precision!r}, by an argument in the script or its "
-            "configuration, which wins over the environment. Leave it out, or give 'fp8-mixed' "
+            f"its {name} runs precision={precision!r}, from an argument in the script or its "
+            "configuration, which overrides the environment. Leave it out, or pass 'fp8-mixed' "
             "there"
         )
     return (
-        "it has neither a Trainer nor a Fabric, which is what the variable reaches. Use one, or "
-        "call torch_fp8.convert_to_float8(model)"
+        "it has neither a Trainer nor a Fabric, which are what the variable applies to. Use one, "
+        "or call torch_fp8.convert_to_float8(model)"
     )
 
 

@@ -93,8 +93,8 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         and self.device.type == "cpu"
     ):
         log_visibly(
-            "FP8: the FSDP settings have no effect: Accelerate shards on GPUs alone, and runs DDP "
-            "on the CPU (use_cpu: true)"
+            "FP8: the FSDP settings have no effect: Accelerate shards only on GPUs and runs DDP on "
+            "the CPU (use_cpu: true)"
         )
     if self.num_processes > 1:
         check_same_config(config)

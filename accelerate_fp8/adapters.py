@@ -38,9 +38,9 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         module.forget_unmerged()
     if merges and rounded:
         warn_once(
-            f"FP8: {counted(rounded, 'merged weight')} with the rounding of the FP8 base, a few "
-            "percent of each value: to merge into the exact base, save the adapter and merge it "
-            "where the base is loaded without FP8"
+            f"FP8: {counted(rounded, 'merged weight')} carry the rounding of the FP8 base, a few "
+            "percent of each value: to merge into the exact base, save the adapter, load the base "
+            "without FP8 and merge there"
         )
     return unloaded
 

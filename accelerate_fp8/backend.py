@@ -123,8 +123,8 @@ def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
     if not _samples.get() or config.recipe != "auto":
         return config, []
     line = (
-        "recipe='auto' is rowwise in a trainer that samples: scales per token keep rollouts near "
-        "training; name a recipe to have another"
+        "recipe='auto' means rowwise in a trainer that samples: scales per token keep rollouts "
+        "close to training; name another recipe to change this"
     )
     return replace(config, recipe="rowwise"), [line]
 
@@ -162,8 +162,8 @@ def refuse_tensor_parallel(parallelism_config: Any) -> None:
     """Raise ValueError if weights are sharded across a tensor-parallel group."""
     if parallelism_config is not None and parallelism_config.tp_enabled:
         raise ValueError(
-            f"mixed_precision='fp8' with the engine torch_fp8 does not run with tensor parallelism "
-            f"yet (tp_size={parallelism_config.tp_size}); set tp_size=1 in ParallelismConfig, or "
-            "in from_pretrained(distributed_config=...), or use --mixed_precision bf16, or train "
-            "in a loop of your own with the styles of torch_fp8.distributed"
+            "mixed_precision='fp8' with the engine torch_fp8 does not support tensor parallelism "
+            f"yet (tp_size={parallelism_config.tp_size}); set tp_size=1 in ParallelismConfig or in "
+            "from_pretrained(distributed_config=...), use --mixed_precision bf16, or write your "
+            "own training loop with the parallel styles in torch_fp8.distributed"
         )

@@ -38,11 +38,11 @@ def refuse_sharded_elsewhere(accelerator: Any, model: nn.Module) -> None:
         return
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} comes sharded, by from_pretrained(distributed_config=...) or "
-            "parallelize_module, and Accelerate would wrap it in DistributedDataParallel, which "
-            "cannot train it. Load it unsharded and give Accelerate "
-            "FullyShardedDataParallelPlugin(fsdp_version=2), or train it in a loop of your own "
-            "(docs/distributed.md)"
+            f"{type(model).__name__} is already sharded, by "
+            "from_pretrained(distributed_config=...) or parallelize_module, and Accelerate would "
+            "wrap it in DistributedDataParallel, which cannot train it. Load it unsharded and pass "
+            "Accelerate FullyShardedDataParallelPlugin(fsdp_version=2), or write your own training "
+            "loop (docs/distributed.md)"
         )
 
 

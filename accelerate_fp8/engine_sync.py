@@ -51,11 +51,13 @@ def _is_handed_over(generation: Any) -> bool:
     if not any(isinstance(m, Float8Layer) for m in modules) or any(map(quantized_by, modules)):
         return False
     if not hasattr(generation, "_iter_named_params"):
-        reason = "this version of TRL reads the parameters by itself"
+        reason = "this version of TRL reads the parameters itself"
     else:
         reason = why_not_folded(generation.model) or ""
     if reason:
-        warn_once(f"FP8: TRL merges adapters in place for vLLM, and takes them out again: {reason}")
+        warn_once(
+            f"FP8: TRL merges adapters in place for vLLM and unmerges them afterwards: {reason}"
+        )
     return not reason
 
 
@@ -77,9 +79,9 @@ def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
         return
     if _of(config, "quantization"):
         warn_once(
-            "FP8: this version of vLLM has no reload by layers (reload_weights with "
-            "weights_iterator), so that an engine which quantizes online keeps what it made of the "
-            "first weights; take a newer vLLM, vllm_mode='server', or an engine in BF16"
+            "FP8: this version of vLLM cannot reload layer by layer (reload_weights with "
+            "weights_iterator), so an engine that quantizes online keeps using the first weights "
+            "it was given; use a newer vLLM, vllm_mode='server', or an engine in BF16"
         )
     runner.model.load_weights(weights)
 
@@ -99,18 +101,18 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
         engine = "fine-grained"
     elif quantization in _OF_CHECKPOINTS:
         raise ValueError(
-            f"vLLM runs with quantization={quantization!r}, that of the checkpoint that it was "
-            "started from, and does not quantize the weights that training hands it so; start it "
-            "from the BF16 checkpoint, as it is or with quantization='fp8_per_block', or from one "
-            "that torch_fp8.export has written with format='fine-grained'"
+            f"vLLM runs with quantization={quantization!r}, taken from the checkpoint it was "
+            "started from, but does not quantize the weights it receives from training this way; "
+            "start it from the BF16 checkpoint, with or without quantization='fp8_per_block', or "
+            "from one that torch_fp8.export wrote with format='fine-grained'"
         )
     if engine == "fp8_per_block":
         others = _not_blockwise(generation.model)
         if others:
             warn_once(
                 f"FP8: vLLM quantizes in blocks of 128 x 128 and '{others[0]}' is trained with "
-                "other scales, so that rollouts multiply by other weights than training; convert "
-                "with recipe='blockwise'"
+                "other scales, so rollouts use different weights from training; convert with "
+                "recipe='blockwise'"
             )
             engine = "bf16"
     return weights_for_engine(generation.model, engine)

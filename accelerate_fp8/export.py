@@ -23,9 +23,8 @@ def refuse_sharded_saving(config: FP8Config, distributed_type: DistributedType) 
     """
     if config.save_format is not None and distributed_type == DistributedType.FSDP:
         raise ValueError(
-            f"FP8Config(save_format={config.save_format!r}) writes the weights of one rank, and "
-            "FSDP shards them; leave it out, and run torch-fp8 export on the checkpoint that is "
-            "saved"
+            f"FP8Config(save_format={config.save_format!r}) writes the weights of one rank, but "
+            "FSDP shards them; leave it out, and run torch-fp8 export on the saved checkpoint"
         )
 
 

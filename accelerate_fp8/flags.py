@@ -106,9 +106,9 @@ def given_flags() -> dict[str, Flag]:
             continue
         if meaning.field is None:
             raise ValueError(
-                f"{meaning.flag}={text} ({_PREFIX}{variable}) cannot be honoured by the engine "
-                f"torch_fp8: {meaning.refusal}. Leave it out, or choose the backend that has it "
-                "with --fp8_backend"
+                f"{meaning.flag}={text} ({_PREFIX}{variable}) is not supported by the engine "
+                f"torch_fp8: {meaning.refusal}. Leave it out, or use --fp8_backend to choose a "
+                "backend that supports it"
             )
         flag = Flag(f"{meaning.flag}={text}", meaning.to_option(value))
         other = flags.setdefault(meaning.field, flag)
@@ -152,7 +152,7 @@ def _format(text: str) -> str:
     value = text.upper()
     if value == "E5M2":
         raise ValueError(
-            "E5M2 in forward is in no recipe of the engine torch_fp8; the valid formats are HYBRID "
+            "no recipe of the engine torch_fp8 uses E5M2 in forward; the valid formats are HYBRID "
             "(E4M3 forward, gradients by recipe) and E4M3"
         )
     if value not in ("HYBRID", "E4M3"):
@@ -164,7 +164,7 @@ _HISTORY = _Meaning("--fp8_amax_history_len", 1024, _int, "amax_history_len")
 _ALGORITHM = _Meaning("--fp8_amax_compute_algo", "most_recent", str.lower, "amax_compute_algo")
 _LEVEL = _Meaning("--fp8_opt_level", "O2", str.upper, "opt_level")
 _OVERRIDE = "--fp8_override_linear_precision"
-_HIGH_PRECISION = "keeping {} alone in high precision is not an option; wgrad is the one that is"
+_HIGH_PRECISION = "keeping only {} in high precision is not supported; only wgrad can be"
 
 _MEANINGS: dict[str, _Meaning] = {
     "FORMAT": _Meaning("--fp8_format", "HYBRID", _format, "grad_format", str.lower),

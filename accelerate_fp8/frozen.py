@@ -77,8 +77,8 @@ class EvaluationModels:
         if not shared.num_weights:
             return None
         return (
-            f"{shared.num_weights} frozen weights are equal to others and share one copy with them "
-            f"until either is written, {size_text(shared.num_bytes)} less"
+            f"{shared.num_weights} frozen weights equal others and share one copy with them until "
+            f"either is written, saving {size_text(shared.num_bytes)}"
         )
 
 
@@ -86,8 +86,8 @@ def _refuse_training(model: nn.Module, trained: set[Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if parameter in trained and isinstance(local(parameter), Float8FrozenWeight):
             raise ValueError(
-                f"an optimizer has '{name}' of {type(model).__name__}, which is stored as FP8 "
-                "alone: it was prepared with evaluation_mode=True, and no optimizer had it when "
+                f"an optimizer has '{name}' of {type(model).__name__}, which is stored in FP8 "
+                "only: it was prepared with evaluation_mode=True, and no optimizer held it when "
                 "training began. Call torch_fp8.thaw(model) before you make the optimizer, or "
                 "choose FP8Config(frozen_weights='keep')"
             )

@@ -129,14 +129,13 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
     coarse = [recipe for recipe in recipes if recipe not in _PER_TOKEN]
     bound = BATCH_BOUND if "tensorwise" in recipes else BOUND
     if measured.error > bound:
-        why = "the engine that makes them does not multiply by the weights and scales of training"
+        why = "the engine that generates them does not use the weights and scales of training"
         if not trainer.use_vllm:
-            why = "they are in another precision or mode than training"
+            why = "they run in a different precision or mode from training"
         if coarse:
             why = (
-                f"recipe {coarse[0]!r} has one scale for a batch, so that a token depends on what "
-                "else is in it. Take a recipe with scales for each token: recipe='rowwise' or "
-                "'blockwise'"
+                f"recipe {coarse[0]!r} has one scale per batch, so each token depends on the rest "
+                "of the batch. Use a recipe with scales per token: recipe='rowwise' or 'blockwise'"
             )
         yield "bound", f"{finding}, above {bound}: {why}"
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
@@ -149,10 +148,10 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
     if min(share, 1 - dropped) < LEAST_KEPT:
         yield (
             "correction",
-            f"{finding}. vllm_importance_sampling_mode='sequence_mask' throws rollouts away whose "
-            f"ratio is above {cap}: {dropped:.0%} of these, and with {measured.tokens:.0f} tokens "
-            f"each about {share:.0%} of the gradients' weight is kept. Correct each token by "
-            "itself (vllm_importance_sampling_mode='token_truncate', "
-            "vllm_importance_sampling_clip_max=2.0), or make the difference small: one recipe with "
-            "scales for each token, in training and in the engine",
+            f"{finding}. vllm_importance_sampling_mode='sequence_mask' drops rollouts whose ratio "
+            f"is above {cap}: {dropped:.0%} of these, and at {measured.tokens:.0f} tokens each "
+            f"about {share:.0%} of the gradients' weight is kept. Correct each token separately "
+            "(vllm_importance_sampling_mode='token_truncate', "
+            "vllm_importance_sampling_clip_max=2.0), or reduce the difference: use one recipe with "
+            "scales per token in training and in the engine",
         )

@@ -77,7 +77,7 @@ class Monitoring:
         where = (
             f"into {folder}"
             if folder is not None
-            else ("to trackers alone, for Accelerator(project_dir=...) was not given")
+            else ("to trackers only, because Accelerator(project_dir=...) is not set")
         )
         self._say(f"FP8 monitor{monitor.of_model}: every {self.config.monitor} steps, {where}")
         monitor.load_state_dict(self._states[others] if others < len(self._states) else {})

@@ -189,8 +189,8 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
 def _why_as_it_was(accelerator: Any) -> str:
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded and accelerator.state.fsdp_plugin.fsdp_version == 1:
-        return "FSDP1 flattens the weights, and the GEMMs alone run in FP8; use fsdp_version: 2"
-    return "some of its weights are of no model that was prepared"
+        return "FSDP1 flattens the weights, so only the GEMMs run in FP8; use fsdp_version: 2"
+    return "some of its weights belong to no prepared model"
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

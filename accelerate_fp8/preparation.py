@@ -120,13 +120,13 @@ class Preparation:
         del self._reports[model]
         self._waiting = [other for other in self._waiting if other is not model]
         log_visibly(
-            f"FP8: {type(model).__name__} is a stock model again ({num_layers} layers), and runs "
-            "in high precision until it is prepared again"
+            f"FP8: {type(model).__name__} is a stock model again ({num_layers} layers) and runs in "
+            "high precision until you prepare it again"
         )
 
     def _leave(self, model: nn.Module, reason: str) -> None:
         if model not in self._left:
-            log_visibly(f"FP8: {type(model).__name__} runs as it is: {reason}")
+            log_visibly(f"FP8: {type(model).__name__} runs without FP8: {reason}")
         self._left[model] = reason
         vars(model)["_fp8_saving"] = Saving(self)  # its optimizer may still split weights
 
@@ -146,7 +146,7 @@ class Preparation:
         if self._left and not self._runs_fp8:
             reasons = "; ".join(self._left.values())
             raise ValueError(
-                f"mixed_precision='fp8', and no model that was prepared can run in FP8: {reasons}. "
+                f"mixed_precision='fp8', but no prepared model can run in FP8: {reasons}. "
                 f"{RUNS_IN_FP8}: prepare a model that has some before the first backward, or train "
                 "with mixed_precision='bf16'"
             )

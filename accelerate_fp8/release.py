@@ -28,7 +28,7 @@ def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
     several = accelerator.num_processes > 1
     if config.gradient_release and several and accelerator.distributed_type != DistributedType.FSDP:
         _refuse(
-            "DistributedDataParallel averages gradients after backward has made them",
+            "DistributedDataParallel averages gradients after they are computed",
             "train in one process",
         )
 

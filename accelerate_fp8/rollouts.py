@@ -85,7 +85,7 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     several = isinstance(result, tuple)
     state.sampled = watch.of(result[0] if several else result)
     if state.sampled is None:
-        _unmeasured(self, "the forwards of this way to generate do not tell what they sample from")
+        _unmeasured(self, "this generation method does not expose the logits it samples from")
     if not several or result[1] is not None:
         return result
     return (result[0], state.sampled, *result[2:])
@@ -137,7 +137,7 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
     if "old_logps" in output:  # RLOO's, summed over tokens
         scored = state.scored
     if sampled is None:
-        _unmeasured(self, "nobody says with which log-probabilities the tokens were sampled")
+        _unmeasured(self, "the sampler did not return log-probabilities")
     elif scored is None:
         output[_SAMPLED] = sampled
     else:
@@ -165,7 +165,7 @@ def compute_loss(
     with state.scoring():
         loss = original(self, model, inputs, *args, **kwargs)
     if state.scored is None:
-        _unmeasured(self, "the loss computes no log-probabilities of its own (a fused loss)")
+        _unmeasured(self, "the loss computes no log-probabilities (a fused loss)")
     else:
         _measure(self, inputs, sampled, state.scored)
     return loss
@@ -190,7 +190,7 @@ def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``log`` of a trainer without the required methods: warn that nothing is measured."""
     if preparation_of(self.accelerator) is not None:
         _state_of(self)
-        _unmeasured(self, "this version of TRL has other methods than those that are known")
+        _unmeasured(self, "the methods of this version of TRL are not supported")
     return original(self, *args, **kwargs)
 
 

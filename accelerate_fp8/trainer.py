@@ -138,9 +138,9 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
         preparation.monitoring.serve(self)
     if isinstance(model, nn.DataParallel):
         raise ValueError(
-            f"the Trainer wraps the model in DataParallel, for this one process sees "
+            "the Trainer wraps the model in DataParallel because this one process sees "
             f"{self.args.n_gpu} GPUs; Accelerate then does not prepare it, and FP8 would not run. "
-            "Launch a process for each GPU (accelerate launch --multi_gpu), or set "
+            "Launch one process per GPU (accelerate launch --multi_gpu), or set "
             "CUDA_VISIBLE_DEVICES to one"
         )
     return model

@@ -117,7 +117,7 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
         if _class_of_ours(plugin) is None:
             if _class_of_ours(self.strategy) is not None:
                 raise ValueError(
-                    "FP8FSDPStrategy runs FP8 alone: set precision='fp8-mixed' or "
+                    "FP8FSDPStrategy only supports FP8: set precision='fp8-mixed' or "
                     "plugins=[FP8Precision(...)]; without FP8 use ModelParallelStrategy"
                 )
             return check(self)

@@ -62,7 +62,7 @@ class FP8FSDPStrategy:
         timeout: timedelta | None = None,
     ) -> None:
         if isinstance(blocks, str):
-            raise TypeError(f"blocks takes a sequence of names of classes, got {blocks!r}")
+            raise TypeError(f"blocks takes a sequence of class names, got {blocks!r}")
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
@@ -188,9 +188,9 @@ class TrainerStrategy(HostStrategy):
         roots = find_roots(module)
         if roots == [module] and not module.automatic_optimization:
             raise ValueError(
-                f"{type(module).__name__} has parameters, or lists of layers, of its own, so "
-                "FP8FSDPStrategy gathers them around training_step; with manual optimization, "
-                "put them into a module with a forward, self.model = ..."
+                f"{type(module).__name__} holds parameters or lists of layers directly, so "
+                "FP8FSDPStrategy gathers them around training_step; with manual optimization, move "
+                "them into a module with a forward, self.model = ..."
             )
         self.shard(module, roots)
         # The host requires that the user overrides this hook; if so, it has already been called.
@@ -289,8 +289,8 @@ def _refuse_averaging(callbacks: Iterable[Any]) -> None:
         names = {cls.__name__ for cls in type(callback).__mro__}
         if names & {"WeightAveraging", "StochasticWeightAveraging"}:
             raise ValueError(
-                f"{type(callback).__name__} averages whole weights, which FP8FSDPStrategy shards; "
-                "leave it out, or use strategy='ddp'"
+                f"{type(callback).__name__} averages whole weights, but FP8FSDPStrategy shards "
+                "them; leave it out, or use strategy='ddp'"
             )
 
 

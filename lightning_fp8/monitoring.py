@@ -49,7 +49,9 @@ class MonitoredPrecision:
         if module is None or known or not (self.config.monitor and trained):
             return
         options: dict[str, Any] = {"say": self.info}
-        where = "to no logger, for Fabric tells its plugins of none (see docs/monitoring.md)"
+        where = (
+            "to no logger, because Fabric does not pass loggers to plugins (see docs/monitoring.md)"
+        )
         if trainer is not None:
             folder = trainer.log_dir
             options |= {
@@ -58,7 +60,7 @@ class MonitoredPrecision:
                 "restore": functools.partial(_restore, ref(trainer)),
             }
             where = (
-                "to loggers alone, for there is no log_dir" if folder is None else f"in {folder}"
+                "to loggers only, because there is no log_dir" if folder is None else f"in {folder}"
             )
         monitor = Monitor(module, trained, self.config, **options)
         self.info(f"FP8 monitor: every {self.config.monitor} steps, {where}")
@@ -155,7 +157,7 @@ class FP8Monitor:
         watch_with = getattr(trainer.precision_plugin, "watch_with", None)
         if watch_with is None:
             raise ValueError(
-                "FP8Monitor measures FP8 layers, and this Trainer has none: "
+                "FP8Monitor measures FP8 layers, but this Trainer has none: use "
                 "Trainer(precision='fp8-mixed')"
             )
         watch_with(self.options)
@@ -174,7 +176,7 @@ def callback_class() -> type:
         imported.append(name)
         break
     if not imported:
-        raise ImportError("FP8Monitor is a callback of Lightning's Trainer: pip install lightning")
+        raise ImportError("FP8Monitor is a callback for Lightning's Trainer: pip install lightning")
     bases = tuple(import_module(name).Callback for name in imported)
     own = {"__module__": "lightning_fp8", "__doc__": FP8Monitor.__doc__}
     return type("FP8Monitor", (FP8Monitor, *bases), own)

@@ -109,7 +109,8 @@ class HostPrecision(FP8Precision):
         if self.config.save_format is not None:
             self.warn(
                 f"FP8Config(save_format={self.config.save_format!r}) is not applied: Lightning's "
-                "checkpoints go on with training; torch_fp8.export writes a model for engines"
+                "checkpoints are for resuming training; use torch_fp8.export to write a model for "
+                "engines"
             )
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
@@ -219,7 +220,7 @@ class HostPrecision(FP8Precision):
         if len(states) != len(models):
             raise ValueError(
                 f"FP8 scaling state of {len(states)} model(s), but {len(models)} are set up; set "
-                "the models up before loading, in the order in which they were when it was saved"
+                "up the models before loading, in the same order as when it was saved"
             )
         for converted, state in zip(models, states, strict=True):
             report = converted.report

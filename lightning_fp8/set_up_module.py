@@ -38,7 +38,7 @@ class SetUpModule:
         name = type(module).__name__.removeprefix("FSDP")
         if isinstance(self.report, str):
             named = [f"optimizer {report}" for report in of_optimizers]
-            return "; ".join([f"FP8: {name} runs as it is: {self.report}", *named])
+            return "; ".join([f"FP8: {name} runs without FP8: {self.report}", *named])
         optimizers = list(self.optimizers)
         text = self.report.summary(module, optimizers, of_optimizers, self.communication)
         return text.replace("\n", f"\n  model     {name}\n", 1)
@@ -47,7 +47,7 @@ class SetUpModule:
 def refusal(reasons: str) -> ValueError:
     """Return the error for a run in which nothing can run in FP8."""
     return ValueError(
-        f"precision='fp8-mixed', and no model that was set up can run in FP8: {reasons}. "
+        f"precision='fp8-mixed', but no model that was set up can run in FP8: {reasons}. "
         f"{RUNS_IN_FP8}: set up a model that has some before the first backward, or train with "
         "precision='bf16-mixed'"
     )

@@ -135,6 +135,6 @@ def _refuse_release(gradient_release: bool, module: Any) -> None:
         reason = "GradientAccumulationScheduler"
     if reason is not None:
         raise ValueError(
-            f"{RELEASE} does not go together with {reason}: each gradient is used and freed in "
+            f"{RELEASE} cannot be combined with {reason}: each gradient is used and freed in "
             "backward; leave one of them out"
         )

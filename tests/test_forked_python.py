@@ -74,7 +74,7 @@ def test_hosts_are_imported_and_extended_before(seen, forked_hosts):
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_the_autoload_sees_the_environment_of_the_script(forked_python, precision):
-    """Whether FP8 was asked for is looked up at the end of ``import torch``."""
+    """Whether FP8 was requested is looked up at the end of ``import torch``."""
     done = subprocess.run(
         [forked_python, "-c", "import torch, sys; print('_fp8_check' in sys.modules)"],
         env={**os.environ, "ACCELERATE_MIXED_PRECISION": precision},

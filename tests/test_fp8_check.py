@@ -11,7 +11,7 @@ import _fp8_autoload
 import _fp8_check
 
 PYTHON = ""
-START = "FP8 was asked for by "
+START = "FP8 was requested by "
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true"}
 LAUNCHER = START + "accelerate launch --mixed_precision fp8 (ACCELERATE_MIXED_PRECISION)"
 
@@ -53,7 +53,7 @@ def run(code, **environment):
 
 def test_loop_without_an_accelerator_is_told_once():
     (line,) = run(MODEL + "train(); train()", **LAUNCHED)
-    assert line.startswith(f"{LAUNCHER}, but this process trains without one FP8 layer: it has no")
+    assert line.startswith(f"{LAUNCHER}, but this process trains without any FP8 layer: it has no")
     assert line.endswith("call torch_fp8.convert_to_float8(model)")
 
 
@@ -93,7 +93,7 @@ def test_argument_that_won_over_the_launcher_is_named():
     # As diffusers' train_unconditional.py, whose --mixed_precision is "no" by default.
     (line,) = run(MODEL + ACCELERATOR.format("mixed_precision='no'"), **LAUNCHED)
     assert "its Accelerator was made with mixed_precision='no'" in line
-    assert "give 'fp8' there" in line
+    assert "pass 'fp8' there" in line
 
 
 def test_accelerator_with_fp8_is_told_nothing():
@@ -191,7 +191,7 @@ def test_only_rank_zero_tells(ask):
 
 def test_configuration_alone_asks_for_nothing(ask):
     (line,) = ask(TORCH_FP8_CONFIG="{}")
-    assert "TORCH_FP8_CONFIG says how FP8 runs, not that it does" in line
+    assert "TORCH_FP8_CONFIG sets how FP8 runs, but does not turn it on" in line
 
 
 def test_variable_that_was_overwritten_meanwhile_is_remembered(ask, monkeypatch):
@@ -215,20 +215,20 @@ def test_model_that_was_not_prepared_is_named(ask, monkeypatch):
     monkeypatch.setattr(_fp8_check, "_accelerator_precision", lambda: "fp8")
     (line,) = ask()
     assert line.startswith(f"{START}Accelerator(mixed_precision='fp8'), but")
-    assert "no model was given to Accelerator.prepare" in line
+    assert "no model with linear layers was passed to Accelerator.prepare" in line
 
 
 def test_backend_that_converted_nothing_is_named(ask, monkeypatch):
     monkeypatch.setattr(_fp8_check, "_accelerator_precision", lambda: "fp8")
     (line,) = ask(**LAUNCHED, ACCELERATE_FP8_BACKEND="TE")
-    assert "--fp8_backend te was chosen, and has converted nothing" in line
+    assert "--fp8_backend te was chosen, but converted nothing" in line
 
 
 @pytest.mark.parametrize(
     ("status", "message"),
     [
         ("AttributeError: moved", "could not be extended (AttributeError: moved)"),
-        ("waiting", "was imported past torch-fp8's finder"),
+        ("waiting", "was imported without going through torch-fp8's finder"),
     ],
 )
 def test_host_that_is_not_extended_is_named(ask, monkeypatch, status, message):

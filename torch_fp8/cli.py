@@ -83,8 +83,8 @@ def _failed(command: str, error: Exception) -> int:
         file.write("".join(traceback.format_exception(error)))
     text = " ".join(str(error).split())
     print(
-        f"torch-fp8 {command}: {type(error).__name__}: {text}. This is a fault of torch-fp8; "
-        f"please report it with the file {file.name}",
+        f"torch-fp8 {command}: {type(error).__name__}: {text}. This is a bug in torch-fp8; please "
+        f"report it with the file {file.name}",
         file=sys.stderr,
     )
     return 1

@@ -22,9 +22,9 @@ from torch_fp8.quantization.suggestions import naming_valid_options, suggestion,
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 _GONE = {
-    "fp8-lm": "FP8-LM's rule with one scale per tensor and a sum in FP8, was there to compare and "
-    "is gone; take 'fp8', which is more exact at the same bytes, or register a communication hook "
-    "of your own on DDP"
+    "fp8-lm": "FP8-LM's rule with one scale per tensor and a sum in FP8, existed for comparison "
+    "and was removed; use 'fp8', which is more accurate at the same bytes, or register your own "
+    "communication hook on DDP"
 }
 
 

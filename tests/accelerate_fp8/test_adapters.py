@@ -178,7 +178,7 @@ def test_merging_into_an_fp8_base_says_whose_rounding_stays(monkeypatch, way):
     monkeypatch.setattr("accelerate_fp8.adapters.warn_once", lines.append)
     model, _ = adapted()
     getattr(model, way)()
-    told = [line for line in lines if "with the rounding of the FP8 base" in line]
+    told = [line for line in lines if "carry the rounding of the FP8 base" in line]
     assert len(told) == (way == "merge_and_unload")
 
 

@@ -91,7 +91,7 @@ def test_ranks_that_ask_for_different_things_are_told(run: Callable, mode: str) 
     said = dict(re.findall(r"rank (\d): (.*)", done.stdout))
     if mode == "missing":
         assert re.match(
-            r"rank 1 did not ask for FP8 while \S+ \(rank 0\) did, or did not come", said["0"]
+            r"rank 1 did not enable FP8 while \S+ \(rank 0\) did, or did not get there", said["0"]
         )
         assert said["1"] == "alone"
         return

@@ -76,7 +76,7 @@ def test_trainers_of_transformers_and_trl_run_fp8_gemms(
     assert counts["sft"][0] == 14 * 2 * 4
     # Frozen are the base of LoRA and the references of DPO and GRPO: they have block scales, which
     # the scaled matmul of torch does not take on the CPU.
-    assert done.stderr.count("14 frozen weights stored as FP8 alone") == 3
+    assert done.stderr.count("14 frozen weights stored in FP8 only") == 3
     assert done.stderr.count("bf16=True in the training arguments") == 1
     # 14 linear layers, embedding and output layer; the adapters of 4 layers, two matrices each.
     full = "optimizer AdamW {'trained SplitWeight': 16}"

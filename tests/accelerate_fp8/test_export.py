@@ -126,10 +126,12 @@ def test_the_trainers_checkpoints_are_whole_and_its_model_is_exported(
 
 
 def test_what_the_format_cannot_hold_is_refused_before_training(accelerate: Any) -> None:
-    with pytest.raises(ValueError, match=r"save_format='fine-grained' cannot say recipe='rowwise'"):
+    with pytest.raises(
+        ValueError, match=r"save_format='fine-grained' cannot express recipe='rowwise'"
+    ):
         FP8Config(recipe="rowwise", save_format="fine-grained")
     config = FP8Config(save_format="modelopt")  # auto chooses tensorwise on a CPU
-    with pytest.raises(ValueError, match=r"cannot say recipe 'tensorwise'.*compressed-tensors"):
+    with pytest.raises(ValueError, match=r"cannot express recipe 'tensorwise'.*compressed-tensors"):
         _trained(accelerate, config)
     accelerator = _accelerator(accelerate)
     with pytest.raises(TypeError, match="Sequential has no such config"):
@@ -145,7 +147,7 @@ def test_sharded_models_are_refused_before_training(
 
     for format, kind in ((None, DistributedType.FSDP), ("fine-grained", DistributedType.MULTI_GPU)):
         of_hosts.refuse_sharded_saving(FP8Config(save_format=format), kind)
-    with pytest.raises(ValueError, match="run torch-fp8 export on the checkpoint"):
+    with pytest.raises(ValueError, match="run torch-fp8 export on the saved checkpoint"):
         of_hosts.refuse_sharded_saving(CONFIG, DistributedType.FSDP)
 
 

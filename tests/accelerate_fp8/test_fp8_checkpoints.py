@@ -112,7 +112,7 @@ def test_a_weight_that_was_changed_before_stays_changed(
     merged = merged_state_dict(model, optimizer.optimizer)
     assert torch.equal(merged["model.layers.1.mlp.down_proj.weight"], expected.float())
     assert "13 trained weights continue" in caplog.text
-    assert "1 weights were changed since they were loaded" in caplog.text
+    assert "1 weights were changed after loading" in caplog.text
 
 
 def test_models_for_evaluation_get_no_residuals(accelerate: Any, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_saved_model_is_the_trained_one(
     assert all(torch.equal(stored[key], trained[key]) for key in stored)
     stock = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(_logits(stock), _logits(_stock_twin(trained)))
-    assert caplog.text.count("is saved in the dtype that it has now") == quantized
+    assert caplog.text.count("will be saved in its current dtype") == quantized
 
 
 def test_stock_transformers_still_breaks_what_it_dequantized(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_an_unmodified_script_tunes_an_fp8_checkpoint(
     if kind == "full":
         assert finished.fp8 > 0
     else:  # block scales on the CPU, which torch's scaled matmul does not multiply
-        assert "14 frozen weights stored as FP8 alone" in finished.stderr
-    assert finished.stderr.count("is saved in the dtype that it has now") == 1
+        assert "14 frozen weights stored in FP8 only" in finished.stderr
+    assert finished.stderr.count("will be saved in its current dtype") == 1
     what = "14 trained weights continue" if kind == "full" else "bytes of 14 frozen weights"
     assert what in finished.stderr
     before = AutoModelForCausalLM.from_pretrained(source)
@@ -339,7 +339,7 @@ def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
     codes = model.model.layers[0].mlp.up_proj.weight.data_ptr()
     accelerator, model, optimizer = _prepared(accelerate, _lora(model))
-    assert "14 hold the same bytes" in caplog.text
+    assert "14 keep the same bytes" in caplog.text
     _steps(accelerator, model, optimizer, 2)
     held = _bytes_held(model)
     assert held.keys() == fp8.keys()
@@ -372,7 +372,7 @@ def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
     for key, (qdata, scale, block) in fp8.items():
         true = exact(qdata, scale, block)
         assert ((merged[key] - true).abs() <= 2.0**-16 * true.abs()).all()
-    assert "14 are trained, from their exact values" in caplog.text
+    assert "14 are trained from their exact values" in caplog.text
     assert "trained weights continue" not in caplog.text  # said once
     before = merged["model.layers.0.mlp.up_proj.weight"]
     _steps(accelerator, model, optimizer)
@@ -395,7 +395,7 @@ def test_transformers_own_fp8_layers_stay_where_weights_are_kept(
     )
     accelerator.prepare_model(model, evaluation_mode=True)
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
-    assert "14 FP8Linear layers of transformers stay as they are" in caplog.text
+    assert "14 transformers' FP8Linear layers are left unchanged" in caplog.text
 
 
 @pytest.mark.usefixtures("as_with_a_gpu")
@@ -488,7 +488,10 @@ def test_transformers_own_fp8_experts_are_trained_from_their_exact_values(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("scale_inv" not in name)
     accelerator, model, optimizer = _prepared(accelerate, model)
-    assert "FP8Experts of transformers became experts of the model: 2 are trained" in caplog.text
+    assert (
+        "transformers' FP8Experts were replaced by the model's own experts: 2 are trained"
+        in caplog.text
+    )
     merged = merged_state_dict(model, optimizer.optimizer)
     for key, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
         true = _fused(fp8, parts)
@@ -512,7 +515,7 @@ def test_transformers_own_fp8_experts_are_frozen_below_adapters(
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(target_parameters=targets, r=4))
     accelerator, model, optimizer = _prepared(accelerate, model)
-    assert "2 are cast anew when they are frozen" in caplog.text
+    assert "2 are cast again when frozen" in caplog.text
     experts = model.get_base_model().model.layers[0].mlp.experts.base_layer.base_layer
     assert len(experts.frozen_weights) == 2
     true = _fused(fp8, ("gate", "up"))

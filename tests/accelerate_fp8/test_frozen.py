@@ -53,7 +53,7 @@ def test_a_reference_is_frozen_when_training_begins(accelerator_with, messages, 
     policy, optimizer = accelerator.prepare(policy, optimizer)
     assert is_frozen(reference) == [True, True]
     assert type(reference.lm_head.weight) is nn.Parameter
-    assert "FP8: Net, which no optimizer trains: 2 frozen weights stored as FP8" in messages()[-1]
+    assert "FP8: Net, which no optimizer trains: 2 frozen weights stored in FP8" in messages()[-1]
     x = torch.randn(4, 64)
     loss = (policy(x) - evaluated(x).detach()).square().mean()
     accelerator.backward(loss)

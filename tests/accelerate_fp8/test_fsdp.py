@@ -60,7 +60,7 @@ def test_replicas_of_shards_exchange_8_bits_and_resume_bit_for_bit(run: Callable
     for _, level, losses, resumed in lines:
         assert resumed == "True"
         assert json.loads(losses) == pytest.approx(json.loads(alone[level]), rel=0.01)
-    said = "gradients of 2 modules scattered in FP8, those of 2 averaged among replicas in FP8"
+    said = "gradients of 2 modules scattered in FP8, those of 2 averaged across replicas in FP8"
     assert done.stderr.count(said) == 4  # two levels, each of which is resumed
 
 

@@ -59,7 +59,7 @@ def test_trl_sft_trains_experts_in_fp8(
     output = _run(
         "sft", _folder(name, tiny_model, tmp_path), ROWS, extra, tmp_path, environment, forked_hosts
     )
-    assert ("stored as FP8 alone" in output) == bool(extra)
+    assert ("stored in FP8 only" in output) == bool(extra)
     saved = "adapter_model.safetensors" if extra else "model.safetensors"
     assert (tmp_path / "out" / saved).exists()
 
@@ -103,7 +103,7 @@ def test_trl_dpo_trains_experts_in_fp8(
     pairs = zip(ROWS, reversed(ROWS), strict=True)
     rows = [{"prompt": "say", "chosen": a["text"], "rejected": b["text"]} for a, b in pairs]
     output = _run("dpo", folder, rows, extra, tmp_path, environment, forked_hosts)
-    assert "stored as FP8 alone" in output
+    assert "stored in FP8 only" in output
     saved = "adapter_model.safetensors" if extra else "model.safetensors"
     assert (tmp_path / "out" / saved).exists()
 
@@ -142,7 +142,7 @@ def _run(
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "4 fused weights in FP8 grouped GEMMs" in output
-    assert "FP8 was asked for" not in output
+    assert "FP8 was requested" not in output
     return output
 
 
@@ -190,4 +190,4 @@ def test_a_configuration_file_shards_frozen_experts(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0: trained" in done.stdout
     assert "rank 1: trained" in done.stdout
-    assert "frozen weights held and gathered as FP8 alone" in done.stderr
+    assert "frozen weights stored and gathered in FP8 only" in done.stderr

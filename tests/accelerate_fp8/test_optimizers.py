@@ -201,7 +201,10 @@ def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(
     prepared.step()
     assert type(optimizer) is torch.optim.AdamW
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert "AdamW keeps its own states: some of its weights are of no model" in messages()[0]
+    assert (
+        "AdamW keeps its own states: some of its weights belong to no prepared model"
+        in messages()[0]
+    )
 
 
 @pytest.mark.parametrize("training_follows", [False, True])
@@ -250,7 +253,7 @@ def test_an_optimizer_that_has_another_is_left_alone_and_named_once(
     ("make", "reason"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD keeps its own states"),
-        (lambda p: OwnStep(p, lr=0.1), "OwnStep has a step of its own"),
+        (lambda p: OwnStep(p, lr=0.1), "OwnStep has its own step"),
     ],
     ids=["SGD", "own step"],
 )

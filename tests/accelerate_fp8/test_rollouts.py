@@ -183,8 +183,8 @@ def test_another_version_of_trl_is_told_of(lab: Lab, said: list[str]) -> None:
     for _ in range(2):
         other.log({})
     assert said == [
-        "FP8: fp8/logprob_difference is not measured: this version of TRL has other methods than "
-        "those that are known"
+        "FP8: fp8/logprob_difference is not measured: the methods of this version of TRL are not "
+        "supported"
     ]
 
 
@@ -230,7 +230,7 @@ def test_warnings_name_the_way_out() -> None:
     assert "multiplicative_error=1.073, above 1.01: recipe 'tensorwise' has one scale" in text
     assert "recipe='rowwise'" in text
     ((_, text),) = warnings_of(far, ["blockwise", "rowwise"], alone)
-    assert "another precision or mode" in text
+    assert "a different precision or mode" in text
     assert "recipe" not in text.split("above")[1]
 
 
@@ -384,7 +384,7 @@ def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
     if recipe == "tensorwise":
         assert error > 1.03
         (text,) = said
-        assert "above 1.01: recipe 'tensorwise' has one scale for a batch" in text
+        assert "above 1.01: recipe 'tensorwise' has one scale per batch" in text
         assert "recipe='rowwise' or 'blockwise'" in text
     else:
         assert error <= 1.03
@@ -402,4 +402,4 @@ def test_fp8_in_both_is_nearer_than_fp8_rollouts_are_to_a_bf16_trainer(
     mixed = logged(sure, trains_in_fp8=False)
     assert mixed > 1 + 3 * (both - 1)
     assert mixed > 1.03
-    assert "another precision or mode" in said[0]
+    assert "a different precision or mode" in said[0]

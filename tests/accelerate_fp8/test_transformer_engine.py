@@ -66,7 +66,7 @@ def test_trains_as_with_our_own_layers(
     summaries = [r.getMessage() for r in caplog.records if "linear layers" in r.getMessage()]
     theirs, own = ([line for line in s.splitlines() if "  auto  " not in line] for s in summaries)
     assert theirs == own
-    assert "Transformer Engine has casts of its own" in summaries[0]
+    assert "Transformer Engine has its own casts" in summaries[0]
 
 
 def test_saves_what_a_stock_model_saves(accelerate: Any, te: Any, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> 
 
 def test_the_cpu_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
-    with pytest.raises(ValueError, match="CUDA devices alone; this one is 'cpu'"):
+    with pytest.raises(ValueError, match="CUDA devices only; this one is 'cpu'"):
         make(accelerate)
 
 

@@ -67,7 +67,7 @@ def test_a_machine_without_the_package_is_named_by_the_others(start):
     without = {**both, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     second = start(*meet, *guest, SCRIPTS / "train.py", python=sys.executable, **without)
     assert first.wait(timeout=150) != 0
-    assert re.search(r"ValueError: rank [01] did not ask for FP8 while", first.log.read_text())
+    assert re.search(r"ValueError: rank [01] did not enable FP8 while", first.log.read_text())
     second.kill()
 
 
@@ -81,7 +81,7 @@ def test_two_versions_are_refused_by_name(start, tmp_path):
         assert process.wait(timeout=150) != 0
         said = process.log.read_text()
         assert "ranks have different versions: torch-fp8 is " in said
-        assert "0.0.9 on rank 1. Install the same ones on all hosts" in said
+        assert "0.0.9 on rank 1. Install the same versions on all hosts" in said
 
 
 def environment_of(version, folder):

@@ -46,7 +46,7 @@ def test_replicas_of_shards_exchange_8_bits(run):
     """A mesh of the user's under ModelParallelStrategy; the script compares with BF16."""
     (result,) = run(["hsdp.py"])
     assert result.returncode == 0, result.output
-    said = "gradients of 2 modules scattered in FP8, those of 2 averaged among replicas in FP8"
+    said = "gradients of 2 modules scattered in FP8, those of 2 averaged across replicas in FP8"
     assert result.output.count(said) == 2
 
 
@@ -74,7 +74,7 @@ def test_cli(run):
 
 
 def test_a_string_of_blocks_and_a_derived_request_are_refused():
-    with pytest.raises(TypeError, match="blocks takes a sequence of names of classes, got 'Block'"):
+    with pytest.raises(TypeError, match="blocks takes a sequence of class names, got 'Block'"):
         FP8FSDPStrategy(blocks="Block")
     from lightning_fp8.unified_trainer import FP8FSDPStrategy as Own
 

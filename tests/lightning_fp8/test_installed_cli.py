@@ -43,8 +43,8 @@ def test_flag_and_yaml_and_what_the_environment_does_not_reach(run, yaml):
         assert done.returncode == 0, done.output
         assert done.fp8_gemms == [2 * 2], done.output
         assert "1 of 1 linear layer," in done.output
-        assert "FP8 was asked for" not in done.output
+        assert "FP8 was requested" not in done.output
     assert environment.returncode == 0, environment.output
     assert environment.fp8_gemms == []
-    assert environment.output.count("FP8 was asked for by PL_TRAINER_PRECISION=fp8-mixed") == 1
+    assert environment.output.count("FP8 was requested by PL_TRAINER_PRECISION=fp8-mixed") == 1
     assert "its Trainer runs precision='32-true'" in environment.output

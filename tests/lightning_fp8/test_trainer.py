@@ -355,7 +355,9 @@ def test_gradient_release_is_refused_by_name(host, arguments, name):
         callbacks = importlib.import_module(f"{host.__name__}.callbacks")
         scheduler = callbacks.GradientAccumulationScheduler(dict(arguments["callbacks"]))
         arguments = {"callbacks": [scheduler]}
-    with pytest.raises(ValueError, match=rf"gradient_release=True.* not go together with {name}"):
+    with pytest.raises(
+        ValueError, match=rf"gradient_release=True.* cannot be combined with {name}"
+    ):
         fit(host, RELEASE, **arguments)
 
 

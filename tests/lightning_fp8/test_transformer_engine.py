@@ -133,5 +133,5 @@ def test_sharding_is_refused_by_name(te, strategy):
 
 def test_the_cpu_is_refused_by_name(te, monkeypatch):
     monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
-    with pytest.raises(ValueError, match="CUDA devices alone; this one is 'cpu'"):
+    with pytest.raises(ValueError, match="CUDA devices only; this one is 'cpu'"):
         fit(FP8Config(backend="transformer-engine"))

@@ -25,7 +25,7 @@ def test_what_no_command_expects_is_one_line_and_a_file(monkeypatch, tmp_path, c
     assert cli.main(["plan", "llama-3.1-8b"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "torch-fp8 plan: KeyError: 'nobody thought of this'. This is a fault of" in said
+    assert "torch-fp8 plan: KeyError: 'nobody thought of this'. This is a bug in" in said
     (log,) = tmp_path.glob("torch-fp8-*.txt")
     assert str(log) in said
     assert "nobody thought of this" in log.read_text()
@@ -143,7 +143,7 @@ def test_broken_input_is_a_line_and_an_exit_status(command, content, tmp_path, c
         return
     assert status in (1, 2)
     assert f"torch-fp8 {command}: " in said
-    assert "fault of torch-fp8" not in said
+    assert "bug in torch-fp8" not in said
     assert "Traceback" not in said
     assert not (tmp_path / "output").exists()
 
@@ -179,7 +179,7 @@ def test_wrong_options_are_a_line_and_an_exit_status(
     said = capsys.readouterr().err
     assert status in (1, 2)
     assert f"torch-fp8 {command}: " in said
-    assert "fault of torch-fp8" not in said
+    assert "bug in torch-fp8" not in said
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_output_that_nobody_takes_is_no_fault(where):
     os.close(write)
     status = {"a closed pipe": 1, "no output": 0, "a full disk": 2}[where]
     assert done.returncode == status, done.stderr
-    assert "fault of torch-fp8" not in done.stderr
+    assert "bug in torch-fp8" not in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert ("No space left" in done.stderr) == (where == "a full disk")

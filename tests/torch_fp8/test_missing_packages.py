@@ -76,4 +76,4 @@ def test_a_command_works_or_names_a_package(hidden, inputs, forked_python, tmp_p
         (line,) = lines
         assert line.startswith(f"torch-fp8 {command.split()[0]}: ")
         assert f"pip install {wanted[command]}" in line
-        assert "fault of torch-fp8" not in line
+        assert "bug in torch-fp8" not in line

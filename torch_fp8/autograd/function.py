@@ -56,8 +56,8 @@ def refuse_derivatives(ctx: Any, *grads: Tensor) -> Any:
     raise RuntimeError(
         f"the backward of '{name}' runs in FP8 and cannot be differentiated, as create_graph=True "
         "asks for (penalties on gradients, Hessian products, second-order MAML); run the forward "
-        "and the backward of this pass within torch_fp8.high_precision(), or leave the module as "
-        f"it is with FP8Config(skip=({name!r},))"
+        "and the backward of this pass within torch_fp8.high_precision(), or leave the module "
+        f"unconverted with FP8Config(skip=({name!r},))"
     )
 
 

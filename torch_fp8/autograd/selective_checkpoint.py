@@ -57,9 +57,10 @@ def selective_checkpoint_contexts() -> tuple[Any, Any]:
     """
     if not is_traced():
         raise RuntimeError(
-            "torch_fp8.selective_checkpoint_contexts is for regions that torch.compile compiles. "
-            "This one runs in eager mode: compile the model, or leave context_fn out, which keeps "
-            "the least, or take no checkpoint, since FP8 layers keep less than half of BF16's bytes"
+            "torch_fp8.selective_checkpoint_contexts only works in regions compiled by "
+            "torch.compile, but this one runs in eager mode: compile the model, leave context_fn "
+            "out, which keeps the fewest bytes, or use no checkpoint, since FP8 layers save less "
+            "than half of BF16's bytes"
         )
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
     return contexts

@@ -65,11 +65,11 @@ class AdoptedCheckpoint:
     def __str__(self) -> str:
         text = f"of the {self.format} checkpoint {self.path!r} "
         trained = "trained weights continue from their exact values, as BF16 and residual"
-        changed = "weights were changed since they were loaded and stay as they are"
-        fused = "are fused (experts), and stay as the host loaded them, rounded to their dtype"
+        changed = "weights were changed after loading and are left unchanged"
+        fused = "are fused (experts) and keep the values the host loaded, rounded to their dtype"
         parts = {
             f"{self.num_exact} {trained}": self.num_exact,
-            f"the bytes of {self.num_frozen} frozen weights are known": self.num_frozen,
+            f"{self.num_frozen} frozen weights can keep the bytes of the files": self.num_frozen,
             f"{self.num_changed} {changed}": self.num_changed,
             f"{self.num_fused} weights {fused}": self.num_fused,
         }
@@ -171,9 +171,9 @@ def take_over(
     elif config.large_residual_bits is not None:
         formats = {(source.format.name, str(source.files.path)) for source in _sources(model)}
         lines += [
-            f"weights of the {name} checkpoint {path!r} continue from the values that they were "
-            "dequantized to, and frozen ones are quantized anew: where weights are sharded (FSDP2, "
-            "tensor parallelism), the bits below are not kept"
+            f"weights of the {name} checkpoint {path!r} continue from their dequantized values, "
+            "and frozen ones are quantized again: the bits below BF16 are lost for sharded weights "
+            "(FSDP2, tensor parallelism)"
             for name, path in sorted(formats)
         ]
     return [*lines, SAVED_DEQUANTIZED] if saved else lines

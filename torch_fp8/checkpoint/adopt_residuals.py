@@ -59,8 +59,8 @@ def adopt_residuals(path: str | Path, model: nn.Module, weights_only: bool = Tru
         (joined if fits else refused).add(name)
     if refused:
         warnings.warn(
-            f"FP8: {path} has residuals of {counted(len(refused), 'weight')} that do not fit "
-            f"what was loaded, {min(refused)!r} for one: these stay as they are",
+            f"FP8: {path} has residuals for {counted(len(refused), 'weight')} that do not match "
+            f"the loaded values, such as {min(refused)!r}: these weights are left unchanged",
             stacklevel=2,
         )
     return len(joined)

@@ -40,9 +40,9 @@ _OTHERS = {
 }
 _WAY_OUT = (
     "torch_fp8 reads BF16, fine-grained FP8 (quant_method 'fp8'), compressed-tensors "
-    "'float-quantized' and 'mxfp8-quantized', and ModelOpt 'FP8' checkpoints. Take one of these, "
-    "or load this one with from_pretrained of its own library: its layers then stay as they are, "
-    "beside those that run in FP8"
+    "'float-quantized' and 'mxfp8-quantized', and ModelOpt 'FP8' checkpoints. Use one of these, or "
+    "load this one with its own library's from_pretrained: its layers are then left unchanged, and "
+    "other layers run in FP8"
 )
 
 
@@ -122,7 +122,7 @@ def check_scales(
     checked = {}
     stored = files.stored
     for key in (key for key, tensor in stored.items() if tensor.dtype == "F8_E5M2"):
-        raise ValueError(f"{key!r} is E5M2; weights are E4M3: {_where(files, format)}")
+        raise ValueError(f"{key!r} is E5M2; weights must be E4M3: {_where(files, format)}")
     for key, weight in stored.items():
         if key.endswith(f".weight{format.scale_suffix}"):
             owner = stored.get(key.removesuffix(format.scale_suffix))
@@ -172,9 +172,9 @@ def _refuse_unexplained(files: SafetensorsFiles) -> dict[str, tuple[str, tuple[i
     for key, tensor in files.stored.items():
         if tensor.dtype in (_E4M3, "F8_E5M2"):
             raise ValueError(
-                f"{key!r} in {str(files.path)!r} holds FP8 codes, and there is no config.json "
-                "beside it whose quantization_config says what scales belong to them; copy the one "
-                "that was exported with it. Nothing was loaded"
+                f"{key!r} in {str(files.path)!r} holds FP8 codes, but there is no config.json "
+                "beside it with a quantization_config that describes their scales; copy the "
+                "config.json that was exported with it. Nothing was loaded"
             )
     return {}
 
@@ -188,19 +188,19 @@ def _checked_block(
 ) -> tuple[int, int]:
     where = _where(files, format)
     if scale_key not in files.stored:
-        raise ValueError(f"{scale_key!r} is missing, the scales of {key!r}: {where}")
+        raise ValueError(f"{scale_key!r}, the scales of {key!r}, is missing: {where}")
     scale = files.stored[scale_key]
     if len(weight.shape) != 2:
-        raise ValueError(f"{key!r} has shape {weight.shape}; FP8 weights are matrices: {where}")
+        raise ValueError(f"{key!r} has shape {weight.shape}; FP8 weights must be matrices: {where}")
     block = format.block_of(weight.shape, scale.shape)
     if block is None:
         declared = " or ".join(f"{r or 'all'} x {c or 'all'}" for r, c in format.blocks)
         raise ValueError(
-            f"{scale_key!r} has shape {scale.shape}, which is not that of the scales of a weight "
-            f"{weight.shape} in blocks of {declared}: {where}"
+            f"{scale_key!r} has shape {scale.shape}, which does not match a weight {weight.shape} "
+            f"in blocks of {declared}: {where}"
         )
     if scale.dtype not in (*_FLOATS, *(["U8"] if format.ue8m0 else [])):
-        raise ValueError(f"{scale_key!r} has dtype {scale.dtype}; scales are floats: {where}")
+        raise ValueError(f"{scale_key!r} has dtype {scale.dtype}; scales must be floats: {where}")
     value = _float32(files[scale_key])
     if not bool(value.isfinite().all()):
         raise ValueError(f"{scale_key!r} holds an Inf or NaN: {where}")
@@ -216,7 +216,7 @@ def _float32(scale: Tensor) -> Tensor:
 
 
 def _where(files: SafetensorsFiles, format: CheckpointFormat) -> str:
-    return f"{str(files.path)!r} is no complete {format.name} checkpoint; nothing was loaded"
+    return f"{str(files.path)!r} is not a complete {format.name} checkpoint; nothing was loaded"
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _fine_grained(quantization: Mapping[str, Any], where: str) -> CheckpointFormat:
     if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise ValueError(f"{where} has FP8 weights of fmt {quantization['fmt']!r}; E4M3 is read")
+        raise ValueError(f"{where} has FP8 weights of fmt {quantization['fmt']!r}; supported: E4M3")
     block = quantization.get("weight_block_size", (128, 128))
     blocks = ((0, 0) if block is None else _pair(block, where),)
     exponents = quantization.get("scale_fmt") == "ue8m0"
@@ -267,7 +267,7 @@ def _strategy(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
     if strategy == "group":
         return 1, _pair((1, weights.get("group_size")), where)[1]
     raise ValueError(
-        f"{where} has weights of strategy {strategy!r}; tensor, channel, block and group are read"
+        f"{where} has weights of strategy {strategy!r}; supported: tensor, channel, block and group"
     )
 
 

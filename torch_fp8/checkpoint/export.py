@@ -70,13 +70,13 @@ class ExportReport:
     def __str__(self) -> str:
         text = (
             f"{len(self.fp8)} layers in {self.format} FP8 ({self.recipe}) at {str(self.path)!r}, "
-            f"{self.bytes_per_bf16_byte:.4f} bytes for each byte of BF16"
+            f"{self.bytes_per_bf16_byte:.4f} bytes per byte of BF16"
         )
         if self.kept:
             reasons = first_reasons(self.kept, 3)
             text += f"; {len(self.kept)} that run in FP8 are written in BF16: {reasons}"
         if self.recast:
-            text += f"; {len(self.recast)} of them are experts, cast anew in blocks of 128 x 128"
+            text += f"; {len(self.recast)} of them are experts, cast again in blocks of 128 x 128"
         return text
 
 
@@ -124,8 +124,8 @@ def export(
     check_format(format)
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(
-            f"tokenizer={tokenizer!r} has no save_pretrained; hand over the tokenizer itself, or "
-            "None to copy the files of the folder that the model is from"
+            f"tokenizer={tokenizer!r} has no save_pretrained; pass the tokenizer itself, or None "
+            "to copy the files from the model's original folder"
         )
     most, path = parse_size(max_shard_size), refuse_existing(path)
     plan = prepare_export(model, format, adapters)
@@ -214,13 +214,13 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
     root = unwrapped(model)
     adapted = adapted_layers(root)
     if adapters not in (None, *ADAPTERS):
-        raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
+        raise ValueError(f"adapters={adapters!r} is unknown; supported: 'merge' and 'apart'")
     if adapted and adapters is None:
         raise ValueError(
-            f"'{adapted[0]}' has an adapter, and no FP8 format holds one: adapters='merge' folds "
-            "all into the weights, which loses what is below the resolution of FP8; "
-            "adapters='apart' writes the base alone, for an engine that serves the adapter of "
-            "model.save_pretrained beside it"
+            f"'{adapted[0]}' has an adapter, and no FP8 format can store one: adapters='merge' "
+            "merges all adapters into the weights, which loses what is below the resolution of "
+            "FP8; adapters='apart' writes only the base, for an engine that serves the adapter "
+            "from model.save_pretrained beside it"
         )
     if adapters != "apart":
         refuse_prompts(model)
@@ -247,7 +247,7 @@ def unwrapped(model: nn.Module) -> Any:
     config = getattr(root, "config", None)
     if not isinstance(root, nn.Module) or not callable(getattr(config, "save_pretrained", None)):
         raise TypeError(
-            f"export takes a model of transformers, whose config.json engines read; "
+            "export takes a transformers model, because engines read its config.json; "
             f"{type(model).__name__} has no such config"
         )
     return root
@@ -275,8 +275,8 @@ def warn_kept(report: ExportReport) -> None:
         )
     if report.recast:
         warnings.warn(
-            f"experts are trained with a scale a row and written in blocks of 128 x 128, so that "
-            f"engines multiply by other FP8 values than training ('{report.recast[0]}' for one); "
+            "experts are trained with one scale per row and written in blocks of 128 x 128, so "
+            f"engines use different FP8 values from training (such as '{report.recast[0]}'); "
             "recipe='rowwise' with format='compressed-tensors' writes the values of training",
             stacklevel=3,
         )

@@ -76,7 +76,9 @@ def export_checkpoint(
     """
     config = config_or_default(config)
     if config.recipe == "auto":
-        raise ValueError("name the recipe that training ran; recipe 'auto' chooses on its card")
+        raise ValueError(
+            "name the recipe that training used; recipe 'auto' chooses on the training card"
+        )
     ExportFormat(format, config.recipe)
     most, path = parse_size(max_shard_size), refuse_existing(path)
     source = Path(checkpoint)
@@ -179,8 +181,8 @@ def _with_history_length(config: FP8Config, history: Any, source: Path) -> FP8Co
     if not lengths:
         raise ValueError(
             f"{str(source)!r} has no {_HISTORY}, which the hosts write beside a checkpoint: recipe "
-            "'delayed' needs the amaxes of training for input_scale; export the model that is "
-            "trained, or name another recipe and format"
+            "'delayed' needs the amaxes of training for input_scale; export the trained model "
+            "itself, or choose another recipe and format"
         )
     return dataclasses.replace(config, amax_history_len=lengths[0])
 

@@ -59,7 +59,7 @@ class ExpertExport:
         refuse_unsplit(name, parts)
         if format.granularity not in ("rowwise", BLOCKS):
             self.reason = (
-                f"experts run with a scale a row, and {format.recipe} has other scales; recipe "
+                f"experts run with one scale per row, which {format.recipe} cannot express; recipe "
                 "'rowwise' or 'blockwise' writes them in FP8"
             )
         for key, of_key in parts.items():

@@ -72,8 +72,8 @@ class ExportFormat:
             return
         others = [name for name, recipes in SAVE_FORMATS.items() if self.recipe in recipes]
         raise ValueError(
-            f"format {self.name!r} cannot say recipe {self.recipe!r}, it holds "
-            f"{' and '.join(SAVE_FORMATS[self.name])}; take format={others[0]!r}"
+            f"format {self.name!r} cannot express recipe {self.recipe!r}, only "
+            f"{' and '.join(SAVE_FORMATS[self.name])}; use format={others[0]!r}"
         )
 
     @property
@@ -98,9 +98,9 @@ class ExportFormat:
         weight.
         """
         if self.granularity == "block_128x128" and (rows % 128 or cols % 128):
-            return f"its sides, {rows} x {cols}, are no multiples of 128"
+            return f"its sides, {rows} x {cols}, are not multiples of 128"
         if self.granularity == "block_1x32" and cols % 32:
-            return f"its {cols} input features are no multiple of 32"
+            return f"its {cols} input features are not a multiple of 32"
         return None
 
     def planned(self, name: str, rows: int, cols: int) -> tuple[PlannedTensor, ...]:

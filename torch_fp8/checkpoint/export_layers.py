@@ -38,7 +38,7 @@ def held_layers(
     for name, layer in layers.items():
         reason = format.refusal(layer.out_features, layer.in_features) or ""
         if layer.fp8.transposed:
-            reason = "engines read the weight of Conv1D in 16 bits"
+            reason = "engines read Conv1D weights in 16 bits"
         elif id(layer) in heads:
             reason = "engines keep the output layer in 16 bits"
         elif format.name == "fine-grained" and is_left_by_quantizers(model, name):
@@ -46,7 +46,7 @@ def held_layers(
         elif not reason and format.granularity == "block_128x128":
             sizes = _stacked_sizes(name, layer, getattr(model, "config", None))
             if any(size % 128 for size in sizes):
-                reason = f"its parts have {sizes} rows, no multiples of 128"
+                reason = f"its parts have {sizes} rows, which are not multiples of 128"
         held[name] = reason
     for name in list(held):
         parent, _, leaf = name.rpartition(".")

@@ -65,7 +65,8 @@ class ModelTensors:
         del layer
         if tensor.is_meta:
             raise ValueError(
-                f"'{key}' has no values here (meta device, or offloaded); load it first"
+                f"'{key}' has no values in this process (on the meta device, or offloaded); load "
+                "it first"
             )
         return stored(tensor)
 
@@ -198,7 +199,7 @@ def plan_export(
                 planned = PlannedTensor(parts[key][0].name, dtype, tuple(tensor.shape))
                 if planned.dtype not in DTYPES.values():
                     raise ValueError(
-                        f"'{key}' is {tensor.dtype}, which safetensors files do not hold"
+                        f"'{key}' is {tensor.dtype}, which safetensors files do not support"
                     )
                 plan.groups.append(as_it_is(planned, get))
         if reason:
@@ -206,7 +207,7 @@ def plan_export(
     plan.ignored = with_routers(plan.ignored, places, parts)
     if not plan.fp8:
         raise ValueError(
-            f"format {format.name!r} can hold none of the model's FP8 layers: "
+            f"format {format.name!r} cannot store any of the model's FP8 layers: "
             + first_reasons(plan.kept, 3)
         )
     refuse_ambiguous(plan.fp8, plan.ignored)

@@ -18,21 +18,21 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
     """Return the recipe that all FP8 layers share; refuse a model with none or several."""
     if not layers:
         raise ValueError(
-            "the model has no FP8 layer; torch_fp8.convert_to_float8(model, recipe) makes them"
+            "the model has no FP8 layer; call torch_fp8.convert_to_float8(model, recipe) first"
         )
     first: dict[str, str] = {}
     for name, layer in layers.items():
         if isinstance(layer, TransformerEngineLinear):
             raise ValueError(
-                f"'{name}' is cast by Transformer Engine, whose bytes are not known here; convert "
-                "the model with FP8Config(backend='torch')"
+                f"'{name}' is cast by Transformer Engine, whose FP8 bytes are not accessible; "
+                "convert the model with FP8Config(backend='torch')"
             )
         first.setdefault(layer.fp8.recipe.name, name)
     if len(first) > 1:
         parts = ", ".join(f"'{name}' runs {recipe}" for recipe, name in first.items())
         raise ValueError(
-            f"format {format!r} says one recipe for all layers, and {parts}; convert the model "
-            "with the recipe that its frozen layers run, recipe='blockwise'"
+            f"format {format!r} has one recipe for all layers, but {parts}; convert the model with "
+            "the recipe of its frozen layers, recipe='blockwise'"
         )
     return next(iter(first))
 
@@ -42,9 +42,9 @@ def refuse_unsplit(name: str, parts: Mapping[str, Sequence[StoredPart]]) -> None
     for key, of_key in parts.items():
         if any(part.expert is None for part in of_key):
             raise ValueError(
-                f"'{key}' holds the experts of '{name}' in one tensor, in checkpoints too, and "
-                "engines read such experts in 16 bits or in formats of their own; save the model "
-                "with save_pretrained"
+                f"'{key}' holds the experts of '{name}' in one tensor, also in checkpoints, and "
+                "engines read such experts in 16 bits or in their own formats; save the model with "
+                "save_pretrained"
             )
 
 
@@ -53,7 +53,7 @@ def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
     if name in layers or owner in layers:
         raise ValueError(
             f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
-            f"in high precision; convert the model with {name!r} among skip"
+            f"in high precision; convert the model with {name!r} in skip"
         )
 
 
@@ -61,8 +61,8 @@ def refuse_sharded(key: str, tensor: Tensor) -> None:
     """Refuse a tensor of which this rank has only a part."""
     if isinstance(tensor, DTensor):
         raise ValueError(
-            f"'{key}' is sharded over several ranks; save the model with its host, then run "
-            "torch-fp8 export on that checkpoint"
+            f"'{key}' is sharded across ranks; save the model with Lightning or Accelerate, then "
+            "run torch-fp8 export on that checkpoint"
         )
 
 
@@ -75,8 +75,8 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
         for name in fp8:
             if name.endswith(plain) or name.startswith(f"{plain}."):
                 raise ValueError(
-                    f"'{plain}' is not in FP8 and '{name}' is; engines would take the second for "
-                    f"the first. Convert the model with {name!r} among skip"
+                    f"'{plain}' is not in FP8, but '{name}' is, and engines would confuse the two. "
+                    f"Convert the model with {name!r} in skip"
                 )
 
 

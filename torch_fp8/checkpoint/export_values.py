@@ -46,14 +46,14 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
     if not bool(history.isfinite().all() & amaxes.isfinite().all()):
         raise ValueError(
-            f"the history of '{name}' holds an Inf or NaN, an amax of its input, which would be "
-            "served with a scale that means nothing: training has diverged, or is about to; export "
-            "a checkpoint from before"
+            f"the amax history of the input of '{name}' holds an Inf or NaN, so its serving scale "
+            "would be meaningless: training has diverged, or is about to; export an earlier "
+            "checkpoint"
         )
     past = past_amax(pushed_history(layer)[INPUT], config.amax_compute_algo)
     if not bool(past):
         raise ValueError(
-            f"'{name}' has recorded no amax of its input, so that there is no input_scale; run a "
+            f"'{name}' has recorded no amax of its input, so there is no input_scale; run a "
             "forward in training mode, or load the history (load_scaling_state_dict), then export"
         )
     return delayed_scale(past, layer.fp8.recipe.input.format, config.margin)
@@ -89,9 +89,9 @@ def in_bf16(
         value = dequantize(payload, PLAIN)
         if not torch.equal(value.float(), dequantize(payload)):
             raise ValueError(
-                f"'{key}' cannot be written in FP8: {reason}; and BF16 does not hold its values "
-                "exactly, for its scales are no powers of two. Convert the model with "
-                "recipe='blockwise' or 'rowwise', or with this layer among skip"
+                f"'{key}' cannot be written in FP8: {reason}; and BF16 cannot hold its values "
+                "exactly, because its scales are not powers of two. Convert the model with "
+                "recipe='blockwise' or 'rowwise', or with this layer in skip"
             )
         return (value.t() if layer.fp8.transposed else value,)
 

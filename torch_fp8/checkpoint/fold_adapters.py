@@ -60,9 +60,9 @@ def refuse_prompts(model: nn.Module) -> None:
     for module in model.modules():
         if len(module._modules.get("prompt_encoder") or ()):
             raise ValueError(
-                f"the {type(module).__name__} learns a prompt, which is no part of a weight, and "
-                "no checkpoint of FP8 holds it; adapters='apart' writes the base alone, for an "
-                "engine that serves the prompt of model.save_pretrained beside it"
+                f"the {type(module).__name__} learns a prompt, which is not part of a weight, so "
+                "no FP8 checkpoint can store it; adapters='apart' writes only the base, for an "
+                "engine that serves the prompt from model.save_pretrained beside it"
             )
 
 
@@ -86,14 +86,13 @@ class AdapterFold:
             name = unwrapped_name(name)
             if getattr(module, "merged", False):
                 raise ValueError(
-                    f"the adapter of '{name}' is merged already; call unmerge_adapter(), or "
-                    "merge_and_unload() and export the model that it returns"
+                    f"the adapter of '{name}' is already merged; call unmerge_adapter(), or "
+                    "merge_and_unload() and export the model it returns"
                 )
             if merge and not callable(getattr(module, "get_delta_weight", None)):
                 raise ValueError(
-                    f"'{name}' is a {type(module).__name__}, whose adapter is no matrix that is "
-                    "added to the weight; call merge_and_unload() and export the model that it "
-                    "returns"
+                    f"'{name}' is a {type(module).__name__}, whose adapter is not a matrix added "
+                    "to the weight; call merge_and_unload() and export the model it returns"
                 )
             parameter = getattr(module, "parameter_name", "weight")
             self._owners[id(_innermost(module)), parameter] = name, module
@@ -116,9 +115,9 @@ class AdapterFold:
                 other = next(name for name in names if name != first)
                 raise ValueError(
                     f"'{first}' has an adapter, or is trained as a copy, and shares its weight "
-                    f"with '{other}', which engines tie to it (tie_word_embeddings): merged, it "
-                    "would be another weight. Train the adapters of other layers, or a model "
-                    "whose weights are not tied; adapters='apart' leaves this one out"
+                    f"with '{other}', which engines tie to it (tie_word_embeddings): merging would "
+                    "make the two differ. Train adapters on other layers, or a model with untied "
+                    "weights; adapters='apart' leaves this one out"
                 )
 
     def walk(self, model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -165,9 +164,9 @@ class AdapterFold:
             ]
             if delta.shape != folded.shape or others:
                 raise ValueError(
-                    f"the adapter {adapter!r} of '{name}' does not only add to the weight "
+                    f"the adapter {adapter!r} of '{name}' does more than add to the weight "
                     f"({', '.join(others) or 'DoRA'}); call merge_and_unload() and export the "
-                    "model that it returns"
+                    "model it returns"
                 )
             folded = folded + delta.float()
         return folded.to(torch.bfloat16 if isinstance(layer, RunsFP8) else weight.dtype)

@@ -72,11 +72,15 @@ def take_over_experts(
         model.set_submodule(name, stock)
         del module, weight, scale, codes, stored
     parts = {
-        "are trained, from their exact values": exact,
-        "are cast anew when they are frozen, with a scale a row": anew,
+        "are trained from their exact values": exact,
+        "are cast again when frozen, with one scale per row": anew,
     }
     said = "; ".join(f"{count} {what}" for what, count in parts.items() if count)
-    return [f"FP8Experts of transformers became experts of the model: {said}"] if said else []
+    return (
+        [f"transformers' FP8Experts were replaced by the model's own experts: {said}"]
+        if said
+        else []
+    )
 
 
 def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residuals: bool) -> None:
@@ -97,7 +101,7 @@ def check_positive(name: str, scale: Tensor) -> None:
     """Raise a ValueError, with the name, if scales are not finite or not positive."""
     if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
         raise ValueError(
-            f"'{name}' holds a scale that is not finite or not positive: the checkpoint is bad"
+            f"'{name}' holds a scale that is not finite or not positive: the checkpoint is broken"
         )
 
 
@@ -122,7 +126,7 @@ def _block_of(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
     if not is_stacked or any(n % g for n, g in zip(shape[1:], grid[1:], strict=True)):
         raise ValueError(
             f"'{name}{_SCALES}' has shape {grid}, which does not divide {shape} into blocks: the "
-            "checkpoint is bad"
+            "checkpoint is broken"
         )
     check_positive(f"{name}{_SCALES}", scale)
     return shape[1] // grid[1], shape[2] // grid[2]

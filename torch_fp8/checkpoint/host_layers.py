@@ -71,7 +71,7 @@ def take_over_layers(
         return []
     option = option_that_keeps(config)
     if option is not None:
-        return [f"{len(layers)} {_kind(layers[0][1])} stay as they are ({option})"]
+        return [f"{len(layers)} {_kind(layers[0][1])} are left unchanged ({option})"]
     weights = [_weight_of(name, layer, scale_of) for name, layer in layers]
     lines = take_over_experts(model, config, trained=trained, residuals=residuals)
     num_layers, kind = len(layers), _kind(layers[0][1])
@@ -96,11 +96,11 @@ def take_over_layers(
         layer.__class__ = nn.Linear
         del layer, weight
     _no_longer_quantized(model)
-    line = f"{num_layers} {kind} became linear layers: "
+    line = f"{num_layers} {kind} were replaced by linear layers: "
     parts = {
-        "are trained, from their exact values": num_trained,
-        "hold the same bytes": num_layers - num_trained - num_anew,
-        f"are quantized anew, {spec.granularity}": num_anew,
+        "are trained from their exact values": num_trained,
+        "keep the same bytes": num_layers - num_trained - num_anew,
+        f"are quantized again, {spec.granularity}": num_anew,
     }
     return [line + "; ".join(f"{count} {what}" for what, count in parts.items() if count), *lines]
 
@@ -120,7 +120,7 @@ def _scale_name(module: nn.Module) -> str:
 
 def _kind(layer: nn.Module) -> str:
     own = type(layer).__name__ == "FP8Linear"
-    return "FP8Linear layers of transformers" if own else "layers of compressed-tensors"
+    return "transformers' FP8Linear layers" if own else "compressed-tensors layers"
 
 
 def _block_of(layer: Any) -> tuple[int, int]:
@@ -156,7 +156,7 @@ def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | N
     shape = tuple(scale.shape)
     if scale.numel() != math.prod(grid) or (scale.ndim == 2 and shape != grid):
         raise ValueError(
-            f"'{name}.{scale_name}' has shape {shape}, not {grid}: the checkpoint is bad"
+            f"'{name}.{scale_name}' has shape {shape}, not {grid}: the checkpoint is broken"
         )
     check_positive(f"{name}.{scale_name}", scale)
     return FP8Weight(qdata, scale.reshape(grid), block)

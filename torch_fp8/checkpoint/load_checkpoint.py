@@ -218,8 +218,8 @@ def built_without_data(cls: Any, path: Path) -> nn.Module:
             model = getattr(cls, "from_config", getattr(cls, "_from_config", cls))(config)
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{cls!r} builds no model; pass a class of transformers, such as AutoModelForCausalLM, "
-            "or a function without arguments that returns the model"
+            f"{cls!r} does not build a model; pass a transformers class, such as "
+            "AutoModelForCausalLM, or a function without arguments that returns the model"
         )
     if config is not None:
         model.config.name_or_path = model.name_or_path = str(path)
@@ -257,13 +257,13 @@ def check_keys(
         ValueError: they differ; the error names the first differences.
     """
     what = f"the checkpoint {str(files.path)!r} does not fit {type(model).__name__}"
-    why = "nothing was loaded; from_pretrained knows models whose checkpoints have other names"
+    why = "nothing was loaded; use from_pretrained for models whose checkpoints have other names"
     present = {id(homes[key]) for key in files if key in homes}
     missing = [name for name, owners in homes.items() if id(owners) not in present]
     unknown = [key for key in files if key not in homes and key not in companions]
     if missing or unknown:
-        lacks = f"it lacks {missing[0]!r} and {len(missing) - 1} more" if missing else ""
-        has = f"it has {unknown[0]!r} and {len(unknown) - 1} more" if unknown else ""
+        lacks = f"it is missing {missing[0]!r} and {len(missing) - 1} more" if missing else ""
+        has = f"it has unexpected {unknown[0]!r} and {len(unknown) - 1} more" if unknown else ""
         raise ValueError(f"{what}: {' and '.join(filter(None, (lacks, has)))}; {why}")
     for key, stored in files.stored.items():
         if key in companions:

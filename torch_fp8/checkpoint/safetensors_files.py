@@ -73,7 +73,9 @@ class SafetensorsFiles(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         stored = self.stored[key]
         if stored.dtype not in DTYPES:
-            raise ValueError(f"{key!r} in {stored.file} has dtype {stored.dtype}, unknown here")
+            raise ValueError(
+                f"{key!r} in {stored.file} has dtype {stored.dtype}, which is not supported"
+            )
         dtype = DTYPES[stored.dtype]
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=dtype)
@@ -104,17 +106,19 @@ def _files(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{indices[0]} is no index of safetensors files: {error}") from error
+            raise ValueError(
+                f"{indices[0]} is not an index of safetensors files: {error}"
+            ) from error
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
-            raise ValueError(f"{indices[0]} names {missing[0]!r}, which is not there")
+            raise ValueError(f"{indices[0]} names {missing[0]!r}, which does not exist")
         return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
     whole = [file for file in files if file.name == "model.safetensors"]
     if not files:
         raise ValueError(
-            f"{str(path)!r} has no *.safetensors file; give the folder of a checkpoint on this "
-            "machine (huggingface_hub.snapshot_download returns the one of a model on the hub)"
+            f"{str(path)!r} has no *.safetensors file; pass a local checkpoint folder "
+            "(huggingface_hub.snapshot_download returns the folder of a model on the hub)"
         )
     return whole or files
 
@@ -130,7 +134,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         entries.pop("__metadata__", None)
         stored = {key: _stored(file, 8 + length, size, entry) for key, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no safetensors file: {error}") from error
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error
     return stored
 
 

@@ -63,7 +63,7 @@ def parse_size(size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or int(match[1]) == 0:
-        raise ValueError(f"max_shard_size={size!r} is no size; write a number of bytes, or '5GB'")
+        raise ValueError(f"max_shard_size={size!r} is not a size; use a number of bytes, or '5GB'")
     return int(match[1]) * unit
 
 
@@ -130,7 +130,7 @@ def _write_file(path: Path, groups: Sequence[TensorGroup]) -> None:
             for tensor, value in zip(group.tensors, group.make(), strict=True):
                 if value.dtype != tensor.dtype or tuple(value.shape) != tensor.shape:
                     raise ValueError(
-                        f"{tensor.name!r} was to be {tensor.dtype} {tensor.shape} and is "
+                        f"{tensor.name!r} should be {tensor.dtype} {tensor.shape} but is "
                         f"{value.dtype} {tuple(value.shape)}; nothing was written"
                     )
                 file.seek(start + places[tensor.name])

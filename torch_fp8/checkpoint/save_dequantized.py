@@ -8,7 +8,7 @@ _DEQUANTIZERS = ("Fp8Dequantize",)
 """transformers' operations whose reverse quantizes tensors when a model is saved."""
 
 SAVED_DEQUANTIZED = (
-    "the model came from an FP8 checkpoint and is saved in the dtype that it has now; stock "
+    "the model was loaded from an FP8 checkpoint and will be saved in its current dtype; stock "
     "transformers would quantize all of its matrices and write no quantization_config"
 )
 

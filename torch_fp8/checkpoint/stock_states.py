@@ -38,14 +38,14 @@ def convert_optimizer_file(source: Path, target: Path) -> str:
         raise ValueError(f"{str(target)!r} exists; name a file that does not")
     if source.is_dir():
         raise ValueError(
-            f"{str(source)!r} is a folder; name the file in it that has the optimizer's state"
+            f"{str(source)!r} is a folder; name the file in it that holds the optimizer's state"
         )
     count = [0]
     converted = _converted(_loaded(source), count)
     if not count[0]:
         raise ValueError(
-            f"{str(source)!r} has no moments of 8 bits: it has stock's format, or is no "
-            "checkpoint of an optimizer"
+            f"{str(source)!r} has no 8-bit moments: it is already in the stock format, or is not "
+            "an optimizer checkpoint"
         )
     with whole_file(target) as partial:
         torch.save(converted, partial)
@@ -59,7 +59,7 @@ def _loaded(source: Path) -> Any:
         raise
     except Exception as error:  # a broken file can raise anything
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{str(source)!r} is no file of tensors: {reason:.200}") from error
+        raise ValueError(f"{str(source)!r} is not a file of tensors: {reason:.200}") from error
 
 
 def _converted(value: Any, count: list[int]) -> Any:
@@ -82,6 +82,6 @@ def _check_formats(state_dict: dict[str, Any]) -> None:
     formats = (state_dict.get(OPTIONS_KEY) or {}).get(FORMATS_KEY, STATE_FORMATS)
     if formats not in (STATE_FORMATS, STATE_FORMATS | RATIO_FORMATS):
         raise ValueError(
-            f"its moments have the formats {formats!r:.200}, but this version of torch-fp8 reads "
+            f"its moments are in the formats {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}"
         )

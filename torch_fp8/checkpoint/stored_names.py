@@ -91,6 +91,6 @@ def _of_fused(key: str, shape: torch.Size, revert: Any, model: nn.Module) -> lis
 
 def _unknown(key: str) -> ValueError:
     return ValueError(
-        f"'{key}' has another name or shape in checkpoints: transformers converts it when it saves "
-        "it, in a way that this export does not know; save the model with save_pretrained"
+        f"'{key}' has another name or shape in checkpoints: transformers converts it on saving in "
+        "a way that this export does not support; save the model with save_pretrained"
     )

@@ -54,7 +54,7 @@ def weights_for_engine(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; one of {', '.join(map(repr, ENGINES))}")
     if adapters not in ADAPTERS:
-        raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
+        raise ValueError(f"adapters={adapters!r} is unknown; supported: 'merge' and 'apart'")
     root = unwrapped(model)
     if adapters == "merge":
         refuse_prompts(model)
@@ -73,8 +73,8 @@ def weights_for_engine(
         return _as_planned(plan)
     for name, reason in plan.kept:
         raise ValueError(
-            f"'{name}' runs in FP8 and an engine would quantize it in other blocks: {reason}; "
-            f"convert the model with {name!r} among skip, and have the engine skip it, too"
+            f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
+            f"convert the model with {name!r} in skip, and make the engine skip it too"
         )
     return _in_values_of_fp8(root, fold, plan.smooth, set(plan.fp8))
 
@@ -102,8 +102,8 @@ def _in_values_of_fp8(
             plain = dequantize(payload, torch.bfloat16)
             if not torch.equal(plain.float(), dequantize(payload)):
                 raise ValueError(
-                    f"'{key}' has scales that are no powers of two, those of the checkpoint that "
-                    "it is from, so that BF16 does not hold its values; take engine='fine-grained'"
+                    f"'{key}' has scales from its original checkpoint that are not powers of two, "
+                    "so BF16 cannot hold its values; use engine='fine-grained'"
                 )
             yield parts[0].name, plain
         else:

@@ -29,9 +29,13 @@ def refuse_existing(path: str | Path) -> Path:
     """
     path = Path(path).absolute()
     if path.exists() or path.is_symlink():
-        raise ValueError(f"{str(path)!r} exists; name a folder that does not, nothing was written")
+        raise ValueError(
+            f"{str(path)!r} already exists; choose a folder that does not. Nothing was written"
+        )
     if not path.parent.is_dir():
-        raise ValueError(f"{str(path.parent)!r} is no folder; make it first, nothing was written")
+        raise ValueError(
+            f"{str(path.parent)!r} is not a folder; create it first. Nothing was written"
+        )
     return path
 
 

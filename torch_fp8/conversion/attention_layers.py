@@ -22,7 +22,7 @@ from torch_fp8.nn.class_swap import stock_class
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.linear import Float8Layer
 
-UNKNOWN = "no attention of transformers' registry, so q, k and v are saved as they are"
+UNKNOWN = "not an attention function from transformers' registry, so q, k and v are saved unchanged"
 
 
 class SavedAttention(NamedTuple):
@@ -89,7 +89,7 @@ def _reason(name: str, module: nn.Module, config: FP8Config) -> str | None:
         return None
     if implementation in registry().valid_keys() and not str(implementation).startswith(PAGED):
         return None
-    return f"attn_implementation={implementation!r} computes it; q, k and v are saved as they are"
+    return f"attn_implementation={implementation!r} computes it; q, k and v are saved unchanged"
 
 
 def _holds(outer: str, inner: str) -> bool:

@@ -98,18 +98,18 @@ class RecipeChoice:
 
     def __str__(self) -> str:
         if self.not_measured is not None:
-            return f"takes {self.recipe} here without measuring: {self.not_measured}"
+            return f"chose {self.recipe} without measuring: {self.not_measured}"
         rest = [f"{n} {ratio:.2f}" for n, ratio in self.speedups.items() if n != self.recipe]
         others = f" ({', '.join(rest)})" if rest else ""
         alone = (
-            "; measured by this process for itself, before there was a process group: ranks "
-            "compare their layers when the model is wrapped"
+            "; measured by this process alone, before the process group existed: ranks compare "
+            "their layers when the model is wrapped"
             if self.alone
             else ""
         )
         return (
             f"{self.recipe} {self.speedups[self.recipe]:.2f} times as fast as BF16{others}, linear "
-            f"layers alone, forward and backward of {self.tokens} tokens{alone}"
+            f"layers only, forward and backward of {self.tokens} tokens{alone}"
         )
 
 
@@ -213,13 +213,13 @@ def _largest_part(weight: torch.Tensor) -> tuple[int, ...]:
 
 def _why_not_measured(config: FP8Config, names: Sequence[str]) -> str | None:
     if config.backend != "torch":
-        return "Transformer Engine has casts of its own"
+        return "Transformer Engine has its own casts"
     if config.emulate:
         return "emulate=True"
     if not names:
         return "FP8 is emulated here"
     if not can_ask():
-        return "the ranks of this process group cannot agree on what one of them measures"
+        return "the ranks of this process group cannot share what one of them measures"
     return None
 
 
@@ -260,8 +260,8 @@ def _timed(
         line = (str(error).strip().splitlines() or [""])[0][:200]
         failure = f"timing {noun}{shape} failed ({type(error).__name__}: {line})"
         warnings.warn(
-            f"FP8Config(recipe='auto') runs {runs}, unmeasured: {failure}. Name a recipe to have "
-            f"nothing measured{way_out}",
+            f"FP8Config(recipe='auto') runs {runs} without measuring: {failure}. Name a recipe to "
+            f"skip measuring{way_out}",
             stacklevel=2,
         )
         return json.dumps({"failure": failure})
@@ -303,4 +303,6 @@ def _as_it_runs(times: LayerTimes, recipe: str) -> float:
 def _slower(shape: LayerShape, times: LayerTimes, recipe: str, tokens: int) -> str:
     plain, fp8 = (f"{1e6 * t:.0f}" for t in (times.plain, times.fp8[recipe]))
     name = "BF16" if shape.dtype == torch.bfloat16 else "FP16"
-    return f"{shape} is no faster in FP8: {fp8} against {plain} us in {name} at {tokens} tokens"
+    return (
+        f"{shape} is not faster in FP8: {fp8} us with {name}, {plain} us in BF16 at {tokens} tokens"
+    )

@@ -204,8 +204,8 @@ def _swap(
     if not (layers.converted or layers.experts or quantized):
         warnings.warn(
             f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
-            f"stay in high precision ({first_reasons(layers.skipped)}). Name a recipe to run them "
-            "in FP8 all the same, or the tokens of your micro-batches, FP8Config(tokens=...)",
+            f"stay in high precision ({first_reasons(layers.skipped)}). To run them in FP8 anyway, "
+            "name a recipe; to measure with your micro-batch size, set FP8Config(tokens=...)",
             stacklevel=3,
         )
     return layers

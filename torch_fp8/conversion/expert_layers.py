@@ -14,7 +14,7 @@ from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts, fused
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, matches, weight_reason
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
-UNKNOWN = "fused expert weights in a layout that is not known"
+UNKNOWN = "fused expert weights in an unsupported layout"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 _BATCHED = "Llama4TextExperts"
 _LEFT = "experts_implementation={!r} computes them"
@@ -47,9 +47,9 @@ def expert_reason(
     if any(weight is None for weight in weights):
         return UNKNOWN
     if config.backend != "torch":
-        return f"backend={config.backend!r} has no grouped GEMM here"
+        return f"backend={config.backend!r} does not support grouped GEMMs"
     if recipe_name == "mxfp8":
-        return "grouped GEMMs with scales of mxfp8 are not built yet; other recipes run experts"
+        return "grouped GEMMs with mxfp8 scales are not implemented yet; other recipes run experts"
     reasons = [weight_reason(weight) or too_many(tuple(weight.shape)) for weight in weights]
     return next(
         (reason for reason in reasons if reason is not None),

@@ -104,6 +104,6 @@ def refuse_kept(config: FP8Config, function: str = "freeze") -> None:
     option = option_that_keeps(config)
     if option is not None:
         raise ValueError(
-            f"FP8Config({option}) leaves frozen weights as they are, but {function}() was called; "
+            f"FP8Config({option}) leaves frozen weights unchanged, but {function}() was called; "
             "leave that option out"
         )

@@ -17,7 +17,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.tensor.dtensor import local
 
-NOT_BY_FSDP = "ranks have other experts, and FSDP2 does not gather them"
+NOT_BY_FSDP = "ranks hold different experts, and FSDP2 does not gather them"
 
 
 def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> FreezeReport:

@@ -52,14 +52,13 @@ class FreezeReport:
 
     def __str__(self) -> str:
         if self.recipe is None:
-            return "no weight is stored as FP8 alone"
+            return "no weight is stored in FP8 only"
         per_element = self.bytes_after / max(self.num_params, 1)
         aware = f"; {counted(self.num_merge_aware, 'LoRA layer')} multiply by the merged weight"
         return (
-            f"{counted(len(self.frozen), 'frozen weight')} stored as FP8 alone, "
-            f"{per_element:.3f} bytes per parameter, "
-            f"{self.bytes_before / max(self.num_params, 1):.2f} before; "
-            f"they run {self.recipe.name}, without a wgrad{aware if self.num_merge_aware else ''}"
+            f"{counted(len(self.frozen), 'frozen weight')} stored in FP8 only, {per_element:.3f} "
+            f"bytes per parameter, {self.bytes_before / max(self.num_params, 1):.2f} before; they "
+            f"run {self.recipe.name}, without a wgrad{aware if self.num_merge_aware else ''}"
         )
 
     def __add__(self, other: "FreezeReport") -> "FreezeReport":

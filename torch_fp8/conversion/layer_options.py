@@ -84,7 +84,7 @@ def unused_overrides(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
     if unused and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         said = "; ".join(f"{pattern!r}{_nearest(pattern, names)}" for pattern in unused)
         warnings.warn(
-            f"FP8Config.overrides: pattern(s) that match no module of {type(model).__name__}: "
+            f"FP8Config.overrides: these patterns match no module of {type(model).__name__}: "
             f"{said}",
             stacklevel=3,
         )

@@ -182,8 +182,8 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
     if not same:
         text += f", {size_text(before.total)} before"
     if not _owners(optimizers):
-        return f"{text}; states are not known here, and not counted"
-    return f"{text}; not counted: the states of {', '.join(unknown)}" if unknown else text
+        return f"{text}; optimizer states are not counted: no optimizer is known"
+    return f"{text}; the states of {', '.join(unknown)} are not counted" if unknown else text
 
 
 def _owners(optimizers: Iterable[Optimizer]) -> dict[Tensor, Optimizer]:

@@ -27,8 +27,8 @@ _FASTER = 2.0
 
 
 _HOW_TO_CONVERT = (
-    "its states and float32 weights stay as they are: torch_fp8.convert_optimizer(optimizer, "
-    "config, model=model) does it"
+    "so its states and float32 weights are unchanged: call torch_fp8.convert_optimizer(optimizer, "
+    "config, model=model)"
 )
 
 
@@ -184,8 +184,8 @@ class ConversionReport:
     def _smooth_lines(self) -> list[str]:
         if self.smooth:
             return [
-                f"  smooth    {len(self.smooth)} down projections of gated MLPs, with a scale for "
-                "each channel; their weights are cast anew in each forward"
+                f"  smooth    {len(self.smooth)} down projections of gated MLPs, with one scale "
+                "per channel; their weights are cast again in each forward"
             ]
         if self.config.smooth_swiglu:
             return [
@@ -199,20 +199,20 @@ class ConversionReport:
         if self.producers:
             number = len(self.producers)
             noun = "norm or gated MLP" if number == 1 else "norms and gated MLPs"
-            storage = "in FP8" if self.config.save_activations == "fp8" else "as it is"
+            storage = "in FP8" if self.config.save_activations == "fp8" else "unchanged"
             lines.append(
-                f"  fused     {number} {noun}, which hand over FP8 and keep {storage} what "
-                "backward needs"
+                f"  fused     {number} {noun} with FP8 outputs; tensors for backward are saved "
+                f"{storage}"
             )
         if self.unfused:
             lines.append(
-                f"  not fused {first_of(self.unfused)}: the layers behind have different recipes, "
-                "and each casts its input itself"
+                f"  not fused {first_of(self.unfused)}: the layers that read it have different "
+                "recipes, so each casts its own input"
             )
         if self.num_liger:
             lines.append(
-                f"  liger     {counted(self.num_liger, 'module')} of Liger Kernel, which hand over "
-                "what they compute in high precision; the linear layers between them cast it"
+                f"  liger     {counted(self.num_liger, 'module')} of Liger Kernel, whose outputs "
+                "are in high precision; the linear layers cast them"
             )
         return lines
 
@@ -227,7 +227,7 @@ class ConversionReport:
             f"{expert_recipe(self.config)}"
         ]
         if self.were_eager:
-            lines.append("  experts   experts_implementation='eager' is 'grouped_mm' now")
+            lines.append("  experts   experts_implementation was 'eager' and is now 'grouped_mm'")
         return lines
 
     def _attention_lines(self) -> list[str]:
@@ -240,7 +240,7 @@ class ConversionReport:
         if self.attention:
             first = (
                 f"  attention {counted(len(self.attention), 'module')} with q, k and v saved in "
-                "FP8, but within torch.compile"
+                "FP8, except within torch.compile"
             )
             return [first, *self._output_lines(), *lines]
         if not lines:
@@ -257,13 +257,13 @@ class ConversionReport:
         if self.shared_outputs:
             lines.append(
                 f"  attention {counted(len(self.shared_outputs), 'module')} with the output saved "
-                "once in FP8, with the layer behind; as it is within activation checkpoints"
+                "once in FP8, shared with the next layer; unchanged within activation checkpoints"
             )
         alone = len(self.attention) - len(self.shared_outputs)
         if alone:
             lines.append(
-                f"  attention {counted(alone, 'module')} with the output saved as it is: no layer "
-                "of the module keeps it in FP8 for a weight's gradient"
+                f"  attention {counted(alone, 'module')} with the output saved unchanged: no layer "
+                "of the module saves it in FP8 for a weight gradient"
             )
         return lines
 
@@ -274,18 +274,20 @@ class ConversionReport:
         libraries = Counter(r.removeprefix(QUANTIZED) for _, r in self.skipped if _is_foreign(r))
         lines = [
             f"  quantized {counted(count, 'layer')} by {library}, which runs them as it does "
-            "without FP8; to have such a base in FP8, load one in BF16 or FP8 without this "
+            "without FP8; to run this base in FP8, load a checkpoint in BF16 or FP8 without this "
             "quantization"
             for library, count in libraries.items()
         ]
         if self.adapters:
-            lines.append(f"  adapters  {len(self.adapters)} of LoRA, which stay in high precision")
+            lines.append(
+                f"  adapters  {len(self.adapters)} LoRA adapters, which stay in high precision"
+            )
         if self.flops.experts:
             of_all = 100 * self.flops.experts / self.flops.total
             faster = 1 / (1 - self.flops_share * (1 - 1 / _FASTER))
             lines.append(
-                f"  experts   {of_all:.1f} % of the matmul FLOPs are those of fused experts that "
-                "stay in high precision: where FP8 doubles a GEMM's speed, all GEMMs together are "
+                f"  experts   {of_all:.1f} % of the matmul FLOPs are in fused experts that stay in "
+                "high precision: even if FP8 doubles a GEMM's speed, all GEMMs together are only "
                 f"{faster:.2f} times as fast"
             )
         return lines

@@ -21,7 +21,7 @@ from torch_fp8.nn.transformer_engine import unaligned
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.wording import first_of
 
-RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
+RUNS_IN_FP8 = "FP8 runs linear layers with 16 or more features"
 
 
 class NothingToConvertError(ValueError):

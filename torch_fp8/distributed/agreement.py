@@ -213,7 +213,8 @@ class _Meeting:
         came = self._came(name)
         missing = [n for n, has in zip(self._numbers, came, strict=True) if not has]
         warnings.warn(
-            f"FP8 waits for {format_ranks(missing)} to ask for it, too, up to {seconds:.0f} s",
+            f"FP8 is waiting for {format_ranks(missing)} to enable it too, for up to {seconds:.0f} "
+            "s",
             stacklevel=2,
         )
 
@@ -245,9 +246,9 @@ def answer_of_one(question: str, answer: Callable[[], str]) -> str:
         store.wait([f"{key}/answer"])
     except RuntimeError as error:  # DistStoreError after a timeout
         raise RuntimeError(
-            "another rank was to measure what this one waits for, and has not finished within the "
-            "timeout of the process group; look for its error, or name FP8Config(recipe=...), "
-            "with which nothing is measured"
+            "this rank waits for a measurement that another rank did not finish within the timeout "
+            "of the process group; look for that rank's error, or set FP8Config(recipe=...), which "
+            "needs no measurement"
         ) from error
     return bytes(store.get(f"{key}/answer")).decode()
 

@@ -66,18 +66,19 @@ def check_same_config(config: FP8Config, group: Any = None) -> None:
     other_cards = differing.pop(_CARD, None)
     if other_versions:
         raise ValueError(
-            f"ranks have different versions: {'; '.join(other_versions)}. Install the same ones on "
-            "all hosts"
+            f"ranks have different versions: {'; '.join(other_versions)}. Install the same "
+            "versions on all hosts"
         )
     if differing:
         said = "; ".join(differing.values())
         raise ValueError(
-            f"ranks have different FP8Configs: {said}{_hint(compared)}. Give all ranks the same one"
+            f"ranks have different FP8Configs: {said}{_hint(compared)}. Use the same FP8Config on "
+            "all ranks"
         )
     if config.recipe == "auto" and not config.emulate and config.backend == "torch":
         raise ValueError(
-            f"recipe 'auto' measures one kind of card, and here {other_cards}. Name a recipe that "
-            "all of them run, such as FP8Config(recipe='tensorwise')"
+            f"recipe 'auto' measures one kind of card, but {other_cards}. Name a recipe that all "
+            "of them support, such as FP8Config(recipe='tensorwise')"
         )
     if dist.get_rank(group) == 0:
         warnings.warn(f"the slowest card sets the pace: {other_cards}", stacklevel=2)
@@ -104,9 +105,8 @@ def check_same_parts(parts: Mapping[str, str], group: Any, absent: str = "missin
         return
     differing = list(_differing(compared, absent).values())
     raise ValueError(
-        f"ranks that train one model have different ones: {first_of(differing, 3, '; ')}. Build, "
-        "convert and shard the same model on all ranks, after init_process_group if the recipe is "
-        "'auto'"
+        f"the model differs between ranks: {first_of(differing, 3, '; ')}. Build, convert and "
+        "shard the same model on all ranks, after init_process_group if the recipe is 'auto'"
     )
 
 
@@ -119,7 +119,7 @@ def _compare(
     except NotAllCame as error:
         missing, came = format_ranks(error.missing), _places(error.came)
         raise ValueError(
-            f"{missing} did not ask for FP8 while {came} did, or did not come within "
+            f"{missing} did not enable FP8 while {came} did, or did not get there within "
             f"{error.seconds:.0f} s; give all ranks the same script, flags and environment "
             f"({ENV_VAR} is {'' if os.environ.get(ENV_VAR) else 'not '}set on this one), and "
             "install torch-fp8 on all hosts"

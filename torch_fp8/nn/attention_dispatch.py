@@ -109,8 +109,8 @@ class _Dispatch:
             function = self.functions[type(module)] = eager_function(module)
         if function is None:
             raise RuntimeError(
-                f"{type(module).__name__} computes attention by a function of its own that is not "
-                "known, while save_attention is on for another model of this process; take "
+                f"{type(module).__name__} computes attention with its own unsupported function, "
+                "while save_attention is on for another model in this process; use "
                 "save_attention='bf16', or another attn_implementation"
             )
         mask = args[0] if args else kwargs.get("attention_mask")

@@ -67,10 +67,9 @@ def _look(optimizer: Optimizer) -> None:
         layer.fp8.called = True  # another optimizer need not say so again
     warnings.warn(
         f"FP8: {counted(len(names), 'converted layer')} ({first_of(names)}) got a gradient, but "
-        "nobody called the layer in this process: your code multiplies by its weight past it, as "
-        "F.linear(x, layer.weight) does. That product is not in FP8, though the summary counts "
-        f"it. Call the layer, or tell with FP8Config(skip=({names[0]!r},)) that it stays in high "
-        "precision",
+        "the layer was never called in this process: your code multiplies by its weight directly, "
+        "as F.linear(x, layer.weight) does. That product is not in FP8, though the summary counts "
+        f"it. Call the layer, or keep it in high precision with FP8Config(skip=({names[0]!r},))",
         stacklevel=3,
     )
 

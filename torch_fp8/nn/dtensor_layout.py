@@ -82,27 +82,27 @@ def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:
     """Return the mesh of a weight (N, K), and how it lies there."""
     if not isinstance(weight, DTensor):
         raise ValueError(
-            f"FP8 linear '{fp8.name}' got a DTensor, but its weight is none; give it a parallel "
+            f"FP8 linear '{fp8.name}' got a DTensor, but its weight is not one; give it a parallel "
             "style in parallelize_module, or input.to_local()"
         )
     if not isinstance(input, DTensor):
         raise ValueError(
             f"the weight of FP8 linear '{fp8.name}' is sharded as {weight.placements}, but its "
-            "input is no DTensor; have parallelize_module give it a style that prepares its "
+            "input is not a DTensor; use parallelize_module to give it a style that prepares its "
             "input, such as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it "
             "can be called within the forward of the module that fully_shard was given)"
         )
     if fp8.transposed:
         raise ValueError(
             f"the weight of FP8 layer '{fp8.name}' is stored transposed (Conv1D) and sharded as "
-            f"{weight.placements}: tensor parallelism in FP8 takes nn.Linear alone; keep it in "
+            f"{weight.placements}: tensor parallelism in FP8 only supports nn.Linear; keep it in "
             f"high precision with FP8Config(skip=('{fp8.name}',))"
         )
     if weight.device_mesh.ndim != 1:
         raise ValueError(
             f"the weight of FP8 linear '{fp8.name}' is sharded over a mesh of "
-            f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one, "
-            "and FSDP2 in the others only within the forward of its module"
+            f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one "
+            "dimension, and FSDP2 may use the others only within the forward of its module"
         )
     return weight.device_mesh, weight.placements[0]
 

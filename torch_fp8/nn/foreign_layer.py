@@ -30,7 +30,7 @@ _LIBRARIES = {
     "transformers.integrations.mxfp4": "MXFP4",
     "transformers.integrations.bitnet": "BitNet",
     "transformers.integrations.fbgemm_fp8": "FBGEMM",
-    "transformers.integrations.finegrained_fp8": "fine-grained FP8 of transformers",
+    "transformers.integrations.finegrained_fp8": "transformers' fine-grained FP8",
     "transformers.integrations.higgs": "HIGGS",
 }
 """The packages that define quantized layers, and what users call them."""

@@ -172,9 +172,9 @@ class FrozenStorage(RunsFP8):
     def _refuse_sharded(self, name: str, frozen: Float8FrozenWeight) -> None:
         if frozen is not self._parameters[name]:
             raise RuntimeError(
-                f"'{self.fp8.name}.{name}' is stored as FP8 alone and sharded by FSDP2, which "
-                "takes no other weight in its place; thaw the model before fully_shard, or convert "
-                "it with FP8Config(frozen_weights='keep')"
+                f"'{self.fp8.name}.{name}' is stored in FP8 only and sharded by FSDP2, which "
+                "cannot replace the weight; thaw the model before fully_shard, or convert it with "
+                "FP8Config(frozen_weights='keep')"
             )
 
     def thaw_for_training(self) -> None:
@@ -187,10 +187,10 @@ class FrozenStorage(RunsFP8):
             return
         for name in names[:1]:
             warnings.warn(
-                f"'{self.fp8.name}.{name}' was stored as FP8 alone and is to be trained from now "
-                f"on: it is {self._parameters[name].dtype} again, with the values that FP8 held, "
-                "and so will the others be whose gradients are asked for. "
-                "FP8Config(frozen_weights='keep') leaves such weights as they are",
+                f"'{self.fp8.name}.{name}' was stored in FP8 only and is trained from now on: it "
+                f"is {self._parameters[name].dtype} again, with the values it had in FP8, and so "
+                "is every other weight whose gradient you enable. FP8Config(frozen_weights='keep') "
+                "leaves such weights unchanged",
                 stacklevel=3,
             )
         if notice is not None:

@@ -23,7 +23,7 @@ _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
 """Why an adapter stays in high precision: it is small, and the user's."""
-UNINITIALIZED = "its size is not known yet: run a batch through the model before it is converted"
+UNINITIALIZED = "its size is not known yet: run a batch through the model before you convert it"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 ROUTER_NAMES = ("router", "gate", "classifier")
@@ -123,7 +123,8 @@ def skip_reason(
         if isinstance(module._parameters.get("weight"), DTensor):
             return (
                 "its forward was replaced on the instance, for tensor parallelism of another "
-                "library (transformers' tp_plan); torch_fp8.distributed has styles that run FP8"
+                "library (transformers' tp_plan); use the FP8 parallel styles in "
+                "torch_fp8.distributed"
             )
         return "its forward was replaced on the instance (a device-map or offload hook)"
     return weight_reason(module.weight) or _size_reason(module)
@@ -173,7 +174,7 @@ def _class_reason(module: nn.Module) -> str | None:
         return "its weight is parametrized"
     if computes_linear(module, transposed=_is_conv1d(module)):
         return None
-    return f"{cls.__name__} computes something else than nn.Linear"
+    return f"{cls.__name__} does not compute what nn.Linear does"
 
 
 def weight_reason(weight: Any) -> str | None:

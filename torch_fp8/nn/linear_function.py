@@ -119,11 +119,11 @@ def ran_in_graph() -> bool:
 @functools.cache
 def _warn_of_decoding() -> None:
     warnings.warn(
-        "FP8: a compiled forward of one token casts the weights of its FP8 layers at each token, "
-        "for a graph cannot tell whether a weight has changed. Say that they do not, with "
-        "torch_fp8.rollout(model, compiled=True); generate without a graph, where they are cast "
-        "once (transformers: generate(disable_compile=True), as TRL does); or store them as FP8 "
-        "alone, torch_fp8.freeze(model)",
+        "FP8: a compiled forward of one token casts the weights of its FP8 layers for every token, "
+        "because a graph cannot tell whether a weight has changed. Declare that they do not "
+        "change, with torch_fp8.rollout(model, compiled=True); or generate without a graph, so "
+        "they are cast once (transformers: generate(disable_compile=True), as TRL does); or store "
+        "them in FP8 only, with torch_fp8.freeze(model)",
         stacklevel=2,
     )
 

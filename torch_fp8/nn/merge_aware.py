@@ -74,7 +74,7 @@ class MergeAware(nn.Module):
         if len(active) > 1 or kwargs.get("adapter_names") is not None:
             raise ValueError(
                 f"FP8Config(merge_aware=True) multiplies '{base.fp8.name}' by one merged weight, "
-                f"and adapters {', '.join(map(repr, active))} are active, or chosen by row; "
+                f"but adapters {', '.join(map(repr, active))} are active, or chosen per row; "
                 "activate one with set_adapter()"
             )
         adapter = active[0]
@@ -101,8 +101,9 @@ class MergeAware(nn.Module):
         weight = base.weight
         if base.fp8.frozen is None or isinstance(weight, DTensor):
             raise RuntimeError(
-                f"'{base.fp8.name}' is no FP8 base any more (it was thawed, or sharded), which "
-                "FP8Config(merge_aware=True) folds the adapter into; leave merge_aware out"
+                f"'{base.fp8.name}' is no longer an FP8 base (it was thawed or sharded), and "
+                "FP8Config(merge_aware=True) needs one to merge the adapter into; leave "
+                "merge_aware out"
             )
         with torch.autocast(weight.device.type, enabled=False):
             delta = self.get_delta_weight(adapter).float()
@@ -218,8 +219,8 @@ def make_merge_aware(model: nn.Module) -> int:
     if adapted is None:
         raise ValueError(
             "FP8Config(merge_aware=True) trains LoRA on an FP8 base, and no FP8 layer of "
-            f"{type(model).__name__} has an adapter: wrap the model by PEFT (get_peft_model, "
-            "peft_config=) before it is prepared, or leave merge_aware out"
+            f"{type(model).__name__} has an adapter: wrap the model with PEFT (get_peft_model, "
+            "peft_config=) before you prepare it, or leave merge_aware out"
         )
     return count
 
@@ -250,25 +251,25 @@ def _why_not(module: Any, base: Float8Layer) -> str | None:
     """Return why an adapter and its base make no one weight in FP8, and what to do about it."""
     kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
     if not all(isinstance(kind, nn.ModuleDict) and len(kind) for kind in kinds):
-        return f"is a {type(module).__name__}, and no LoRA; take LoraConfig"
+        return f"is a {type(module).__name__}, not LoRA; use LoraConfig"
     for adapter in module.lora_A:
         if (getattr(module, "lora_variant", None) or {}).get(adapter) or (
             getattr(module, "use_dora", None) or {}
         ).get(adapter):
-            return "has DoRA, or another variant that does more than add; take plain LoRA"
+            return "uses DoRA or another variant that does more than add; use plain LoRA"
         if (getattr(module, "lora_bias", None) or {}).get(adapter):
-            return "trains a bias of LoRA, which is no part of the weight; set lora_bias=False"
+            return "trains a LoRA bias, which is not part of the weight; set lora_bias=False"
         if getattr(module.lora_dropout[adapter], "p", 0.0):
             return (
-                f"has lora_dropout={module.lora_dropout[adapter].p}, and what is dropped before "
-                "an adapter alone is no product with one weight; set lora_dropout=0"
+                f"has lora_dropout={module.lora_dropout[adapter].p}, and dropout before the "
+                "adapter only cannot be merged into one weight; set lora_dropout=0"
             )
         if type(module.lora_A[adapter]) is not nn.Linear:
-            return f"has an adapter of {type(module.lora_A[adapter]).__name__}; take plain LoRA"
+            return f"has an adapter of {type(module.lora_A[adapter]).__name__}; use plain LoRA"
     if base.fp8.transposed:
-        return "adapts a Conv1D, which engines do not read in FP8; adapt nn.Linear layers"
+        return "adapts a Conv1D, which engines cannot load in FP8; adapt nn.Linear layers"
     if base.frozen_weight is None:
-        return "has a base that is trained, or not stored as FP8 alone; freeze it"
+        return "has a base that is trained, or not stored in FP8 only; freeze it"
     if base.frozen_weight is not base.weight:
         return "has a base that is sharded; train it under DDP or on one device"
     return None

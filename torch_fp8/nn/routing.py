@@ -27,7 +27,7 @@ _LEVELS = 6
 """Levels above the experts at which a router is searched, because adapters of PEFT nest."""
 _TOPK = (torch.topk, torch.Tensor.topk)
 _NOT_FOUND = (
-    "routing replay finds no router beside '{}' ({}): it looks for a module named "
+    "routing replay found no router beside '{}' ({}): it looks for a module named "
     + ", ".join(map(repr, ROUTER_NAMES))
     + " with a weight that has a row for each expert"
 )
@@ -68,7 +68,7 @@ def find_routers(model: nn.Module) -> list[Router]:
         routers.append(Router(unwrapped_name(place), model.get_submodule(place), module, count))
     if not routers:
         raise ValueError(
-            f"{type(model).__name__} has no fused experts, and so no routing to replay"
+            f"{type(model).__name__} has no fused experts, so there is no routing to replay"
         )
     return routers
 
@@ -164,7 +164,7 @@ class _Watched:
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
                     f"a checkpoint runs the router '{self.router.name}' again after its "
-                    "routing_replay has ended, and would choose other experts: run backward within"
+                    "routing_replay ended and would choose other experts: run backward within it"
                 )
             self.remove()  # a new forward, after the replay has ended
             return
@@ -314,7 +314,8 @@ def _by_router(routers: list[Router], indices: Tensor | Mapping[str, Tensor]) ->
         if unknown:
             known = ", ".join(repr(router.name) for router in routers[:3])
             raise ValueError(
-                f"routing_replay: {unknown[0]!r} is no router of this model; they are {known}, ..."
+                f"routing_replay: {unknown[0]!r} is not a router of this model; its routers are "
+                f"{known}, ..."
             )
         named = dict(indices)
     else:
@@ -332,8 +333,8 @@ def _by_router(routers: list[Router], indices: Tensor | Mapping[str, Tensor]) ->
             raise TypeError(f"routing_replay takes integers for '{router.name}', got {given.dtype}")
         if not given.is_cuda and given.numel() and int(given.max()) >= router.num_experts:
             raise ValueError(
-                f"routing_replay: '{router.name}' has {router.num_experts} experts, and index "
-                f"{int(given.max())} is none of them"
+                f"routing_replay: '{router.name}' has {router.num_experts} experts, but got index "
+                f"{int(given.max())}"
             )
         named[router.name] = given.reshape(-1, given.shape[-1])
     return named

@@ -38,7 +38,7 @@ def refuse_training(optimizer: Optimizer) -> None:
             if parameter in held and isinstance(local(parameter), Float8FrozenWeight):
                 raise ValueError(
                     f"{type(optimizer).__name__} has '{name}' of {type(model).__name__}, which "
-                    "torch_fp8.freeze stores as FP8 alone and nobody can train. Call "
+                    "torch_fp8.freeze stores in FP8 only, so it cannot be trained. Call "
                     "torch_fp8.thaw(model) before you make the optimizer, or give it only the "
                     "parameters that require gradients"
                 )

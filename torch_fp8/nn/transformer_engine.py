@@ -41,8 +41,9 @@ from torch_fp8.tensor.weight_half import half
 _ASKED = "FP8Config(backend='transformer-engine')"
 _INSTALL = "pip install --no-build-isolation {}'transformer-engine[pytorch]>=2.20'"
 NOT_SHARDED = (
-    f"{_ASKED} runs on one device and under DDP; of weights sharded by FSDP or tensor parallelism "
-    "Transformer Engine would keep a whole FP8 copy from forward to backward. Leave backend out"
+    f"{_ASKED} runs on one device and under DDP only; for weights sharded by FSDP or tensor "
+    "parallelism, Transformer Engine would keep a full FP8 copy from forward to backward. Leave "
+    "backend out"
 )
 # Not installed; a library of CUDA is missing; only the empty meta package; versions that differ.
 _NOT_LOADED = (ImportError, OSError, RuntimeError, AssertionError)
@@ -94,7 +95,7 @@ def check_transformer_engine(device: torch.device, recipe_name: str) -> None:
     if not _is_cuda(device):
         missing = ", and torch finds none" if device.type == "cuda" else ""
         raise ValueError(
-            f"{_ASKED} runs on CUDA devices alone; this one is {device.type!r}{missing}. Leave "
+            f"{_ASKED} runs on CUDA devices only; this one is {device.type!r}{missing}. Leave "
             "backend out to run torch's GEMMs, on the CPU in emulation"
         )
     available, reason = getattr(te, RECIPES[recipe_name][0])(return_reason=True)
@@ -124,10 +125,12 @@ def unaligned(module: nn.Linear, recipe: Recipe) -> str | None:
     """Why Transformer Engine cannot run this layer; None: it can."""
     multiple = alignment(recipe)
     if not isinstance(module, nn.Linear):
-        return f"Transformer Engine takes no transposed weight ({type(module).__name__})"
+        return f"Transformer Engine does not support transposed weights ({type(module).__name__})"
     for dim in ("in_features", "out_features"):
         if getattr(module, dim) % multiple:
-            return f"{dim}={getattr(module, dim)} is no multiple of {multiple} (Transformer Engine)"
+            return (
+                f"{dim}={getattr(module, dim)} is not a multiple of {multiple} (Transformer Engine)"
+            )
     return None
 
 

@@ -25,8 +25,8 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
         return
     if device.type != "cuda" or torch.version.hip is not None:
         raise ValueError(
-            "FP8 runs on NVIDIA GPUs of compute capability 8.9 and above, and in emulation on the "
-            f"CPU; this device is {device.type!r}. Use BF16 mixed precision here"
+            "FP8 runs on NVIDIA GPUs of compute capability 8.9 and above, and emulated on the CPU; "
+            f"this device is {device.type!r}. Use BF16 mixed precision here"
         )
     if emulate:
         return

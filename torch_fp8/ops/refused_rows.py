@@ -99,12 +99,12 @@ def find_rows(
             continue
         if not any((known.device, known.scales) == kind[:2] for known in padded):
             warnings.warn(
-                f"FP8: {kind.device} refuses a {gemm}. It runs padded to M = {larger[0]}, "
-                f"K = {larger[1]}, and so do other GEMMs of these scales that are refused",
+                f"FP8: {kind.device} refuses a {gemm}. It runs padded to M = {larger[0]}, K = "
+                f"{larger[1]}, and so do other refused GEMMs with these scales",
                 stacklevel=2,
             )
         padded[kind] = multiple
         return output
     raise RuntimeError(
-        f"{kind.device} refuses a {gemm}, and with more rows as well: choose another recipe"
+        f"{kind.device} refuses a {gemm}, even with more rows: choose another recipe"
     ) from refusal

@@ -40,7 +40,7 @@ def reason_not_grouped(device: torch.device, emulate: bool) -> str | None:
     if capability in _CAPABILITIES:
         return None
     number = f"sm_{capability[0]}{capability[1]}"
-    return f"torch has FP8 grouped GEMMs for sm_90 and sm_100, and this card is {number}"
+    return f"torch has FP8 grouped GEMMs only for sm_90 and sm_100, but this card is {number}"
 
 
 def grouped_natively(device: torch.device) -> bool:
@@ -196,5 +196,5 @@ def too_many(sizes: tuple[int, ...]) -> str | None:
     does.
     """
     if sizes[0] > MOST_GROUPS:
-        return f"{sizes[0]} experts are more than the {MOST_GROUPS} of a grouped GEMM"
+        return f"{sizes[0]} experts exceed the {MOST_GROUPS} that one grouped GEMM supports"
     return None

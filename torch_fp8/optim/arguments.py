@@ -35,7 +35,7 @@ def check_arguments(optimizer: object, model: object) -> None:
     if held and own and own.isdisjoint(held):
         raise ValueError(
             f"none of the {len(held)} parameters of {type(optimizer).__name__} is one of the "
-            f"{len(own)} of {type(model).__name__}; pass model= the one that it trains. If the "
-            "model has other parameters by now (it was sharded, or replaced them), make the "
-            "optimizer of these"
+            f"{len(own)} of {type(model).__name__}; pass the model that it trains as model=. If "
+            "the model's parameters have been replaced since (by sharding, for example), make the "
+            "optimizer from the new ones"
         )

@@ -66,8 +66,8 @@ def check_state_dict(
     for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
         if not isinstance(state_dict.get(key), kind):
             raise ValueError(
-                f"the optimizer's checkpoint has no {key!r}; it takes what state_dict() of Adam or "
-                f"AdamW returns, and has the keys {list(state_dict)!r:.200}"
+                f"the optimizer's checkpoint has no {key!r}; expected what state_dict() of Adam or "
+                f"AdamW returns, got the keys {list(state_dict)!r:.200}"
             )
     groups = state_dict["param_groups"]
     for i, group in enumerate(groups):
@@ -120,7 +120,7 @@ def _checked_states(states: Any, state_dict: Mapping[str, Any]) -> Mapping[str, 
         for saved_id in group["params"]:
             state = states.get(saved_id)
             if state is not None and not isinstance(state, Mapping):
-                raise ValueError(f"state[{saved_id!r}] is no dict: {state!r:.80}")
+                raise ValueError(f"state[{saved_id!r}] is not a dict: {state!r:.80}")
     return state_dict
 
 
@@ -129,13 +129,13 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
         if group.get(option):
             raise ValueError(
                 f"{where}[{option!r}] of the optimizer's checkpoint is {group[option]!r}, which "
-                "8-bit states do not have; train on with FP8Config(opt_level='O1')"
+                "8-bit states do not support; continue with FP8Config(opt_level='O1')"
             )
 
 
 def _check_options(saved: Any, where: str) -> None:
     if not isinstance(saved, Mapping):
-        raise ValueError(f"{where} is no dict: {saved!r:.80}")
+        raise ValueError(f"{where} is not a dict: {saved!r:.80}")
     if saved.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{where}['version'] is {saved.get('version')!r}, but this version of torch-fp8 reads "
@@ -170,7 +170,7 @@ def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> Non
             continue
         value = entry[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise ValueError(f"{where}[{name!r}] is no floating-point tensor: {value!r:.80}")
+            raise ValueError(f"{where}[{name!r}] is not a floating-point tensor: {value!r:.80}")
         if value.shape not in (parameter.shape, local(parameter).shape):
             raise ValueError(
                 f"{where}[{name!r}] has shape {tuple(value.shape)}, but the parameter "
@@ -185,7 +185,7 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
         return
     saved, where = entry["residual"], f"{where}['residual']"
     if not isinstance(saved, Tensor):
-        raise ValueError(f"{where} is no tensor: {saved!r:.80}")
+        raise ValueError(f"{where} is not a tensor: {saved!r:.80}")
     if stored(local(parameter)).dtype != torch.bfloat16:
         return
     bits = bits if is_large(parameter) else 16

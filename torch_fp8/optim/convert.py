@@ -79,8 +79,8 @@ def convert_optimizer(
     check_arguments(optimizer, model)
     if config.opt_level == "O3" and model is None:
         raise ValueError(
-            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
-            "them, convert_optimizer(optimizer, config, model=model)"
+            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
+            "convert_optimizer(optimizer, config, model=model)"
         )
     check_model(config, model)
     if config.opt_level != "O1":
@@ -126,7 +126,7 @@ def _keep_states(
     if config.opt_level == "O1" or not config.split_weights:
         restore_weights(optimizer)
         if config.opt_level != "O1" and is_muon(optimizer):
-            report = replace(report, reason="its int8 momentum is for split weights alone")
+            report = replace(report, reason="its int8 momentum needs split weights")
         return report
     why = None if isinstance(optimizer, SplitOptimizer) else reason_to_keep_weights(optimizer)
     if why is not None:
@@ -145,7 +145,7 @@ def _keep_states(
         states = f"an int8 momentum, {counted(num_split, 'weight')} in two halves"
         report = replace(report, reason=None, states=states)
     verb = "is" if len(options) == 1 else "are"
-    of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
+    of_adam = [f"{' and '.join(options)} {verb} only for Adam and AdamW"] if options else []
     report = replace(
         report,
         converted=True,
@@ -284,8 +284,8 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
                 num_payloads += 1
     if payloads and not num_payloads:
         warnings.warn(
-            f"FP8Config(cache_weights={payloads!r}) keeps no payload: it takes float32 weights, "
-            "which O2 and O3 store in two halves. BF16 Parameters any code may write unseen, and "
+            f"FP8Config(cache_weights={payloads!r}) caches nothing: it needs float32 weights, "
+            "which O2 and O3 store in two halves. BF16 weights can be written without notice, and "
             "FSDP2 gathers payloads itself. Load the model in float32, or leave cache_weights out",
             stacklevel=3,
         )
@@ -302,22 +302,23 @@ def _reason_to_leave(optimizer: Optimizer) -> str | None:
         unhooked(getattr(cls, method)) in [unhooked(getattr(base, method)) for base in _BASES]
         for method in ("step", "state_dict", "load_state_dict", "_init_group")
     )
-    return None if inherited else f"{cls.__name__} has a step of its own"
+    return None if inherited else f"{cls.__name__} has its own step"
 
 
 def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if config.update_clipping and any(isinstance(p, DTensor) for p in parameters):
         raise ValueError(
-            "FP8Config(update_clipping=True) takes the RMS of whole weights, but those of "
-            f"{name} are sharded; leave it out"
+            f"FP8Config(update_clipping=True) needs the RMS of whole weights, but those of {name} "
+            "are sharded; leave it out"
         )
     for i, group in enumerate(optimizer.param_groups):
         for option in REFUSED_OPTIONS:
             if group.get(option):
                 raise ValueError(
-                    f"{name}({option}=True), in parameter group {i}, cannot have 8-bit states; "
-                    "leave it out, or keep the optimizer as it is with FP8Config(opt_level='O1')"
+                    f"{name}({option}=True), in parameter group {i}, does not support 8-bit "
+                    "states; leave it out, or keep the optimizer unchanged with "
+                    "FP8Config(opt_level='O1')"
                 )
 
 
@@ -333,9 +334,9 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
     small = [rate for rate in rates if 0 < rate < least]
     if small:
         warnings.warn(
-            f"FP8Config({option}) with BF16 weights at the learning rate {min(small):g}: "
-            "rounding noise then hides a part of the updates (their direction agrees with "
-            "float32's by a cosine under 0.995); a residual of 8 bits has none to see",
+            f"FP8Config({option}) with BF16 weights at the learning rate {min(small):g}: rounding "
+            "noise then hides part of the updates (their cosine to float32's is below 0.995); with "
+            "8 residual bits it is negligible",
             stacklevel=3,
         )
 

@@ -136,14 +136,14 @@ def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None
     if key == RATIO:
         dtype = torch.int8
         if not is_encoded("exp_avg_sq", entry):
-            return f"[{key + '_codes'!r}] is a ratio to 'exp_avg_sq_codes', which are not there"
+            return f"[{key + '_codes'!r}] is a ratio to 'exp_avg_sq_codes', which are missing"
         if matrix_shape(parameter.shape)[1] % COLUMNS:
-            return f"[{key + '_codes'!r}] is for rows of a multiple of {COLUMNS} elements"
+            return f"[{key + '_codes'!r}] needs a row length that is a multiple of {COLUMNS}"
     for part, of in parts.items():
         value = entry.get(f"{key}_{part}")
         dtype = torch.uint8 if part == "scale" else dtype
         if not isinstance(value, Tensor) or value.dtype != dtype:
-            return f"[{f'{key}_{part}'!r}] is no {str(dtype)[6:]} tensor: {value!r:.80}"
+            return f"[{f'{key}_{part}'!r}] is not a {str(dtype)[6:]} tensor: {value!r:.80}"
         fits = [of(parameter.shape), of(local(parameter).shape)]
         if tuple(value.shape) not in fits:
             return f"[{f'{key}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"

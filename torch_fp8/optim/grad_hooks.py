@@ -43,9 +43,9 @@ _WHY = "FP8Config(gradient_release=True) has applied and freed"
 _CLIPPING = "torch.nn.utils.clip_grad"
 _OWN_PACKAGES = ("torch", "torch_fp8")
 _GONE = (
-    f"p.grad is None between backward and optimizer.step(): {_WHY} each gradient in backward, so "
-    "that a norm taken here is 0. Take it in p.register_hook(...), which sees each gradient, or "
-    "set gradient_release=False"
+    f"p.grad is None between backward and optimizer.step(): {_WHY} each gradient in backward, so a "
+    "norm computed here is 0. Compute it in p.register_hook(...), which sees each gradient, or set "
+    "gradient_release=False"
 )
 
 
@@ -59,7 +59,7 @@ class _Released(Tensor):
         if reader == _CLIPPING:
             raise RuntimeError(
                 f"{_WHY} the gradient of a parameter of shape {tuple(self.shape)} in backward: "
-                "there is nothing left to clip. Take clip_grad_norm_ and clip_grad_value_ out of "
+                "there is nothing left to clip. Remove clip_grad_norm_ and clip_grad_value_ from "
                 "the loop, or set gradient_release=False"
             )
         if reader.partition(".")[0] not in _OWN_PACKAGES:
@@ -116,7 +116,7 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
         raise RuntimeError(
             f"parameter {index}, of shape {tuple(parameter.shape)}, got a second gradient before "
             f"optimizer.step(), but {_WHY} the first one in backward. Gradient accumulation over "
-            "micro-batches, and checkpointing with use_reentrant=True of a weight that is used in "
+            "micro-batches, and checkpointing with use_reentrant=True when a weight is used in "
             "several places, need gradient_release=False"
         )
     optimizer.step_parameters([(index, group, parameter)])

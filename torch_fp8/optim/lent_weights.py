@@ -67,8 +67,9 @@ class Lending:
         assert halves is not None
         if weight.shape != halves.high.shape:
             raise RuntimeError(
-                f"the optimizer gave a weight of shape {tuple(halves.high.shape)} the shape "
-                f"{tuple(weight.shape)}; keep its weights with FP8Config(split_weights=False)"
+                f"the optimizer changed the shape of a weight from {tuple(halves.high.shape)} to "
+                f"{tuple(weight.shape)}; leave its weights unsplit with "
+                "FP8Config(split_weights=False)"
             )
         torch.autograd.graph.increment_version([parameter])
         halves.awaited = None

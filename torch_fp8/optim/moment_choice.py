@@ -19,7 +19,7 @@ def check_model(config: FP8Config, model: nn.Module | None) -> None:
     """
     if config.moment_bits == 4 and model is None:
         raise ValueError(
-            "moment_bits=4 is for the weights of FP8 layers: pass the model that has them, "
+            "moment_bits=4 applies to the weights of FP8 layers: pass the model, "
             "convert_optimizer(optimizer, config, model=model)"
         )
 
@@ -44,7 +44,7 @@ def choose_moments(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[
     if names:
         notes.append(
             f"both moments of {counted(len(names), 'weight')} ({first_of(names)}) have 8 bits: "
-            "their rows are no multiples of 16, or cut"
+            "their row length is not a multiple of 16, or their rows are split across ranks"
         )
     states = f"8-bit states, a first moment in 4 bits for {weights} of FP8 layers"
     return {"states": states, "notes": tuple(notes)}

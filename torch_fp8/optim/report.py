@@ -48,11 +48,11 @@ class OptimizerReport:
                 text += f"; {counted(self.num_split, 'weight')} in two halves"
             return text + self._gradients() + self._float32()
         if not self.num_large:
-            least = f"fewer than {MIN_NUMEL:,} elements, or is no matrix"
-            return f"{self.optimizer} with states as they are: each of its parameters has {least}"
+            least = f"fewer than {MIN_NUMEL:,} elements or is not a matrix"
+            return f"{self.optimizer} with unchanged states: each of its parameters has {least}"
         text = f"{self.optimizer} with {self.states}{self._gradients()}"
         if self.num_cached:
-            text += f", {counted(self.num_cached, 'weight payload')} kept"
+            text += f", {counted(self.num_cached, 'cached weight payload')}"
         return "; ".join([text + self._float32(), *self.notes])
 
     def _gradients(self) -> str:
@@ -60,7 +60,7 @@ class OptimizerReport:
         if self.num_fp8_gradients:
             text += f", {counted(self.num_fp8_gradients, 'gradient')} in 8 bits"
         if self.num_hooks_restored:
-            text += f" ({counted(self.num_hooks_restored, 'hook')} put back)"
+            text += f" ({counted(self.num_hooks_restored, 'hook')} restored)"
         if self.why_bf16_gradients:
             text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
         return text

@@ -122,9 +122,9 @@ def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
     for value in _within([attributes, groups, list(optimizer.state.values())], _SEARCH_DEPTH):
         if isinstance(value, (Optimizer, nn.Module)):
-            return f"it has {type(value).__name__} within, which may write its weights"
+            return f"it contains {type(value).__name__}, which may write its weights"
         if isinstance(value, Tensor) and (value in held or _address(value) in places):
-            return "it refers to its weights outside of its parameter groups"
+            return "it references its weights outside its parameter groups"
     return None
 
 

@@ -49,14 +49,14 @@ def check_sharding(parameter: Tensor, bits: int, name: str) -> None:
         ranks, last = parameter.device_mesh.size(axis), parameter.ndim - 1
         if parameter.ndim != 2 or placement.dim != last:
             raise ValueError(
-                f"{name} is sharded as {parameter.placements}; states of 8 bits and split weights "
-                "are sharded along rows, or along the columns of a matrix. Keep the optimizer as "
-                "it is with FP8Config(opt_level='O1')"
+                f"{name} is sharded as {parameter.placements}; 8-bit states and split weights can "
+                "only be sharded along rows, or along the columns of a matrix. Keep the optimizer "
+                "unchanged with FP8Config(opt_level='O1')"
             )
         unit = {4: 2 * ranks, 16: ranks}.get(bits, 1)
         if parameter.shape[last] % unit:
             raise ValueError(
                 f"{name} has {parameter.shape[last]} columns on {ranks} ranks; its residual of "
-                f"{bits} bits takes a multiple of {unit}. Use residual_bits=8, or "
+                f"{bits} bits needs a multiple of {unit}. Use residual_bits=8, or "
                 "FP8Config(opt_level='O1')"
             )

@@ -32,7 +32,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import high_precision_modules, matches
 from torch_fp8.nn.linear import Float8Layer
 
-NO_MODEL = "of no module that is known; pass convert_optimizer(optimizer, config, model=model)"
+NO_MODEL = "not in a known module; call convert_optimizer(optimizer, config, model=model)"
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|prompt_encoder)(\.|$)")
 _HEAD = "lm_head"
 
@@ -50,7 +50,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
         parents |= dict.fromkeys(module.children(), module)
     reasons: dict[Tensor, str | None] = {}
     for tensor in _overlapping([*model.parameters(), *model.buffers()]):
-        reasons[tensor] = "in memory that another parameter or buffer has, too"
+        reasons[tensor] = "sharing memory with another parameter or buffer"
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
@@ -100,9 +100,9 @@ def _reason(
         if pattern != _HEAD and matches(pattern, name):
             return f"skip={pattern!r}"
     if isinstance(parent, nn.TransformerEncoderLayer):
-        return "of nn.TransformerEncoderLayer, which reads them itself in evaluation"
+        return "in nn.TransformerEncoderLayer, which reads them directly in evaluation"
     if getattr(module, "sparse", False):
-        return "of an embedding with sparse gradients"
+        return "in an embedding with sparse gradients"
     if isinstance(module, ParametrizationList):
         return "parametrized"
     known = isinstance(module, (Float8Layer, Float8Experts, nn.Embedding)) or has_linear_forward(

@@ -26,39 +26,39 @@ def check_contradictions(config: Any) -> None:
         )
     if config.cache_weights and config.recipe == "delayed":
         raise ValueError(
-            "FP8Config: cache_weights=True keeps payloads whose scale is the weight's own; "
-            "recipe='delayed' takes it from a history that moves with every forward; leave one "
+            "FP8Config: cache_weights=True needs scales computed from the weight itself; "
+            "recipe='delayed' takes them from a history that changes with every forward; leave one "
             "of them out"
         )
     recipes = SAVE_FORMATS.get(config.save_format or "", ())
     if config.save_format is not None and config.recipe not in ("auto", *recipes):
         others = [name for name, able in SAVE_FORMATS.items() if config.recipe in able]
         raise ValueError(
-            f"FP8Config: save_format={config.save_format!r} cannot say recipe={config.recipe!r}; "
-            f"name recipe={recipes[0]!r}, or save_format={others[0]!r}"
+            f"FP8Config: save_format={config.save_format!r} cannot express "
+            f"recipe={config.recipe!r}; use recipe={recipes[0]!r}, or save_format={others[0]!r}"
         )
     optimizer = given(config, "optimizer")
     if optimizer and config.opt_level == "O1":
         raise ValueError(
             f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
-            "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
+            "leaves unchanged; use opt_level='O2' or 'O3', or leave them out"
         )
     if not config.split_weights and "residual_bits" in optimizer:
         raise ValueError(
-            f"FP8Config: residual_bits={config.residual_bits} is about split weights, and "
+            f"FP8Config: residual_bits={config.residual_bits} applies to split weights, but "
             "split_weights=False splits none; leave one of them out"
         )
     if config.opt_level == "O1" and (config.frozen_weights == "fp8" or config.merge_aware):
         name, value = ("merge_aware", True) if config.merge_aware else ("frozen_weights", "fp8")
         raise ValueError(
-            f"FP8Config: {name}={value!r} stores weights in FP8, but opt_level='O1' leaves "
-            f"weights as they are; name opt_level='O2' or 'O3', or leave {name} out"
+            f"FP8Config: {name}={value!r} stores weights in FP8, but opt_level='O1' leaves weights "
+            f"unchanged; use opt_level='O2' or 'O3', or leave {name} out"
         )
     if config.merge_aware and (config.frozen_weights == "keep" or not config.eval_fp8):
         other = "eval_fp8=False" if not config.eval_fp8 else "frozen_weights='keep'"
         raise ValueError(
-            "FP8Config: merge_aware=True runs merged weights in FP8 over a base that is stored "
-            f"so, always; leave {other} out, or merge_aware"
+            "FP8Config: merge_aware=True always runs merged weights in FP8 over a base stored in "
+            f"FP8; leave out {other} or merge_aware"
         )
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
         raise ValueError(
@@ -72,14 +72,14 @@ def check_contradictions(config: Any) -> None:
 def _check_transformer_engine(config: Any) -> None:
     if config.recipe == "rowwise":
         raise ValueError(
-            "FP8Config: Transformer Engine has no recipe with a scale per row; name recipe="
-            "'tensorwise', 'delayed', 'blockwise' or 'mxfp8', or leave backend out"
+            "FP8Config: Transformer Engine has no recipe with one scale per row; use "
+            "recipe='tensorwise', 'delayed', 'blockwise' or 'mxfp8', or leave backend out"
         )
     names = given(config, "torch")
     if config.recipe == "delayed" and config.amax_history_len == 1:
         names.append("amax_history_len=1")
     if names:
         raise ValueError(
-            f"FP8Config: {', '.join(names)} cannot be had of Transformer Engine; leave that "
-            "out, or backend"
+            f"FP8Config: {', '.join(names)} not supported by Transformer Engine; leave that out, "
+            "or backend"
         )

@@ -21,25 +21,25 @@ def check_monitor(config: Any) -> None:
     names = given(config, "monitor")
     if names and not config.monitor:
         raise ValueError(
-            f"FP8Config: {', '.join(names)} need statistics; name monitor=100, or leave them out"
+            f"FP8Config: {', '.join(names)} need statistics; set monitor=100, or leave them out"
         )
     if config.on_alarm == config.recipe:
         raise ValueError(
-            f"FP8Config: on_alarm={config.on_alarm!r} is the recipe that all layers run; name a "
-            "finer one, or on_alarm='bf16'"
+            f"FP8Config: on_alarm={config.on_alarm!r} is the recipe that all layers already run; "
+            "choose a finer one, or on_alarm='bf16'"
         )
     if config.on_alarm in RECIPES and config.cache_weights:
         raise ValueError(
-            f"FP8Config: on_alarm={config.on_alarm!r} casts weights otherwise than cache_weights "
-            "keeps them; leave cache_weights out, or name on_alarm='bf16'"
+            f"FP8Config: on_alarm={config.on_alarm!r} casts weights differently from "
+            "cache_weights; leave cache_weights out, or use on_alarm='bf16'"
         )
     if config.on_loss_spike in ("skip", "restore") and config.gradient_release:
         raise ValueError(
-            f"FP8Config: on_loss_spike={config.on_loss_spike!r} leaves a step out, but with "
+            f"FP8Config: on_loss_spike={config.on_loss_spike!r} skips a step, but with "
             "gradient_release=True weights are updated in backward; leave one of them out"
         )
     if config.monitor and config.backend == "transformer-engine":
         raise ValueError(
-            "FP8Config: monitor cannot be had of Transformer Engine, which casts by itself; leave "
-            "that out, or backend"
+            "FP8Config: monitor is not supported by Transformer Engine, which casts internally; "
+            "leave that out, or backend"
         )

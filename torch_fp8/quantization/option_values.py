@@ -41,7 +41,10 @@ def _read_file(name: str) -> str:
         with Path(name).open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration is")
+            raise ValueError(
+                f"{name!r} is larger than {_MOST_BYTES} bytes, which is too large for a "
+                "configuration"
+            )
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error

@@ -42,15 +42,14 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
             unknown = [name for name in options if name not in names]
             if unknown:
                 raise ValueError(
-                    f"{where}: {', '.join(map(repr, unknown))} cannot differ from layer to layer; "
-                    f"what can is {', '.join(names)}{suggestion(unknown[0], names)}"
+                    f"{where}: {', '.join(map(repr, unknown))} cannot differ between layers; "
+                    f"options that can are {', '.join(names)}{suggestion(unknown[0], names)}"
                 )
             if options.get("recipe", HIGH_PRECISION) not in (*RECIPES, HIGH_PRECISION):
                 valid = ", ".join(map(repr, (*RECIPES, HIGH_PRECISION)))
                 raise ValueError(
-                    f"{where}: recipe={options['recipe']!r} is none that layers can have of their "
-                    f"own; the valid choices are {valid}"
-                    f"{suggestion(options['recipe'], RECIPES)}"
+                    f"{where}: recipe={options['recipe']!r} cannot be set for single layers; the "
+                    f"valid choices are {valid}{suggestion(options['recipe'], RECIPES)}"
                 )
             others = [repr(name) for name in options if name != "recipe"]
             if options.get("recipe") == HIGH_PRECISION and others:
@@ -66,7 +65,9 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
         return Overrides, (list(self.items()),)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("FP8Config.overrides does not change; dataclasses.replace makes a new one")
+        raise TypeError(
+            "FP8Config.overrides cannot be changed; make a new FP8Config with dataclasses.replace"
+        )
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     clear = popitem = setdefault = update = _refuse
@@ -102,12 +103,12 @@ def check_override(config: Any, pattern: str, options: Mapping[str, Any] | None)
     if pattern in config.skip and not is_high_precision(options):
         raise ValueError(
             f"{where} gives options to layers that skip={config.skip!r} keeps in high precision; "
-            f"leave {pattern!r} out of one of them"
+            f"remove {pattern!r} from one of the two"
         )
     if options and config.backend == "transformer-engine":
         raise ValueError(
-            f"{where} cannot be had of Transformer Engine, which runs one recipe; name None or "
-            "{'recipe': 'bf16'}, or leave backend out"
+            f"{where} is not supported by Transformer Engine, which runs one recipe; use None or "
+            f"{{'recipe': 'bf16'}}, or leave backend out"
         )
 
 

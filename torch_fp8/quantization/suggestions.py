@@ -23,7 +23,7 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
         choices: the known names.
     """
     if str(value) in _ELSEWHERE:
-        return f"; {value!r} of another library is {_ELSEWHERE[str(value)]} here"
+        return f"; another library's {value!r} is called {_ELSEWHERE[str(value)]} here"
     words = {str(choice).lower(): choice for choice in choices}
     near = difflib.get_close_matches(str(value).lower(), words, n=1)
     return f"; did you mean {words[near[0]]!r}?" if near else ""

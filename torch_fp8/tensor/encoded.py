@@ -138,8 +138,8 @@ class EncodedView(_Readable):
             part = getattr(part, part.__tensor_flatten__()[0][0])
         if type(part) is FunctionalTensor:  # AOTAutograd flattens what leaves its graph
             raise RuntimeError(
-                "a view of a tensor that is stored in another form leaves a graph of "
-                "torch.compile, where a write to it would be lost; use a copy, x[0].clone(), or "
+                "a view of a tensor that is stored in another form leaves a torch.compile graph, "
+                "where a write to it would be lost; use a copy, x[0].clone(), or "
                 "torch.compiler.disable for the function that takes the view"
             )
         return ["base"], self.replay
@@ -319,8 +319,8 @@ def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_kwargs = {n: _dense(a, by_name.get(n, False), written) for n, a in kwargs.items()}
     if written and torch.Tag.inplace_view in func.tags:
         raise RuntimeError(
-            f"{func._schema.name} changes the geometry in place of a tensor that is stored in "
-            "another form; take a view or a copy, x.t() or x.clone()"
+            f"{func._schema.name} changes the shape or strides in place of a tensor that is stored "
+            "in another form; use a view or a copy, x.t() or x.clone()"
         )
     result = func(*plain_args, **plain_kwargs)
     for target, value in written:

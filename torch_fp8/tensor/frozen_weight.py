@@ -130,9 +130,9 @@ class Float8FrozenWeight(QuantizableTensor):
         name = self.payload.name
         if self.chain or value.shape != self.shape or value.device != self.device:
             raise RuntimeError(
-                f"{name} is stored as FP8 alone, {tuple(self.shape)} on {self.device}; its .data "
-                f"was set to {tuple(value.shape)} on {value.device}. Move the module, or give the "
-                "weight back its own dtype first: torch_fp8.thaw(model)"
+                f"{name} is stored in FP8 only, {tuple(self.shape)} on {self.device}; its .data "
+                f"was set to {tuple(value.shape)} on {value.device}. Move the module, or restore "
+                "the weight's own dtype first: torch_fp8.thaw(model)"
             )
         refuse_merge(own := self.payload)
         if own.rewrite is not None:  # a shard, which all ranks write together
@@ -177,8 +177,8 @@ class Float8FrozenWeight(QuantizableTensor):
         owner = None if self.payload.owner is None else self.payload.owner()
         if owner is None or self.chain:
             raise RuntimeError(
-                f"{self.payload.name} is stored as FP8 alone and cannot be trained so; give it "
-                "back its own dtype first: torch_fp8.thaw(model)"
+                f"{self.payload.name} is stored in FP8 only and cannot be trained; restore its own "
+                "dtype first: torch_fp8.thaw(model)"
             )
         owner.thaw_for_training()
         return self  # which is a plain Parameter by now
@@ -192,8 +192,8 @@ class Float8FrozenWeight(QuantizableTensor):
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
             raise RuntimeError(
-                f"{self.payload.name} is stored as FP8 alone and takes no gradient; thaw it before "
-                "it is trained: torch_fp8.thaw(model)"
+                f"{self.payload.name} is stored in FP8 only and takes no gradient; thaw it before "
+                "you train it: torch_fp8.thaw(model)"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -272,8 +272,8 @@ def frozen_payloads(
     stored = _stored(weight)
     if spec.granularity != stored.granularity:
         raise RuntimeError(
-            f"{weight.payload.name} is stored as FP8 with {stored.granularity} scales, and its "
-            f"layer asks for {spec.granularity}: convert the model again, or torch_fp8.thaw(model)"
+            f"{weight.payload.name} is stored as FP8 with {stored.granularity} scales, but its "
+            f"layer needs {spec.granularity}: convert the model again, or torch_fp8.thaw(model)"
         )
     turned = transposed(stored, grad_output) if columnwise else None
     return stored if rowwise else None, turned

@@ -36,12 +36,13 @@ def refuse_merge(payload: FrozenPayload) -> None:
             layer = frame.f_locals.get("self")
             if isinstance(layer, nn.Module) and any(m is owner for m in layer.modules()):
                 raise RuntimeError(
-                    f"{payload.name} is stored as FP8 alone, and {type(layer).__name__}."
-                    f"{frame.f_code.co_name}() writes an adapter into its FP8 values: small deltas "
-                    "would be rounded away, and unmerging would not give the weight back. Merging "
-                    "goes through float32 and BF16 after `import accelerate_fp8`, which torch's "
-                    "autoload does where TORCH_DEVICE_BACKEND_AUTOLOAD is not 0; or give the "
-                    "weights back their own dtype first: torch_fp8.thaw(model)"
+                    f"{payload.name} is stored in FP8 only, and "
+                    f"{type(layer).__name__}.{frame.f_code.co_name}() writes an adapter into its "
+                    "FP8 values: small deltas would be rounded away, and unmerging would not give "
+                    "the weight back. Merging goes through float32 and BF16 after `import "
+                    "accelerate_fp8`, which torch's autoload does unless "
+                    "TORCH_DEVICE_BACKEND_AUTOLOAD is 0; or restore the weights' own dtype first: "
+                    "torch_fp8.thaw(model)"
                 )
         frame = frame.f_back
 
@@ -73,10 +74,10 @@ def _warn_of_loss(payload: FrozenPayload, func: Any) -> None:
     if notice is not None and notice.lost:
         return
     warnings.warn(
-        f"{payload.name} is stored as FP8 alone, and {func.overloadpacket.__name__} changed it by "
+        f"{payload.name} is stored in FP8 only, and {func.overloadpacket.__name__} changed it by "
         "less than the steps between its values, which are 6 to 12 % of each: less than half of "
-        "the change is left, and changes as small will be lost again, in other weights as well. "
-        "Make larger changes in fewer steps, or let the weights have their own dtype: "
+        "the change is left, and equally small changes, to this or other weights, will be lost "
+        "too. Make larger changes in fewer steps, or keep the weights in their own dtype: "
         "FP8Config(frozen_weights='keep') or torch_fp8.thaw(model)",
         stacklevel=3,
     )

@@ -91,8 +91,9 @@ class Halves:
             self.write(self.join())
         if self.high.device.type == "cpu" and self.high.is_shared():
             warnings.warn(
-                "FP8: an optimizer's step takes the lower half of a weight out of the memory that "
-                "processes share; use FP8Config(split_weights=False) where they share weights",
+                "FP8: an optimizer step stores the lower half of a weight outside the memory "
+                "shared by processes; use FP8Config(split_weights=False) if processes share "
+                "weights",
                 stacklevel=2,
             )
         rows, cols = _matrix_shape(self.high)

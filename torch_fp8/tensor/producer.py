@@ -206,9 +206,9 @@ class LazySource:
     def _check_sources(self) -> None:
         if _versions(self.sources) != self.versions:
             raise RuntimeError(
-                f"the input of '{self.name}' was modified in place after its forward and before "
-                "its output was used, which is computed at its first use; leave the module as it "
-                f"is with FP8Config(skip=('{self.name}',))"
+                f"the input of '{self.name}' was modified in place after its forward but before "
+                "its output, which is computed at first use, was used; leave the module "
+                f"unconverted with FP8Config(skip=('{self.name}',))"
             )
 
 
@@ -219,6 +219,7 @@ def _versions(sources: tuple[Tensor, ...]) -> list[int]:
 def modifies(func: str, name: str) -> str:
     """Return the message for who writes to the output of a module."""
     return (
-        f"{func} modifies the output of '{name}' in place, which is kept in FP8; use the operation "
-        f"that returns a new tensor, or leave the module as it is with FP8Config(skip=('{name}',))"
+        f"{func} modifies the output of '{name}' in place, which is stored in FP8; use the "
+        "operation that returns a new tensor, or leave the module unconverted with "
+        f"FP8Config(skip=('{name}',))"
     )

@@ -170,7 +170,7 @@ def manual():
     assert reached > 0.95, reached
     refused = Regression(config, "own")
     refused.automatic_optimization = False
-    with pytest.raises(ValueError, match="with manual optimization, put them into a module"):
+    with pytest.raises(ValueError, match="with manual optimization, move them into a module"):
         trainer(config).fit(refused, data())
     return f"similarity {reached:.3f}"
 

@@ -130,7 +130,7 @@ def test_weights_that_the_host_has_fused_are_counted(tmp_path):
     model.load_state_dict(state | of_files)
     (report,) = adopt_checkpoints(model, FP8Config())
     assert (report.num_exact, report.num_fused) == (2, 3)
-    assert "3 weights are fused (experts), and stay as the host loaded them" in str(report)
+    assert "3 weights are fused (experts) and keep the values the host loaded" in str(report)
 
 
 def test_a_trained_model_is_nobodys_checkpoint(tmp_path):
@@ -144,7 +144,7 @@ def test_a_trained_model_is_nobodys_checkpoint(tmp_path):
 def test_before_sharding_nothing_waits_and_a_line_says_so(tmp_path):
     model, _ = _loaded(tmp_path)
     (line,) = take_over(model, FP8Config(), sharded=True)
-    assert "sharded (FSDP2, tensor parallelism), the bits below are not kept" in line
+    assert "for sharded weights (FSDP2, tensor parallelism)" in line
     assert residual_of(model.model.down_proj.weight) is None
 
 
@@ -153,8 +153,8 @@ def test_a_model_that_is_sharded_already_has_a_line_too(tmp_path, single_process
     model, _ = _loaded(tmp_path)
     fully_shard(model)
     (line,) = take_over(model, FP8Config(), trained=trained)
-    assert "frozen ones are quantized anew" in line
-    assert "the bits below are not kept" in line
+    assert "frozen ones are quantized again" in line
+    assert "the bits below BF16 are lost" in line
     assert take_over(model, FP8Config(opt_level="O1"), trained=trained) == []
 
 

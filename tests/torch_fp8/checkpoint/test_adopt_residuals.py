@@ -94,11 +94,13 @@ def test_weights_that_have_lower_bits_stay_and_are_named(older):
     folder, _, net, optimizer = older
     step(net, optimizer, 2)
     before = values(net)
-    with pytest.warns(UserWarning, match="has residuals of 6 weights that do not fit .* '0.bias'"):
+    with pytest.warns(
+        UserWarning, match="has residuals for 6 weights that do not match .* '0.bias'"
+    ):
         assert adopt_residuals(folder, net) == 0
     assert all(map(torch.equal, values(net), before))
     other = nn.Sequential(nn.Linear(64, 98))
-    with pytest.warns(UserWarning, match="has residuals of 2 weights"):
+    with pytest.warns(UserWarning, match="has residuals for 2 weights"):
         assert adopt_residuals(folder, other) == 0
 
 

@@ -154,7 +154,7 @@ def _with(key, function):
 
 KEY = "up_proj.weight_scale_inv"
 BROKEN = {
-    "missing": (_without(KEY), rf"'{KEY}' is missing, the scales of 'up_proj.weight'"),
+    "missing": (_without(KEY), rf"'{KEY}', the scales of 'up_proj.weight', is missing"),
     "transposed": (_with(KEY, lambda s: s.t().contiguous()), rf"'{KEY}' has shape \(1, 2\)"),
     "flat": (_with(KEY, lambda s: s.flatten()), rf"'{KEY}' has shape \(2,\)"),
     "Inf": (_with(KEY, lambda s: s / 0), rf"'{KEY}' holds an Inf or NaN"),
@@ -169,7 +169,7 @@ BROKEN = {
     ),
     "no matrix": (
         _with("up_proj.weight", lambda w: w.view(2, -1, w.shape[1])),
-        r"'up_proj.weight' has shape \(2, .*; FP8 weights are matrices",
+        r"'up_proj.weight' has shape \(2, .*; FP8 weights must be matrices",
     ),
     "E5M2": (
         _with("up_proj.weight", lambda w: w.float().to(torch.float8_e5m2)),
@@ -239,14 +239,16 @@ def test_a_file_that_is_not_whole_is_named(tmp_path, breaks):
     _written(tmp_path)
     file = tmp_path / "model.safetensors"
     breaks(file)
-    with pytest.raises(ValueError, match=re.escape(f"{file} is no safetensors file")):
+    with pytest.raises(ValueError, match=re.escape(f"{file} is not a safetensors file")):
         SafetensorsFiles(tmp_path)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
     _written(tmp_path, shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors', which is not there"):
+    with pytest.raises(
+        ValueError, match=r"model-00002-of-00002.safetensors', which does not exist"
+    ):
         SafetensorsFiles(tmp_path)
 
 

@@ -140,8 +140,8 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(tmp_path):
             export_checkpoint(AutoModelForCausalLM, *paths, format, config)
         assert sorted(tmp_path.rglob("*")) == before
 
-    refused("recipe 'auto' chooses on its card", config="auto")
-    refused("cannot say recipe 'mxfp8'", config="mxfp8")
+    refused("recipe 'auto' chooses on the training card", config="auto")
+    refused("cannot express recipe 'mxfp8'", config="mxfp8")
     refused("exists", out="in")
     refused("has no .*safetensors file", source="nowhere")
     state = load_file(tmp_path / "in" / "model.safetensors")

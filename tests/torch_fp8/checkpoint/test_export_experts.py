@@ -32,7 +32,7 @@ SPLIT = [name for name in MODELS if name not in ("GptOss", "Llama4Text")]
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*that run in FP8 are written in BF16"),
-    pytest.mark.filterwarnings("ignore:experts are trained with a scale a row"),
+    pytest.mark.filterwarnings("ignore:experts are trained with one scale per row"),
 ]
 
 
@@ -115,10 +115,10 @@ def test_blocks_are_cast_anew_and_stock_transformers_opens_them(tmp_path):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     model = converted(recipe="blockwise", **WIDE)
-    with pytest.warns(UserWarning, match="experts are trained with a scale a row"):
+    with pytest.warns(UserWarning, match="experts are trained with one scale per row"):
         report = export(model, tmp_path / "out")
     assert report.recast == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
-    assert "2 of them are experts, cast anew" in str(report)
+    assert "2 of them are experts, cast again" in str(report)
     weight = model.get_parameter(FUSED)
     spec = make_recipe("blockwise").weight
     want = torch.stack([dequantize(quantize(w, spec), torch.bfloat16) for w in weight.detach()])
@@ -135,7 +135,7 @@ def test_sides_that_are_no_multiples_of_128_are_written_in_bf16(tmp_path):
         converted(recipe="blockwise", **WIDE | {"moe_intermediate_size": 48}), tmp_path / "out"
     )
     reasons = dict(report.kept)
-    assert "48 x 128, are no multiples of 128" in reasons["model.layers.0.mlp.experts"]
+    assert "48 x 128, are not multiples of 128" in reasons["model.layers.0.mlp.experts"]
     assert not report.recast
     stored = read(tmp_path / "out")
     assert stored["model.layers.0.mlp.experts.0.down_proj.weight"].dtype == torch.bfloat16
@@ -276,7 +276,7 @@ def test_trained_experts_continue_from_the_exact_values_of_an_fp8_checkpoint(tmp
 def test_frozen_experts_of_an_fp8_checkpoint_stay_as_the_host_loaded_them(tmp_path):
     model = loaded(tmp_path / "fp8").requires_grad_(False)
     (line, *_) = take_over(model, FP8Config())
-    assert "24 weights are fused (experts), and stay as the host loaded them" in line
+    assert "24 weights are fused (experts) and keep the values the host loaded" in line
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "NemotronH"])

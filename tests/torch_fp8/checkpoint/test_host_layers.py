@@ -54,7 +54,9 @@ def test_trained_layers_continue_from_their_exact_values(strategy):
     model, qdata, scale, block = _compressed(strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     (line,) = take_over(model, FP8Config())
-    assert line.startswith("1 layers of compressed-tensors became linear layers: 1 are trained")
+    assert line.startswith(
+        "1 compressed-tensors layers were replaced by linear layers: 1 are trained"
+    )
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "2.weight", "2.bias"]
     convert_to_float8(model)
     convert_optimizer(optimizer, model=model)
@@ -77,7 +79,7 @@ def test_frozen_layers_hold_the_bytes_where_their_blocks_allow(strategy):
     held = model[0].frozen_weight
     same = held.qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
     assert same == (strategy in ("tensor", "block"))
-    assert ("1 hold the same bytes" if same else "1 are quantized anew, block_128x128") in line
+    assert ("1 keep the same bytes" if same else "1 are quantized again, block_128x128") in line
     true = exact(qdata, scale, block)
     error = (held.dequantize().double() - true).norm() / true.norm()
     assert error < (2.0**-8 if same else 2.0**-4)
@@ -111,7 +113,9 @@ def test_scales_that_the_host_has_rounded_are_those_of_the_file(tmp_path):
 def test_scales_of_another_shape_are_named_and_nothing_is_changed():
     model, *_ = _compressed("channel")
     model[0].weight_scale.data = model[0].weight_scale.data[1:]
-    with pytest.raises(ValueError, match=r"'0\.weight_scale' has shape .*: the checkpoint is bad"):
+    with pytest.raises(
+        ValueError, match=r"'0\.weight_scale' has shape .*: the checkpoint is broken"
+    ):
         take_over(model, FP8Config())
     assert model[0].weight.dtype == torch.float8_e4m3fn
     assert model.is_quantized

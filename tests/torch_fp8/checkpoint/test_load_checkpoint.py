@@ -252,7 +252,7 @@ def test_a_checkpoint_of_another_quantization_is_refused(tmp_path):
 
 def test_what_builds_no_model_is_a_type_error(tmp_path):
     _written(tmp_path)
-    with pytest.raises(TypeError, match="builds no model"):
+    with pytest.raises(TypeError, match="does not build a model"):
         load_trainable(dict, tmp_path)
 
 

@@ -165,7 +165,10 @@ def test_what_an_engine_would_do_otherwise_is_refused_by_name(tmp_path):
         weights_for_engine(nn.Linear(128, 128))
     write_llama(tmp_path)
     frozen = load_frozen(AutoModelForCausalLM, tmp_path, "blockwise")
-    with pytest.raises(ValueError, match=r"q_proj.weight' has scales that are no powers of two"):
+    with pytest.raises(
+        ValueError,
+        match=r"q_proj.weight' has scales from its original checkpoint that are not powers of two",
+    ):
         list(weights_for_engine(frozen, "fp8_per_block"))
     assert len(dict(weights_for_engine(frozen, "fine-grained"))) == 21 + 14
 

@@ -48,7 +48,7 @@ def test_each_attention_module_is_counted_and_named():
     assert report.attention == names
     assert [n for n, m in model.named_modules() if is_marked(m)] == list(names)
     assert _lines(report) == [
-        "attention 2 modules with q, k and v saved in FP8, but within torch.compile"
+        "attention 2 modules with q, k and v saved in FP8, except within torch.compile"
     ]
     assert convert_to_float8(model, QKV).attention == names  # a second call changes nothing
     assert convert_to_float8(model, FP8Config(opt_level="O1")).attention == ()
@@ -70,7 +70,7 @@ def test_unknown_attention_is_named():
     report = convert_to_float8(model, QKV)
     assert [name for name, _ in report.other_attention] == ["0"]
     (line,) = _lines(report)
-    assert line.startswith("attention 0: no attention of transformers' registry")
+    assert line.startswith("attention 0: not an attention function from transformers' registry")
 
 
 def test_a_model_without_attention_has_a_warning():

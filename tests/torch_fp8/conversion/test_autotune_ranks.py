@@ -65,14 +65,16 @@ def test_a_failure_is_told_once(ranks):
 
 def test_who_waits_longer_than_the_timeout_is_told_why(ranks):
     assert ranks[0]["late"] == "late"
-    assert "another rank was to measure what this one waits for" in ranks[1]["late"]
-    assert "name FP8Config(recipe=...)" in ranks[1]["late"]
+    assert "this rank waits for a measurement that another rank" in ranks[1]["late"]
+    assert "set FP8Config(recipe=...)" in ranks[1]["late"]
 
 
 def test_ranks_that_measured_before_there_was_a_group_do_not_train_different_functions(ranks):
     for results in ranks:
-        assert "measured by this process for itself, before there was a process" in results["early"]
+        assert (
+            "measured by this process alone, before the process group existed" in results["early"]
+        )
         said = results["early, wrapped"]
-        assert "ranks that train one model have different ones: '0' is in FP8 (rowwise) on" in said
+        assert "the model differs between ranks: '0' is in FP8 (rowwise) on" in said
         assert "'1' is in high precision on rank 0, in FP8 (blockwise) on rank 1" in said
         assert "after init_process_group if the recipe is 'auto'" in said

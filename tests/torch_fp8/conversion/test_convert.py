@@ -287,8 +287,8 @@ def _hooked():
     ("module", "skipped"),
     [
         (_Adapter(), {"lora_A.default": "LoRA adapter", "lora_B.default": "LoRA adapter"}),
-        (_Experts(), {"gate_up_proj": "fused expert weights in a layout that is not known"}),
-        (_Subclass(32, 32), {"": "_Subclass computes something else than nn.Linear"}),
+        (_Experts(), {"gate_up_proj": "fused expert weights in an unsupported layout"}),
+        (_Subclass(32, 32), {"": "_Subclass does not compute what nn.Linear does"}),
         (nn.Linear(32, 1), {"": "out_features=1 is below 16"}),
         (nn.Linear(8, 32), {"": "in_features=8 is below 16"}),
         (nn.Linear(32, 32).double(), {"": "weight is torch.float64"}),
@@ -407,7 +407,7 @@ def test_summary_groups_what_was_skipped():
     model.adapters = nn.ModuleList(_Adapter() for _ in range(4))
     text = convert_to_float8(model).summary(model, [torch.optim.AdamW(model.parameters())])
     assert "FP8: 8 of 9 linear layers" in text  # those of the adapters are no layers left out
-    assert "  adapters  8 of LoRA, which stay in high precision" in text
+    assert "  adapters  8 LoRA adapters, which stay in high precision" in text
     assert "LoRA adapter" not in text
     assert "16.00 bytes per parameter, before and after" in text
     assert " MiB" in text
@@ -419,8 +419,8 @@ def test_summary_says_what_fused_experts_mean():
     # One layer of 2,048 weights; of 8 experts with as many, 2 a token.
     assert report.flops_share == pytest.approx(1 / 3)
     text = report.summary()
-    assert "  experts   66.7 % of the matmul FLOPs are those of fused experts" in text
-    assert "all GEMMs together are 1.20 times as fast" in text
+    assert "  experts   66.7 % of the matmul FLOPs are in fused experts" in text
+    assert "all GEMMs together are only 1.20 times as fast" in text
     assert "experts" not in convert_to_float8(Model()).summary()
 
 
@@ -447,7 +447,7 @@ def test_summary_says_that_the_optimizer_is_not_converted_and_how():
     text = report.summary(model)
     assert "  optimizer not converted" in text
     assert "torch_fp8.convert_optimizer(optimizer, config, model=model)" in text
-    assert text.endswith("; states are not known here, and not counted")
+    assert text.endswith("; optimizer states are not counted: no optimizer is known")
     states = torch_fp8.convert_optimizer(optimizer, model=model)
     text = report.summary(model, [optimizer], [states])
     assert "not converted" not in text
@@ -614,7 +614,7 @@ def test_lazy_modules_are_left_until_their_sizes_are_known():
         (64, "optimizer AdamW with 8-bit states"),
         (
             32,
-            "optimizer AdamW with states as they are: each of its parameters has fewer than 4,096",
+            "optimizer AdamW with unchanged states: each of its parameters has fewer than 4,096",
         ),
     ],
 )

@@ -177,7 +177,7 @@ def test_asking_for_gradients_thaws_with_one_warning():
     model = copy.deepcopy(model)
     up = model.up.weight
     values = up.dequantize().float()
-    with pytest.warns(UserWarning, match="'up.weight' was stored as FP8 alone") as told:
+    with pytest.warns(UserWarning, match="'up.weight' was stored in FP8 only") as told:
         model.requires_grad_(True)
     assert len(told) == 1
     assert model.up.weight is up
@@ -255,7 +255,7 @@ def test_what_is_frozen_by_hand_is_stored_so_only_when_asked():
     assert convert_to_float8(model, FP8Config(recipe="blockwise")).frozen.frozen == ()
     report = convert_to_float8(model, FP8Config(recipe="blockwise", frozen_weights="fp8"))
     assert report.frozen.frozen == ("up",)
-    assert "frozen    1 frozen weight stored as FP8 alone, 1.00" in report.summary(model)
+    assert "frozen    1 frozen weight stored in FP8 only, 1.00" in report.summary(model)
     again = convert_to_float8(model, FP8Config(recipe="blockwise", frozen_weights="fp8"))
     assert again.frozen.frozen == ("up",)
     report = convert_to_float8(model, FP8Config(recipe="blockwise", frozen_weights="keep"))

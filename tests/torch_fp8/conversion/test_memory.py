@@ -79,4 +79,4 @@ def test_a_sharded_parameter_counts_with_this_ranks_part():
 def test_expectation_does_not_guess_other_optimizers():
     model = nn.Linear(32, 32)
     text = expected_bytes_per_param(model, [torch.optim.Rprop(model.parameters())])
-    assert "not counted: the states of Rprop" in text
+    assert "the states of Rprop are not counted" in text

@@ -41,7 +41,7 @@ def test_no_collective_is_needed(ranks):
     ],
 )
 def test_every_rank_is_told_the_fields_the_values_and_the_ranks(ranks, name, says):
-    expected = f"ranks have different FP8Configs: {says}Give all ranks the same one"
+    expected = f"ranks have different FP8Configs: {says}Use the same FP8Config on all ranks"
     assert errors(ranks, name) == [expected] * 4
 
 
@@ -66,15 +66,16 @@ def test_after_a_restart_before_which_not_all_had_come(ranks):
 def test_other_versions_are_named_with_their_hosts(ranks):
     said = (
         f"ranks have different versions: torch-fp8 is {torch_fp8.__version__} on node-0 "
-        "(ranks 0-1), node-1 (rank 2), 0.0.9 on node-1 (rank 3). Install the same ones on all hosts"
+        "(ranks 0-1), node-1 (rank 2), 0.0.9 on node-1 (rank 3). Install the same versions "
+        "on all hosts"
     )
     assert errors(ranks, "version") == [said] * 4
 
 
 def test_auto_is_refused_on_several_kinds_of_cards(ranks):
     said = (
-        "recipe 'auto' measures one kind of card, and here the card is H000 (sm_90) on node-0 "
-        "(ranks 0-1), H100 (sm_90) on node-1 (ranks 2-3). Name a recipe that all of them run"
+        "recipe 'auto' measures one kind of card, but the card is H000 (sm_90) on node-0 "
+        "(ranks 0-1), H100 (sm_90) on node-1 (ranks 2-3). Name a recipe that all of them support"
     )
     assert all(message.startswith(said) for message in errors(ranks, "cards and auto"))
 
@@ -92,7 +93,7 @@ def test_a_rank_that_does_not_ask_for_fp8_is_named_after_the_timeout(ranks, miss
     """Rank 0 leads the comparison; another one takes its place."""
     for results in (ranks[rank] for rank in came):
         message, sent = results[f"missing {missing}"]
-        assert message.startswith(f"rank {missing} did not ask for FP8 while node-0 (rank")
+        assert message.startswith(f"rank {missing} did not enable FP8 while node-0 (rank")
         assert sent == []  # whoever is missing is in a collective of its own
         assert 2 <= results[f"waited for {missing}"] < 20
 

@@ -69,7 +69,7 @@ def test_what_is_gathered_once_for_both_is_transposed(cases, case):
 def test_experts_that_do_not_divide_travel_as_they_are(cases):
     for gathers, report in cases["not_gathered"]:
         assert gathers == 0
-        assert "3 experts do not divide by 2 ranks" in report
+        assert "3 experts are not divisible by 2 ranks" in report
 
 
 def test_a_gathered_weight_reads_as_a_tensor(cases):
@@ -123,7 +123,7 @@ def test_sharded_experts_are_frozen_in_place_and_saved_plain(cases):
 def test_experts_that_do_not_divide_are_not_frozen(cases):
     for frozen, reasons in cases["not_frozen"]:
         assert frozen == 0
-        assert reasons == ["3 experts do not divide by 2 ranks"]
+        assert reasons == ["3 experts are not divisible by 2 ranks"]
 
 
 def test_experts_of_other_ranks_are_not_frozen(cases):

@@ -144,8 +144,11 @@ def test_a_closure_is_measured_before_the_update():
 
 def test_what_contradicts_itself_is_refused():
     for options, told in [
-        ({"on_alarm": "bf16"}, "need statistics; name monitor=100"),
-        ({"monitor": 10, "recipe": "rowwise", "on_alarm": "rowwise"}, "that all layers run"),
+        ({"on_alarm": "bf16"}, "need statistics; set monitor=100"),
+        (
+            {"monitor": 10, "recipe": "rowwise", "on_alarm": "rowwise"},
+            "that all layers already run",
+        ),
         ({"monitor": 10, "on_alarm": "quiet"}, "'warn', 'bf16'"),
         ({"monitor": 10, "on_loss_spike": "skip", "gradient_release": True}, "in backward"),
         ({"monitor": 10, "on_alarm": "rowwise", "cache_weights": True}, "cache_weights"),

@@ -14,7 +14,7 @@ import torch_fp8
 from torch_fp8 import FP8Config
 from torch_fp8.nn import linear_function
 
-PASSED_BY = "but nobody called the layer"
+PASSED_BY = "but the layer was never called"
 
 
 @pytest.fixture(autouse=True)

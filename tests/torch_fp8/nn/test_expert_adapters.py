@@ -177,7 +177,7 @@ def test_frozen_experts_take_one_byte_and_train_adapters(layout):
     base = block.experts.get_base_layer()
     assert len(base.frozen_weights) == 2
     assert report.frozen.bytes_after / report.frozen.num_params < 1.1
-    assert "2 frozen weights stored as FP8 alone" in report.summary()
+    assert "2 frozen weights stored in FP8 only" in report.summary()
     got = _run(block, *given)
     assert set(got) == set(want)
     for name, value in want.items():
@@ -252,7 +252,7 @@ def test_adapters_merge_into_frozen_experts_and_out_again():
 def test_frozen_experts_thaw_when_somebody_trains_them():
     block = _frozen()
     base = block.experts.get_base_layer()
-    with pytest.warns(UserWarning, match="was stored as FP8 alone"):
+    with pytest.warns(UserWarning, match="was stored in FP8 only"):
         base.gate_up_proj.requires_grad_(True)
     assert base.gate_up_proj.requires_grad
     assert type(base.gate_up_proj) is nn.Parameter

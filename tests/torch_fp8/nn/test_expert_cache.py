@@ -168,7 +168,7 @@ def test_plain_weights_keep_nothing_in_training():
     config = FP8Config(recipe="rowwise", cache_weights=True)
     convert_to_float8(module, config)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    with pytest.warns(UserWarning, match="keeps no payload"):
+    with pytest.warns(UserWarning, match="caches nothing"):
         convert_optimizer(optimizer, config, model=module)
     _forward(module).float().sum().backward()
     assert memory_report(module).caches == 0

@@ -81,7 +81,7 @@ def test_a_layer_is_told_by_its_library_and_stays(name):
     report = convert_to_float8(model, FP8Config(recipe="tensorwise"))
     assert report.converted == ("plain",)
     assert type(model["layer"]) is before
-    line = f"  quantized 1 layer by {library}, which runs them as it does without FP8; to have"
+    line = f"  quantized 1 layer by {library}, which runs them as it does without FP8; to run"
     assert line in report.summary()
     assert "skipped   layer" not in report.summary()
     assert report.num_layers == 2
@@ -126,5 +126,5 @@ def test_what_liger_kernel_computes_is_said():
     model = nn.Sequential(norm(), nn.Linear(64, 64), patched, nn.RMSNorm(64), nn.Linear(64, 64))
     report = convert_to_float8(model, FP8Config(recipe="tensorwise"))
     assert report.num_liger == 2
-    assert "  liger     2 modules of Liger Kernel, which hand over" in report.summary()
+    assert "  liger     2 modules of Liger Kernel, whose outputs" in report.summary()
     assert "liger " not in convert_to_float8(nn.Sequential(nn.Linear(64, 64))).summary()

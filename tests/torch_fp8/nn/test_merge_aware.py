@@ -215,9 +215,9 @@ def test_a_checkpointed_forward_has_the_same_gradients():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True}, "has DoRA"),
-        ({"lora_dropout": 0.1}, "lora_dropout=0.1, and what is dropped"),
-        ({"lora_bias": True}, "trains a bias of LoRA"),
+        ({"use_dora": True}, "uses DoRA"),
+        ({"lora_dropout": 0.1}, "lora_dropout=0.1, and dropout before the adapter only"),
+        ({"lora_bias": True}, "trains a LoRA bias"),
     ],
     ids=["dora", "dropout", "bias"],
 )
@@ -234,12 +234,12 @@ def test_what_cannot_be_is_refused():
     other = get_peft_model(
         tiny_llama(), LoHaConfig(r=4, target_modules=["up_proj"], rank_dropout=0.1)
     )
-    with pytest.raises(ValueError, match="and no LoRA; take LoraConfig"):
+    with pytest.raises(ValueError, match="not LoRA; use LoraConfig"):
         convert_to_float8(other, AWARE)
     for options, message in (
         ({"opt_level": "O1"}, "merge_aware=True stores weights in FP8, but opt_level='O1'"),
-        ({"frozen_weights": "keep"}, "leave frozen_weights='keep' out, or merge_aware"),
-        ({"eval_fp8": False}, "leave eval_fp8=False out, or merge_aware"),
+        ({"frozen_weights": "keep"}, "leave out frozen_weights='keep' or merge_aware"),
+        ({"eval_fp8": False}, "leave out eval_fp8=False or merge_aware"),
     ):
         with pytest.raises(ValueError, match=message):
             FP8Config(merge_aware=True, **options)
@@ -251,9 +251,9 @@ def test_what_cannot_be_is_refused():
     several.base_model.set_adapter("other")
     several(IDS)
     thawed = adapted()
-    with pytest.warns(UserWarning, match="to be trained from now on"):
+    with pytest.warns(UserWarning, match="is trained from now on"):
         up(thawed).base_layer.weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"up_proj.base_layer' is no FP8 base any more"):
+    with pytest.raises(RuntimeError, match=r"up_proj.base_layer' is no longer an FP8 base"):
         thawed(IDS)
 
 

@@ -226,14 +226,14 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="2 routers, k"), routing_replay(model, indices[:, :, :1]):
         pass
     with (
-        pytest.raises(ValueError, match="index 4 is none of them"),
+        pytest.raises(ValueError, match="experts, but got index 4"),
         routing_replay(model, indices * 0 + 4),
     ):
         pass
     with pytest.raises(TypeError, match="takes integers"), routing_replay(model, indices * 1.0):
         pass
     with (
-        pytest.raises(ValueError, match="'gate' is no router of this model"),
+        pytest.raises(ValueError, match="'gate' is not a router of this model"),
         routing_replay(model, {"gate": indices[:, :, 0]}),
     ):
         pass

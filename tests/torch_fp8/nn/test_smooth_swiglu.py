@@ -168,7 +168,7 @@ def test_single_layers_by_overrides():
     report = convert_to_float8(model, config)
     assert report.smooth == ("1.down_proj",)
     assert report.unfused == ()
-    with pytest.raises(ValueError, match="smooth_swiglu cannot be had of Transformer Engine"):
+    with pytest.raises(ValueError, match="smooth_swiglu not supported by Transformer Engine"):
         FP8Config(smooth_swiglu=True, backend="transformer-engine")
 
 

@@ -420,7 +420,9 @@ def test_mxfp8_takes_blocks_of_32(te, monkeypatch):
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(64, 64))
     report = convert_to_float8(model, FP8Config(recipe="mxfp8", backend="transformer-engine"))
     assert report.converted == ("1",)
-    assert report.skipped == (("0", "out_features=48 is no multiple of 32 (Transformer Engine)"),)
+    assert report.skipped == (
+        ("0", "out_features=48 is not a multiple of 32 (Transformer Engine)"),
+    )
     seen = recorded(monkeypatch, te, lambda inp, output: inp.shape)
     model[1](torch.ones(5, 64))
     assert seen == [(32, 64)]
@@ -432,21 +434,21 @@ def test_other_sizes_are_skipped_with_the_reason(te):
     report = convert_to_float8(model, TE)
     assert report.converted == ("2",)
     assert report.skipped == (
-        ("0", "in_features=40 is no multiple of 16 (Transformer Engine)"),
-        ("1", "out_features=40 is no multiple of 16 (Transformer Engine)"),
+        ("0", "in_features=40 is not a multiple of 16 (Transformer Engine)"),
+        ("1", "out_features=40 is not a multiple of 16 (Transformer Engine)"),
     )
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"recipe": "rowwise"}, "no recipe with a scale per row.*'tensorwise', 'delayed'"),
-        ({"wgrad": "bf16"}, "wgrad cannot be had"),
+        ({"recipe": "rowwise"}, "no recipe with one scale per row.*'tensorwise', 'delayed'"),
+        ({"wgrad": "bf16"}, "wgrad not supported"),
         ({"fast_accum": ()}, "fast_accum"),
         ({"cache_weights": True}, "cache_weights"),
         ({"emulate": True}, "emulate"),
         ({"recipe": "delayed", "amax_history_len": 1}, "amax_history_len=1"),
-        ({"wgrad": "bf16", "emulate": True}, "wgrad, emulate cannot be had"),
+        ({"wgrad": "bf16", "emulate": True}, "wgrad, emulate not supported"),
     ],
     ids=str,
 )
@@ -494,7 +496,7 @@ def test_no_cuda(te, monkeypatch, device):
     monkeypatch.setattr(transformer_engine, "_is_cuda", IS_CUDA)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     linear = nn.Linear(32, 32)
-    with pytest.raises(ValueError, match=f"CUDA devices alone; this one is '{device}'"):
+    with pytest.raises(ValueError, match=f"CUDA devices only; this one is '{device}'"):
         convert_to_float8(linear, TE, device=device)
     assert type(linear) is nn.Linear
 

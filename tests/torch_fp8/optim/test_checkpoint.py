@@ -196,17 +196,17 @@ BROKEN = {
         lambda s: _state(s).update(residual=_RESIDUAL.long()),
         r"state\[0\]\['residual'\] is torch.int64, expected torch.int8",
     ),
-    "residual no tensor": (lambda s: _state(s).update(residual=3), "is no tensor: 3"),
+    "residual no tensor": (lambda s: _state(s).update(residual=3), "is not a tensor: 3"),
     "no seed": (lambda s: _ours(s).pop("seed"), r"\['torch_fp8'\]\['seed'\] is None"),
     "seed a string": (lambda s: _ours(s).update(seed="1"), r"\['seed'\] is '1'"),
     "bits 3": (lambda s: _ours(s).update(residual_bits=3), r"\['residual_bits'\] is 3"),
     "bits 7": (lambda s: _ours(s).update(residual_bits=7), r"\['residual_bits'\] is 7"),
     "no bits": (lambda s: _ours(s).pop("residual_bits"), r"\['residual_bits'\] is None"),
-    "ours no dict": (lambda s: s.update(torch_fp8=1), r"state_dict\['torch_fp8'\] is no dict"),
-    "of a group": (lambda s: _group(s).update(torch_fp8=1), r"groups\[0\]\['torch_fp8'\] is no"),
+    "ours no dict": (lambda s: s.update(torch_fp8=1), r"state_dict\['torch_fp8'\] is not a dict"),
+    "of a group": (lambda s: _group(s).update(torch_fp8=1), r"groups\[0\]\['torch_fp8'\] is not"),
     "amsgrad": (lambda s: _group(s).update(amsgrad=True), r"param_groups\[0\]\['amsgrad'\]"),
     "capturable": (lambda s: _group(s).update(capturable=True), r"\['capturable'\] .*is True"),
-    "a state no dict": (lambda s: s["state"].update({2: 5}), r"state\[2\] is no dict: 5"),
+    "a state no dict": (lambda s: s["state"].update({2: 5}), r"state\[2\] is not a dict: 5"),
 }
 
 

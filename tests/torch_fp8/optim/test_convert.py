@@ -193,7 +193,7 @@ def test_level_o1_leaves_the_optimizer_alone():
     [
         (lambda p: torch.optim.SGD(p, 0.1), "8-bit states are for Adam and AdamW"),
         (torch.optim.NAdam, "8-bit states are for Adam and AdamW"),
-        (_WithOwnStep, "_WithOwnStep has a step of its own"),
+        (_WithOwnStep, "_WithOwnStep has its own step"),
     ],
     ids=["sgd", "nadam", "own step"],
 )
@@ -522,5 +522,5 @@ def test_clipping_limits_an_update_that_its_second_moment_underestimates():
 def test_clipping_of_sharded_weights_is_refused(monkeypatch):
     sharded = nn.Parameter(torch.zeros(64, 64))
     monkeypatch.setattr("torch_fp8.optim.convert.DTensor", nn.Parameter)
-    with pytest.raises(ValueError, match=r"update_clipping=True\) takes the RMS of whole weights"):
+    with pytest.raises(ValueError, match=r"update_clipping=True\) needs the RMS of whole weights"):
         convert_optimizer(torch.optim.AdamW([sharded]), FP8Config(update_clipping=True))

@@ -108,10 +108,10 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, capsys):
     torch.save(optimizer.state_dict(), stock)
     text.write_text("no file of tensors")
     cases = {
-        "has no moments of 8 bits": [stock, tmp_path / "new"],
+        "has no 8-bit moments": [stock, tmp_path / "new"],
         "exists; name a file": [stock, text],
         "is a folder": [tmp_path, tmp_path / "new"],
-        "is no file of tensors": [text, tmp_path / "new"],
+        "is not a file of tensors": [text, tmp_path / "new"],
     }
     for message, (source, target) in cases.items():
         assert main(["convert-optimizer", str(source), str(target)]) == 2

@@ -243,6 +243,4 @@ def test_bytes_with_other_options(options, size):
     _loss(model, 4).backward()
     assert memory_report(model, optimizer).bytes_per_param == pytest.approx(size, abs=1e-3)
     if "split_weights" in options:
-        assert str(report) == (
-            "Muon keeps its own states: its int8 momentum is for split weights alone"
-        )
+        assert str(report) == ("Muon keeps its own states: its int8 momentum needs split weights")

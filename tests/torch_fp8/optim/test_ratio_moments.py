@@ -311,7 +311,7 @@ def test_a_checkpoint_has_the_bytes_of_memory_and_a_written_moment_in_full():
                 [s.pop(f"exp_avg_sq_{part}") for part in ("codes", "scale")]
                 and s.update(exp_avg_sq=torch.zeros(144, 64))
             ),
-            "a ratio to 'exp_avg_sq_codes', which are not there",
+            "a ratio to 'exp_avg_sq_codes', which are missing",
         ),
     ],
 )
@@ -357,7 +357,9 @@ def test_bytes_of_a_layer(options, most):
 def test_mistakes_are_named():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="moment_bits=4 is for the weights of FP8 layers: pass"):
+    with pytest.raises(
+        ValueError, match="moment_bits=4 applies to the weights of FP8 layers: pass"
+    ):
         convert_optimizer(optimizer, FOUR)
     with pytest.raises(ValueError, match="moment_bits apply to the optimizer"):
         FP8Config(moment_bits=4, opt_level="O1")

@@ -217,7 +217,7 @@ def _eager():
         yield
 
 
-@pytest.mark.filterwarnings("ignore:OwnStep has a step of its own")
+@pytest.mark.filterwarnings("ignore:OwnStep has its own step")
 @every_optimizer
 def test_it_trains_as_on_float32_weights(name, monkeypatch):
     """What is lost is a part of 2^-17 of each weight and step; several buckets, too."""
@@ -243,7 +243,7 @@ def test_it_trains_as_on_float32_weights(name, monkeypatch):
     assert all(type(group["params"]) is list for group in ours.param_groups)
 
 
-@pytest.mark.filterwarnings("ignore:OwnStep has a step of its own")
+@pytest.mark.filterwarnings("ignore:OwnStep has its own step")
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "8 bits of torchao", "schedule-free"])
 def test_a_resumed_run_goes_on_bit_for_bit(name):
     model, optimizer, _ = _converted(OPTIMIZERS[name])
@@ -419,9 +419,9 @@ def _wrapper(parameters):
     [
         (torch.optim.LBFGS, "its step runs the closure itself"),
         (Closures, "its step runs the closure itself"),
-        (_keeps_list, "it refers to its weights outside of its parameter groups"),
-        (_flattened, "it refers to its weights outside of its parameter groups"),
-        (_wrapper, "it has SGD within, which may write its weights"),
+        (_keeps_list, "it references its weights outside its parameter groups"),
+        (_flattened, "it references its weights outside its parameter groups"),
+        (_wrapper, "it contains SGD, which may write its weights"),
     ],
 )
 def test_an_optimizer_that_cannot_is_left_alone_with_the_reason(make, reason):

@@ -120,7 +120,7 @@ def test_a_transformer_encoder_is_evaluated_on_its_fast_path(padding):
     model = nn.Sequential(nn.Linear(64, 64), nn.TransformerEncoder(layer, 2))
     stock = copy.deepcopy(model[1]).eval()
     _optimizer, report = _converted(model)
-    assert "of nn.TransformerEncoderLayer, which reads them itself" in str(report)
+    assert "in nn.TransformerEncoderLayer, which reads them directly" in str(report)
     model.eval()
     mask = torch.zeros(2, 8, dtype=torch.bool)
     mask[:, 5:] = padding
@@ -285,7 +285,7 @@ def test_without_the_model_weights_stay_float32_and_the_report_says_how_they_wou
     assert {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, torch.float32)}
     assert (report.num_split, report.num_float32) == (0, 3)
     assert str(report) == (
-        "AdamW with 8-bit states, 3 weights stay float32: of no module that is known; pass "
+        "AdamW with 8-bit states, 3 weights stay float32: not in a known module; call "
         "convert_optimizer(optimizer, config, model=model)"
     )
     assert convert_optimizer(optimizer, model=model).num_split == 3
@@ -383,7 +383,7 @@ def test_weights_that_share_memory_go_on_sharing_it(share, cls, level):
     num_shared = 1 if share is _as_buffer else 2
     assert report.num_split == 3 - num_shared
     assert report.num_float32 == num_shared
-    assert report.why_float32 == "in memory that another parameter or buffer has, too"
+    assert report.why_float32 == "sharing memory with another parameter or buffer"
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.randn(8, 64)).square().mean().backward()

@@ -88,7 +88,7 @@ def mix(p, other, alpha):
 
 def test_a_change_below_the_steps_of_fp8_is_lost_with_a_warning():
     p = frozen()
-    with pytest.warns(UserWarning, match=r"layer\.weight is stored as FP8 alone, and add_"):
+    with pytest.warns(UserWarning, match=r"layer\.weight is stored in FP8 only, and add_"):
         p.data += 1e-3 * torch.randn(p.shape)
     with pytest.warns(UserWarning, match=r"mul_ changed it by less than the steps"):
         mix(p, torch.randn(p.shape), 0.01)
@@ -113,7 +113,7 @@ def test_data_can_be_set():
     value = torch.randn(160, 200)
     p.data = value
     assert torch.equal(p.qdata.float(), requantized(value, BLOCKS).qdata.float())
-    with pytest.raises(RuntimeError, match=r"layer\.weight is stored as FP8 alone.*thaw"):
+    with pytest.raises(RuntimeError, match=r"layer\.weight is stored in FP8 only.*thaw"):
         p.data = torch.zeros(3)
 
 
@@ -197,7 +197,7 @@ def test_scales_of_another_dtype_are_refused():
 def test_a_layer_that_asks_for_other_scales_is_refused_by_name():
     p = frozen(spec=ONE_SCALE)
     with pytest.raises(
-        RuntimeError, match=r"layer\.weight is .* with tensorwise scales, and its l"
+        RuntimeError, match=r"layer\.weight is .* with tensorwise scales, but its l"
     ):
         frozen_payloads(p, BLOCKS, True, False, None)
 

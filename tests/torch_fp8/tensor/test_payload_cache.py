@@ -133,7 +133,7 @@ def test_a_scale_is_kept_where_it_takes_a_read_of_its_own():
 @pytest.mark.parametrize("cache", [False, True, "both"])
 def test_nothing_is_kept_of_a_plain_parameter(cache):
     """Any code may write to it, and that nothing is kept of it is said where it was asked for."""
-    said = pytest.warns(UserWarning, match="keeps no payload") if cache else nullcontext()
+    said = pytest.warns(UserWarning, match="caches nothing") if cache else nullcontext()
     with said:
         model, optimizer = _model(cache, dtype=torch.bfloat16)
     for _ in range(2):
@@ -370,7 +370,7 @@ def test_converting_again_is_harmless():
 
 
 def test_what_cannot_be_kept_is_refused():
-    with pytest.raises(ValueError, match="recipe='delayed' takes it from a history"):
+    with pytest.raises(ValueError, match="recipe='delayed' takes them from a history"):
         FP8Config(recipe="delayed", cache_weights=True)
     with pytest.raises(TypeError, match="must be a bool or 'both', got 'row'"):
         FP8Config(cache_weights="row")

@@ -214,6 +214,6 @@ def test_the_summary_counts_outputs():
     assert (report.attention, report.shared_outputs) == (("0", "1"), ("0",))
     text = str(report)
     assert "attention 1 module with the output saved once in FP8" in text
-    assert "attention 1 module with the output saved as it is: no layer" in text
+    assert "attention 1 module with the output saved unchanged: no layer" in text
     assert convert_to_float8(both, QKV).shared_outputs == ()
     convert_to_float8(both, FP8Config(opt_level="O1"))

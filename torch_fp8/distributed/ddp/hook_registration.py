@@ -37,12 +37,12 @@ class DDPReport:
 
     def __str__(self) -> str:
         if self.num_ranks == 1:
-            return "1, which has nothing to exchange"
+            return "1, so nothing is exchanged"
         text = f"{self.num_ranks}, gradients averaged in "
         if self.reason is None:
             return f"{text}FP8, 1.03 bytes each{f', {self.note}' if self.note else ''}"
         if self.num_fp8_gradients and self.fp8_exchange:
-            text += f"FP8 where they have 8 bits ({self.num_fp8_gradients}), others in "
+            text += f"FP8 if they have 8 bits ({self.num_fp8_gradients}), others in "
         return f"{text}their dtype: {self.reason}"
 
 

@@ -163,6 +163,6 @@ def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> Non
     dist.all_gather(every, mine, group=group)
     if len({int(t) for t in every}) > 1:
         raise ValueError(
-            "ranks have converted different weights: each needs the same model, the same FP8Config "
-            "and the same parameter groups"
+            "ranks converted different weights: all ranks need the same model, FP8Config and "
+            "parameter groups"
         )

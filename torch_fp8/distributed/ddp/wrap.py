@@ -136,8 +136,8 @@ def connect_ddp(
     unknown = [name for name in _PLAIN if names and getattr(ddp, name)]
     if unknown:
         raise ValueError(
-            f"DistributedDataParallel({unknown[0]}=True) averages all gradients itself, which "
-            "ddp_options has to know: DistributedDataParallel(model, **ddp_options(model, "
+            f"DistributedDataParallel({unknown[0]}=True) averages all gradients itself, so "
+            "ddp_options must know about it: DistributedDataParallel(model, **ddp_options(model, "
             f"[optimizer], {{{unknown[0]!r}: True}}))"
         )
     for parameter in names:
@@ -265,8 +265,8 @@ def _refuse_unconnected(module: nn.Module, inputs: Any) -> None:
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and ddp.module is module:
         raise RuntimeError(
-            "DistributedDataParallel was wrapped with ddp_options(...), which keeps gradients from "
-            "it, and nobody averages these yet: call connect_ddp(ddp, [optimizer]) after it"
+            "DistributedDataParallel was wrapped with ddp_options(...), which withholds gradients "
+            "from it, but nothing averages them yet: call connect_ddp(ddp, [optimizer]) after it"
         )
 
 

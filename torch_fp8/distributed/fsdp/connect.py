@@ -69,9 +69,9 @@ class FSDPReport:
             "modules scattered in FP8"
         )
         if self.num_replicated:
-            text += f", those of {self.num_replicated} averaged among replicas in FP8"
+            text += f", those of {self.num_replicated} averaged across replicas in FP8"
         if self.num_frozen:
-            text += f", {self.num_frozen} frozen weights held and gathered as FP8 alone"
+            text += f", {self.num_frozen} frozen weights stored and gathered in FP8 only"
         if self.note:
             text += f"; {self.note}"
         for reason, names in by_reason(self.skipped).items():
@@ -258,7 +258,7 @@ def _connect_scatter(
         skipped.append((name, "its gradients are replicated, not sharded"))
         return False
     if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
-        skipped.append((name, "it has a reduce-scatter of the user's"))
+        skipped.append((name, "it has a custom reduce-scatter"))
         return False
     group._reduce_scatter_comm = Float8ReduceScatter(group, name, exchanges)
     return True
@@ -274,7 +274,7 @@ def _why_not_sharded(group: Any, param: Any) -> str | None:
         return "it is replicated, not sharded"
     after = group.post_forward_mesh_info
     if after is not None and after != group.mesh_info:
-        return "reshard_after_forward is a number, for which torch gathers as it is"
+        return "reshard_after_forward is an integer, and torch gathers such weights unchanged"
     return None
 
 
@@ -283,15 +283,15 @@ def _why_not_gathered(param: Any, owners: list[nn.Module]) -> str | None:
         return "a module in high precision shares it"
     recipes = {owner.fp8.recipe for owner in owners if isinstance(owner, Float8Layer)}
     if len(recipes) > 1:
-        return "layers of several recipes share it"
+        return "layers with different recipes share it"
     granularity = recipes.pop().weight.granularity
     if param.fsdp_placement.dim != 0 and granularity != "tensorwise":
-        return f"it is sharded along dimension 1, and {granularity} scales are of whole rows"
+        return f"it is sharded along dimension 1, and {granularity} scales need whole rows"
     size = param.mesh_info.shard_mesh_size
     if granularity == "block_1x32" and size == 1:
-        return "it is on one rank, where torch passes one tensor only"
+        return "it is on one rank, where torch gathers only one tensor"
     if granularity == "block_1x32" and param._orig_size[0] % size:
-        return f"its rows do not divide by {size} ranks, and torch pads one tensor only"
+        return f"its rows are not divisible by {size} ranks, and torch pads only one tensor"
     return None
 
 

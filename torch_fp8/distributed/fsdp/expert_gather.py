@@ -176,7 +176,7 @@ def why_not_gathered(param: Any) -> str | None:
         return f"it is sharded along dimension {param.fsdp_placement.dim}, across experts"
     size = param.mesh_info.shard_mesh_size
     if size == 1:
-        return "it is on one rank, where torch passes one tensor only"
+        return "it is on one rank, where torch gathers only one tensor"
     if param._orig_size[0] % size:
-        return f"{param._orig_size[0]} experts do not divide by {size} ranks"
+        return f"{param._orig_size[0]} experts are not divisible by {size} ranks"
     return None

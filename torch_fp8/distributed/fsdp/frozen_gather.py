@@ -153,9 +153,9 @@ class FrozenGather(WeightGather):
         assert isinstance(held, Float8FrozenWeight)
         if self.fsdp_param.sharded_param.requires_grad:
             raise RuntimeError(
-                f"'{held.payload.name}' is stored as FP8 alone and sharded by FSDP2, and "
-                "its gradient was asked for (requires_grad=True); thaw the model before "
-                "fully_shard, or convert it with FP8Config(frozen_weights='keep')"
+                f"'{held.payload.name}' is stored in FP8 only and sharded by FSDP2, and its "
+                "gradient was requested (requires_grad=True); thaw the model before fully_shard, "
+                "or convert it with FP8Config(frozen_weights='keep')"
             )
         return held.payload
 

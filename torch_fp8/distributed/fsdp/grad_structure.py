@@ -58,9 +58,9 @@ class GroupStructures:
             return structure_of(sizes)
         if numel not in self._plain:
             warnings.warn(
-                f"some parameters of {self._name!r} got no gradient: those of the others, which "
-                "FSDP does not name, are reduced in BF16 this time; in FP8 with "
-                "set_reduce_scatter_unused_params(True), from torch 2.13 on",
+                f"some parameters of {self._name!r} got no gradient, and FSDP does not report "
+                "which: the other gradients are reduced in BF16 this time. To reduce them in FP8, "
+                "call set_reduce_scatter_unused_params(True) (torch 2.13 or later)",
                 stacklevel=2,
             )
             self._plain[numel] = structure_of([(numel, False)])
@@ -83,4 +83,4 @@ def factor_of(op: Any, world_size: int) -> float:
         return 1.0 / world_size
     if op == dist.ReduceOp.PREMUL_SUM:
         return float(op.__getstate__()[1])
-    raise ValueError(f"gradients are reduced as a sum or an average, not with {op}")
+    raise ValueError(f"gradients can be reduced as a sum or an average, not with {op}")

@@ -140,8 +140,8 @@ class UnshardedFloat8Weight(QuantizableTensor):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if argument.is_write and _contains_weight(value):
                 raise RuntimeError(
-                    f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write "
-                    "the sharded parameter, outside of forward, backward and unshard()"
+                    f"{func._schema.name} writes to an unsharded FP8 weight, which is a copy; "
+                    "write to the sharded parameter, outside forward, backward and unshard()"
                 )
 
 

@@ -244,9 +244,8 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
 
     def __coerce_same_metadata_as_tangent__(self, *expected: Any) -> Any:
         raise NotImplementedError(
-            "torch.compile does not trace what is gathered in FP8: leave the parallel layers out "
-            "of it with torch.compiler.disable, or gather in 16 bits with "
-            "FP8Config(communication='off')"
+            "torch.compile cannot trace FP8 gathers: exclude the parallel layers with "
+            "torch.compiler.disable, or gather in 16 bits with FP8Config(communication='off')"
         )
 
     def __repr__(self) -> str:

@@ -88,8 +88,8 @@ def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | N
     way_out = "or give this layer torch's own parallel style, which gathers in 16 bits"
     if recipe.wgrad is None:
         raise ValueError(
-            f"FP8 linear '{name}': wgrad='bf16' multiplies what was never rounded to FP8, but its "
-            "parallel style gathers in FP8 what other ranks have of it; use wgrad='fp8', "
+            f"FP8 linear '{name}': wgrad='bf16' needs operands never rounded to FP8, but its "
+            "parallel style gathers the parts on other ranks in FP8; use wgrad='fp8', "
             f"communication='off', {way_out}"
         )
     last = {-1} if ndim is None else {-1, ndim - 1}
@@ -180,7 +180,8 @@ def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
     if not torch.equal(largest[: x.ndim], -largest[x.ndim :]):
         raise ValueError(
-            f"FP8 linear '{linear.fp8.name}' got parts of different shapes on the ranks of its "
-            f"group, {tuple(x.shape)} here, in plain tensors, which cannot say what belongs where; "
-            "pass DTensors (use_local_output=False in the style that makes them), or pad the tokens"
+            f"FP8 linear '{linear.fp8.name}' got parts with different shapes on the ranks of its "
+            f"group ({tuple(x.shape)} on this rank) as plain tensors, which do not record their "
+            "position; pass DTensors (use_local_output=False in the style that makes them), or pad "
+            "the tokens"
         )

@@ -229,7 +229,7 @@ def test_an_average_keeps_28_3_db_and_every_row_26_5(case, ranks):
 
 
 def test_a_single_rank_exchanges_nothing(case):
-    assert case("one_rank") == [[True, "1, which has nothing to exchange", None]] * 2
+    assert case("one_rank") == [[True, "1, so nothing is exchanged", None]] * 2
 
 
 def test_the_hook_has_no_state_to_save(case):

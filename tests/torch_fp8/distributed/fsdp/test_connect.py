@@ -100,7 +100,7 @@ def test_a_reduce_scatter_of_the_users_stays(gathers):
     for value in gathers["options"]:
         gathered, scattered, report, kept, stock_when_off = value["users scatter"]
         assert (gathered, scattered) == (5, 2)
-        assert "not '1': it has a reduce-scatter of the user's" in report
+        assert "not '1': it has a custom reduce-scatter" in report
         assert kept
         assert stock_when_off
 
@@ -111,7 +111,7 @@ def test_shards_of_the_second_dimension(gathers):
             gathered, report, loss, alone = value["second dimension"][recipe]
             assert gathered == number
             assert loss == alone
-            assert ("rowwise scales are of whole rows" in report) == (number == 0)
+            assert ("rowwise scales need whole rows" in report) == (number == 0)
 
 
 def test_what_fsdp_moves_from_the_cpu_is_asked_there(gathers):
@@ -189,7 +189,7 @@ def test_copies_and_pickles_are_plain(gathers):
         assert value["equal"]
         assert value["attached"] == 5
         assert value["gathered"] == ["Tensor", True, True]
-        assert "write the sharded parameter" in value["written"]
+        assert "write to the sharded parameter" in value["written"]
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])

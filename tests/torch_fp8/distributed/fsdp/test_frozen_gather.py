@@ -59,4 +59,4 @@ def test_they_survive_offloading_and_moving(cases):
         assert kept == 4
         assert value["moved"] == [pytest.approx(alone, rel=1e-5), 4]
         assert value["evaluated"] == pytest.approx(alone, rel=1e-5)
-        assert "and its gradient was asked for" in value["error"]
+        assert "and its gradient was requested" in value["error"]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch_fp8 import FP8Config, convert_to_float8, freeze, thaw
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 
-SHARDED = r"'0\.weight' is stored as FP8 alone and sharded by FSDP2.*thaw the model before fully_sh"
+SHARDED = r"'0\.weight' is stored in FP8 only and sharded by FSDP2.*thaw the model before fully_sh"
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_shard_is_not(sharded, name):
 
 def test_training_a_shard_is_refused_when_it_is_gathered(sharded):
     sharded[0].weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'0\.weight' .* its gradient was asked for .*keep"):
+    with pytest.raises(RuntimeError, match=r"'0\.weight' .* its gradient was requested .*keep"):
         sharded(torch.randn(4, 128))
 
 

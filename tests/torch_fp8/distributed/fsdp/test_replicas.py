@@ -53,7 +53,7 @@ def test_a_checkpoint_goes_on_and_the_stock_exchange_comes_back(replicas):
         off, stock, on, ours = reports
         assert "communication='off'" in off
         assert "Float8Replicas" not in stock
-        assert "those of 3 averaged among replicas in FP8" in on
+        assert "those of 3 averaged across replicas in FP8" in on
         assert ours == ["Float8Replicas"] * 3
 
 

@@ -142,7 +142,7 @@ def test_it_reads_as_a_tensor_of_its_dtype():
 )
 def test_writing_it_is_an_error(write):
     weight = gathered(spread(), make_recipe("tensorwise").weight)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="write the sharded parameter"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="write to the sharded parameter"):
         write(weight)
 
 
