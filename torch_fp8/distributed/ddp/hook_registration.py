@@ -4,7 +4,6 @@ A hook can be registered once, and a user may do it after the module was wrapped
 late as it can: with the first forward, or when a rank joins (uneven inputs) without one.
 """
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +48,6 @@ class DDPReport:
 
 def users_hook(ddp: DistributedDataParallel) -> str | None:
     """Return the name of a communication hook that is not ours, in Python or built in."""
-    for hook, _ in ddp._comm_hooks:
-        if hook is not average_bucket:
-            return str(getattr(hook, "__qualname__", hook))
     name = ddp._get_ddp_logging_data().get("comm_hook")
     return None if name in (None, "", average_bucket.__qualname__) else str(name)
 
@@ -66,26 +62,26 @@ def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def is_connected(ddp: DistributedDataParallel) -> bool:
-    """Return whether `connect_hook` has been called for `ddp`."""
-    return any(isinstance(h, HookRegistration) for h in ddp._forward_pre_hooks.values())
-
-
 def connect_hook(
     ddp: DistributedDataParallel,
     exchanges: Exchanges | None = None,
     beside: Float8GradReducer | None = None,
-) -> None:
+) -> "HookRegistration":
     """Have the buckets of `ddp` averaged by our hook, unless its first run finds another one.
 
     Args:
-        ddp: not connected yet.
+        ddp: module whose forwards register the hook; a second call changes nothing.
         exchanges: whether they are averaged in 8 bits; else in their dtype. None: they are.
         beside: what averages other gradients of `ddp`.
+    Returns:
+        The registration, which a rank that joins without a forward calls itself.
     """
+    for hook in ddp._forward_pre_hooks.values():
+        if isinstance(hook, HookRegistration):
+            return hook
     registration = HookRegistration(exchanges or Exchanges(), beside)
     ddp.register_forward_pre_hook(registration)
-    ddp.join_hook = _JoinHook(ddp, registration)
+    return registration
 
 
 class HookRegistration:
@@ -105,8 +101,6 @@ class HookRegistration:
         if self._registered:
             return
         self._registered = True
-        # The hooks that are listed in a copy belong to the original.
-        ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         wanted = self._exchanges["average"] or self._beside is not None
         if not wanted or dist.get_world_size(ddp.process_group) == 1:
             return
@@ -118,19 +112,3 @@ class HookRegistration:
 
     def __reduce__(self) -> Any:
         return HookRegistration, (self._exchanges, self._beside)
-
-
-class _JoinHook:
-    """A stand-in for ``ddp.join_hook``, since a rank may join before its first forward."""
-
-    def __init__(self, ddp: DistributedDataParallel, registration: HookRegistration) -> None:
-        self._ddp, self._registration = weakref.ref(ddp), registration
-
-    def __call__(self, **kwargs: Any) -> Any:
-        ddp = self._ddp()
-        assert ddp is not None
-        self._registration(ddp, ())
-        return type(ddp).join_hook(ddp, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _JoinHook, (self._ddp(), self._registration)
