@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from accelerate_fp8.optimizers import WeakKeys
 from torch_fp8 import FP8Config
 from torch_fp8.autograd.current_pass import RunsFP8
-from torch_fp8.conversion.frozen_experts import freeze_experts
-from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_layers, option_that_keeps
+from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_weights, option_that_keeps
 from torch_fp8.conversion.memory import size_text
 from torch_fp8.conversion.share_frozen import share_equal_weights
 from torch_fp8.tensor.dtensor import local
@@ -55,8 +54,7 @@ class EvaluationModels:
             del self._waiting[model]
             if trained.isdisjoint(model.parameters()):
                 device = next(model.parameters()).device
-                report = freeze_layers(model, self.config, device, _any)
-                report += freeze_experts(model, _any)
+                report = freeze_weights(model, self.config, device, _any)
                 if report.frozen:
                     reports[model] = report
                     self._frozen[model] = None

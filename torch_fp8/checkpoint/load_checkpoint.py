@@ -20,7 +20,7 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
 from torch_fp8.conversion.freeze import refuse_kept
-from torch_fp8.conversion.frozen_layers import freeze_layers, frozen_recipe
+from torch_fp8.conversion.frozen_layers import freeze_weights, frozen_recipe
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.residual import split_parts
@@ -142,7 +142,7 @@ def load_frozen(
     for layer in model.modules():
         if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
             layer.restart()  # the layer was created on the meta device
-    freeze_layers(model, config, target, lambda layer: layer.frozen_weight is not None)
+    freeze_weights(model, config, target, lambda module: bool(module.frozen_weights))
     return model.requires_grad_(False)
 
 

@@ -20,13 +20,7 @@ from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
-from torch_fp8.conversion.frozen_experts import freeze_experts
-from torch_fp8.conversion.frozen_layers import (
-    FreezeReport,
-    freeze_as_configured,
-    frozen_by,
-    option_that_keeps,
-)
+from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
 from torch_fp8.conversion.fused_layers import (
     NO_PRODUCERS,
     Producers,
@@ -219,8 +213,6 @@ def _finish(
     if not fuses:
         revert_producers(model)
     frozen = freeze_as_configured(model, config, target)
-    if option_that_keeps(config) is None:
-        frozen += freeze_experts(model, frozen_by(model, config))
     fused = convert_producers(model, config) if fuses else NO_PRODUCERS
     place_regions(model)
     take_adapters(model, is_expert_module)

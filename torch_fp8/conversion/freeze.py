@@ -14,10 +14,9 @@ from torch import nn
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.frozen_experts import freeze_experts
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
-    freeze_layers,
+    freeze_weights,
     option_that_keeps,
     proven_frozen,
     thaw_weights,
@@ -67,7 +66,7 @@ def freeze(
     adapted = any(proven(layer) for layer in layers)
     guard(model)
     meant = proven if adapted else lambda module: True
-    return freeze_layers(model, config, target, meant) + freeze_experts(model, meant)
+    return freeze_weights(model, config, target, meant)
 
 
 def thaw(model: nn.Module) -> int:

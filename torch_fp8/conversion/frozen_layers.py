@@ -17,8 +17,10 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight, why_not_gathered
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
@@ -68,6 +70,8 @@ class FreezeReport:
 
 
 MERGED = "an adapter is merged into its weight; unmerge it before the weight is frozen"
+BY_TENSOR = "its weight is sharded by tensor parallelism"
+NOT_BY_FSDP = "ranks hold different experts, and FSDP2 does not gather them"
 
 NOTHING = FreezeReport((), (), None, 0, 0, 0)
 
@@ -114,68 +118,72 @@ def frozen_by(model: nn.Module, config: FP8Config) -> Callable[[RunsFP8], bool]:
 
 
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
-    """Freeze the layers of a converted model to which `config.frozen_weights` applies.
+    """Freeze the modules of a converted model to which `config.frozen_weights` applies.
 
     With `config.merge_aware`, LoRA layers over them then multiply by merged weights.
     """
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
-    report = freeze_layers(model, config, device, frozen_by(model, config))
+    report = freeze_weights(model, config, device, frozen_by(model, config))
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
     return report
 
 
-def freeze_layers(
+def freeze_weights(
     model: nn.Module,
     config: FP8Config,
     device: torch.device,
-    meant: Callable[[Float8Layer], bool],
+    meant: Callable[[RunsFP8], bool],
 ) -> FreezeReport:
-    """Store the weights of some FP8 layers as FP8 only, and reconnect norms and MLPs to them.
+    """Store the weights of some FP8 modules as FP8 only, and reconnect norms and MLPs to them.
 
     Args:
         model: converted model.
         config: configuration of its conversion.
         device: device on which it will run.
-        meant: function that tells whether a layer should be frozen if it can be.
+        meant: function that tells whether a module should be frozen if it can be.
     """
     recipe, emulate = frozen_recipe(config, device)
-    shared, sharded = _shared_weights(model), _sharded_weights(model)
-    merged, notice, report = _merged_layers(model), ThawNotice(), NOTHING
-    waiting = False
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Layer):
+    refusals, notice, waits = _refusals(model), ThawNotice(), False
+    layers = experts = NOTHING
+    for name, module in model.named_modules():
+        if not isinstance(module, Float8Layer | Float8Experts):
             continue
-        held = layer.frozen_weight
+        held = module.frozen_weights
         # The bytes of a host's own FP8 layer were taken over, but it still runs another recipe.
-        taken_over = held is not None and layer.fp8.frozen is None
-        if not (taken_over or meant(layer)):
+        taken_over = bool(held) and module.fp8.frozen is None
+        if not (taken_over or meant(module)):
             continue
-        of_fsdp = id(layer.weight) in sharded
-        reason = None
-        if held is None:
-            reason = MERGED if layer in merged else _why_not(layer, shared, of_fsdp)
+        is_layer, weights = isinstance(module, Float8Layer), module.fp8_weights
+        keys = () if is_layer else module.fp8_weight_names
+        names = tuple(f"{name}.{key}".lstrip(".") for key in keys) or (name,)
+        reason = None if held else refusals(module)
         if reason is not None:
-            report += replace(NOTHING, kept=((name, reason),))
-            continue
-        before, payload = thawed_bytes(layer.weight), None
-        if taken_over and held is not None:
-            before, payload = held.payload.num_bytes, held.payload
-        elif held is None and not of_fsdp:
-            payload = known_payload(layer.weight, recipe.weight, f"{name}.weight")
-        if taken_over or held is None:
-            layer.freeze_weights(recipe, emulate, notice, payload)
-        waiting = waiting or (of_fsdp and held is None)
-        num_params, held = local(layer.weight).numel(), layer.frozen_weight
-        after = num_params if held is None else held.payload.num_bytes
-        report += FreezeReport((name,), (), recipe, num_params, before, after)
-    if waiting:
+            report = replace(NOTHING, kept=tuple((full, reason) for full in names))
+        else:
+            sharded = any(isinstance(w, DTensor) for w in weights)
+            before, payload = thawed_bytes(*weights), None
+            if taken_over:
+                payload = held["weight"].payload
+                before = payload.num_bytes
+            elif is_layer and not (held or sharded):
+                payload = known_payload(module.weight, recipe.weight, f"{name}.weight")
+            waits = waits or (sharded and not held)
+            numel = sum(local(w).numel() for w in weights)
+            own = (recipe, emulate) if is_layer else (module.fp8.recipe, module.fp8.emulate)
+            del weights  # a further reference would prevent swapping the Parameters
+            if taken_over or not held:
+                module.freeze_weights(*own, notice, payload)
+            after = sum(w.payload.num_bytes for w in module.frozen_weights.values()) or numel
+            report = FreezeReport(names, (), own[0], numel, before, after)
+        layers, experts = (layers + report, experts) if is_layer else (layers, experts + report)
+    if waits:
         connect_fsdp(model, config)
-    if report.frozen:
+    if layers.frozen:
         convert_producers(model, config)
-    return report
+    return layers + experts
 
 
 def thawed_bytes(*weights: Tensor) -> int:
@@ -192,24 +200,32 @@ def thaw_weights(model: nn.Module) -> int:
     return sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
 
 
-def _why_not(layer: Float8Layer, shared: set[int], of_fsdp: bool) -> str | None:
-    if isinstance(layer.weight, DTensor) and not of_fsdp:
-        return "its weight is sharded by tensor parallelism"
-    if id(layer.weight) in shared:
-        return "its weight is shared with another module"
-    return None
+def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:
+    """Return a function from a module to the reason why it cannot be frozen; None: it can.
 
-
-def _merged_layers(model: nn.Module) -> set[nn.Module]:
-    """Return the layers below merged adapters. Unmerging would change their weights."""
+    Modules below merged adapters cannot, because unmerging would change their weights.
+    """
+    shared, sharded = _shared_weights(model), {}
+    for param in fsdp_params(model):
+        info = param._module_info
+        why = None if can_be_frozen(param) else BY_TENSOR
+        if why is not None and is_expert_weight(info.module, info.param_name):
+            why = why_not_gathered(param) or NOT_BY_FSDP
+        sharded[id(param.sharded_param)] = why
     adapters = [module for module in model.modules() if "base_layer" in module._modules]
-    merged = [module for module in adapters if getattr(module, "merged", False)]
-    return {layer for module in merged for layer in module.modules()}
+    merged = {m for a in adapters if getattr(a, "merged", False) for m in a.modules()}
 
+    def reason(module: Float8Layer | Float8Experts) -> str | None:
+        if module in merged:
+            return MERGED
+        unknown = BY_TENSOR if isinstance(module, Float8Layer) else NOT_BY_FSDP
+        parts = [w for w in module.fp8_weights if isinstance(w, DTensor)]
+        reasons = [sharded.get(id(weight), unknown) for weight in parts]
+        if any(id(weight) in shared for weight in module.fp8_weights):
+            reasons.append("its weight is shared with another module")
+        return next(filter(None, reasons), None)
 
-def _sharded_weights(model: nn.Module) -> set[int]:
-    """Return the ids of Parameters that FSDP2 sharded and can gather as bytes."""
-    return {id(param.sharded_param) for param in fsdp_params(model) if can_be_frozen(param)}
+    return reason
 
 
 def _shared_weights(model: nn.Module) -> set[int]:

@@ -293,7 +293,7 @@ def _own_part(full: int, ranks: int, rank: int, given: Mapping[str, Any]) -> flo
 def _group_of(given: Mapping[str, Any]) -> Any:
     group = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        return torch._C._distributed_c10d._resolve_process_group(group)
+        return dist.distributed_c10d._resolve_process_group(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 

@@ -1,18 +1,13 @@
-"""A check in which two processes average the gradients of a model in FP8, over NCCL or gloo.
-
-``python -m torch_fp8.environment.exchange RANK STORE BACKEND`` is one of them.
-"""
+"""A check in which two processes average the gradients of a model in FP8, over NCCL or gloo."""
 
 import copy
-import subprocess
-import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config
@@ -36,26 +31,9 @@ def check_exchange() -> str:
     has_cards = dist.is_nccl_available() and torch.cuda.device_count() >= RANKS
     backend = "nccl" if has_cards else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        module = [sys.executable, "-m", "torch_fp8.environment.exchange"]
-        processes = [
-            subprocess.Popen(
-                [*module, str(rank), str(Path(folder) / "store"), backend],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            printed = [process.communicate(timeout=_LIMIT_S) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, errors) in zip(processes, printed, strict=True):
-        if process.returncode != 0:
-            raise RuntimeError(errors.strip() or f"a rank ended with {process.returncode}")
-    return f"{printed[0][0].strip().splitlines()[-1]}, {RANKS} processes over {backend}"
+        multiprocessing.spawn(_rank, (folder, backend), nprocs=RANKS)
+        detail = Path(folder, "verdict").read_text()
+    return f"{detail}, {RANKS} processes over {backend}"
 
 
 def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
@@ -75,13 +53,13 @@ def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
     return f"average of gradients {decibels:.1f} dB, equal on all ranks"
 
 
-def _rank(rank: int, store: str, backend: str) -> None:
+def _rank(rank: int, folder: str, backend: str) -> None:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
-        init_method=f"file://{store}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=RANKS,
         timeout=timedelta(seconds=_LIMIT_S),
@@ -98,7 +76,9 @@ def _rank(rank: int, store: str, backend: str) -> None:
         alone(x).square().sum().backward()
         ddp(x).square().sum().backward()
         averages, gradients = _gathered(model), _gathered(alone)
-        print(verdict(averages, gradients))
+        detail = verdict(averages, gradients)
+        if rank == 0:
+            Path(folder, "verdict").write_text(detail)
     finally:
         dist.destroy_process_group()
 
@@ -110,7 +90,3 @@ def _gathered(model: nn.Module) -> list[Tensor]:
     everyones = [torch.empty_like(mine) for _ in range(RANKS)]
     dist.all_gather(everyones, mine)
     return everyones
-
-
-if __name__ == "__main__":
-    _rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -19,11 +19,11 @@ class Topic(NamedTuple):
         key: for file names.
         title: above it.
         statistic, kinds: what is drawn; of several kinds of a layer, the worst.
-        small_is_bad: which end is the worst.
-        logarithmic: the scale of its colours.
-        unit: behind numbers.
         lowest, highest: the ends of the colours.
         meaning: a sentence below the title.
+        unit: behind numbers.
+        small_is_bad: which end is the worst.
+        logarithmic: the scale of its colours.
         is_share: numbers are shares, told in percent.
     """
 
@@ -31,12 +31,12 @@ class Topic(NamedTuple):
     title: str
     statistic: str
     kinds: tuple[str, ...]
-    small_is_bad: bool
-    logarithmic: bool
-    unit: str
     lowest: float
     highest: float
     meaning: str
+    unit: str = ""
+    small_is_bad: bool = False
+    logarithmic: bool = False
     is_share: bool = False
 
 
@@ -48,7 +48,6 @@ TOPICS = (
         "sqnr",
         ("input", "weight"),
         small_is_bad=True,
-        logarithmic=False,
         unit=" dB",
         lowest=0.0,
         highest=34.0,
@@ -60,9 +59,7 @@ TOPICS = (
         "Gradients: how far the cast turns them",
         "direction_error",
         ("grad_output",),
-        small_is_bad=False,
         logarithmic=True,
-        unit="",
         lowest=3e-4,
         highest=1.0,
         meaning="1 - cos of the gradient of a layer's output and its cast. Well-scaled E5M2 has "
@@ -73,7 +70,6 @@ TOPICS = (
         "Underflow: values that become zero",
         "underflow",
         _OPERANDS,
-        small_is_bad=False,
         logarithmic=True,
         unit=" %",
         lowest=1e-4,
@@ -87,7 +83,6 @@ TOPICS = (
         "Outlier channels",
         "outliers",
         ("input",),
-        small_is_bad=False,
         logarithmic=True,
         unit="x",
         lowest=1.0,
@@ -100,9 +95,6 @@ TOPICS = (
         "SwiGLU alignment",
         "alignment",
         ("swiglu",),
-        small_is_bad=False,
-        logarithmic=False,
-        unit="",
         lowest=0.0,
         highest=1.0,
         meaning="The largest |cos| of a channel's gate and up weights. A channel whose two weights "
@@ -114,7 +106,6 @@ TOPICS = (
         "Saturation: values beyond the payload",
         "saturation",
         _OPERANDS,
-        small_is_bad=False,
         logarithmic=True,
         unit=" %",
         lowest=1e-5,

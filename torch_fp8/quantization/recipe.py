@@ -121,21 +121,13 @@ _PRESETS: dict[str, tuple[CastSpec, CastSpec, CastSpec]] = {
         CastSpec(E4M3, "tensorwise", delayed=True),
         CastSpec(E5M2, "tensorwise", delayed=True),
     ),
-    "rowwise": (
-        CastSpec(E4M3, "rowwise", power_of_two=True),
-        CastSpec(E4M3, "rowwise", power_of_two=True),
-        CastSpec(E4M3, "rowwise", power_of_two=True),
-    ),
+    "rowwise": (CastSpec(E4M3, "rowwise", power_of_two=True),) * 3,
     "blockwise": (
         CastSpec(E4M3, "block_1x128", power_of_two=True),
         CastSpec(E4M3, "block_128x128", power_of_two=True),
         CastSpec(E4M3, "block_1x128", power_of_two=True),
     ),
-    "mxfp8": (
-        CastSpec(E4M3, "block_1x32", power_of_two=True),
-        CastSpec(E4M3, "block_1x32", power_of_two=True),
-        CastSpec(E4M3, "block_1x32", power_of_two=True),
-    ),
+    "mxfp8": (CastSpec(E4M3, "block_1x32", power_of_two=True),) * 3,
 }
 RECIPES = tuple(_PRESETS)
 E4M3_ONLY = ("blockwise", "mxfp8")

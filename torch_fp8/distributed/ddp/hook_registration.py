@@ -4,7 +4,6 @@ DDP accepts one hook, and a user may register it after wrapping the module. So o
 late as possible: at the first forward, or when a rank joins (uneven inputs) without a forward.
 """
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +46,7 @@ class DDPReport:
 
 
 def users_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of the user's communication hook, in Python or built in; None: there is
-    none.
-    """
-    for hook, _ in ddp._comm_hooks:
-        if hook is not average_bucket:
-            return str(getattr(hook, "__qualname__", hook))
+    """Return the name of a communication hook that is not ours, in Python or built in."""
     name = ddp._get_ddp_logging_data().get("comm_hook")
     return None if name in (None, "", average_bucket.__qualname__) else str(name)
 
@@ -67,26 +61,26 @@ def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def is_connected(ddp: DistributedDataParallel) -> bool:
-    """Return whether `connect_hook` has been called for `ddp`."""
-    return any(isinstance(h, HookRegistration) for h in ddp._forward_pre_hooks.values())
-
-
 def connect_hook(
     ddp: DistributedDataParallel,
     exchanges: Exchanges | None = None,
     beside: Float8GradReducer | None = None,
-) -> None:
+) -> "HookRegistration":
     """Have our hook average the buckets of `ddp`, unless the first forward finds another hook.
 
     Args:
-        ddp: the DistributedDataParallel, not connected yet.
+        ddp: the DistributedDataParallel; a second call changes nothing.
         exchanges: the choice whether buckets travel in 8 bits or in their dtype; None: 8 bits.
         beside: the reducer of other gradients of `ddp`.
+    Returns:
+        The registration, which a rank that joins without a forward calls itself.
     """
+    for hook in ddp._forward_pre_hooks.values():
+        if isinstance(hook, HookRegistration):
+            return hook
     registration = HookRegistration(exchanges or Exchanges(), beside)
     ddp.register_forward_pre_hook(registration)
-    ddp.join_hook = _JoinHook(ddp, registration)
+    return registration
 
 
 class HookRegistration:
@@ -106,8 +100,6 @@ class HookRegistration:
         if self._registered:
             return
         self._registered = True
-        # The hooks listed in a copied DDP belong to the original.
-        ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         wanted = self._exchanges["average"] or self._beside is not None
         if not wanted or dist.get_world_size(ddp.process_group) == 1:
             return
@@ -119,21 +111,3 @@ class HookRegistration:
 
     def __reduce__(self) -> Any:
         return HookRegistration, (self._exchanges, self._beside)
-
-
-class _JoinHook:
-    """A wrapper of ``ddp.join_hook`` that registers the hook if a rank joins before its first
-    forward.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel, registration: HookRegistration) -> None:
-        self._ddp, self._registration = weakref.ref(ddp), registration
-
-    def __call__(self, **kwargs: Any) -> Any:
-        ddp = self._ddp()
-        assert ddp is not None
-        self._registration(ddp, ())
-        return type(ddp).join_hook(ddp, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _JoinHook, (self._ddp(), self._registration)

@@ -9,7 +9,7 @@ step counts remain each rank's own, as in stock training.)
 
 import hashlib
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
+from torch_fp8.distributed.ddp.hook_registration import HookRegistration
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.residual import settled_residual
 from torch_fp8.tensor.halves import VERSIONS
@@ -28,6 +29,7 @@ from torch_fp8.tensor.split_weight import SplitWeight
 
 def connect_join(
     ddp: DistributedDataParallel,
+    registration: HookRegistration | None,
     reducer: Float8GradReducer | None,
     optimizers: Iterable[Optimizer],
 ) -> None:
@@ -35,42 +37,44 @@ def connect_join(
 
     Args:
         ddp: the DistributedDataParallel, already connected otherwise.
+        registration: the registration of its communication hook; None: it gets none of ours.
         reducer: the reducer of its 8-bit gradients; None: it has none.
         optimizers: the optimizers that train it.
     """
     ours = [weakref.ref(o) for o in optimizers if isinstance(o, ConvertedOptimizer)]
-    if ours:
-        ddp.join_hook = _JoinHooks(ddp, ddp.__dict__.get("join_hook"), reducer, ours)
+    if ours or registration is not None:
+        ddp.join_hook = _JoinHooks(ddp, registration, reducer, ours)
 
 
 class _JoinHooks:
-    """A wrapper of ``ddp.join_hook``; a copy of the DDP gets the original one back."""
+    """A stand-in for ``ddp.join_hook``; in a copy of DDP it registers the communication hook alone.
+
+    A rank may join before its first forward, which registers that hook otherwise.
+    """
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        inner: Any,
-        reducer: Float8GradReducer | None,
-        optimizers: list["weakref.ref[ConvertedOptimizer]"],
+        registration: HookRegistration | None,
+        reducer: Float8GradReducer | None = None,
+        optimizers: Sequence["weakref.ref[ConvertedOptimizer]"] = (),
     ) -> None:
-        self._ddp, self._inner = weakref.ref(ddp), inner
+        self._ddp, self._registration = weakref.ref(ddp), registration
         self._reducer, self._optimizers = reducer, optimizers
 
     def __call__(self, **kwargs: Any) -> JoinHook:
         ddp = self._ddp()
         assert ddp is not None
-        of_ddp = (
-            type(ddp).join_hook(ddp, **kwargs) if self._inner is None else self._inner(**kwargs)
-        )
+        if self._registration is not None:
+            self._registration(ddp, ())
+        of_ddp: JoinHook = type(ddp).join_hook(ddp, **kwargs)
+        if not self._optimizers:
+            return of_ddp
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         return _Join(ddp, of_ddp, self._reducer, optimizers)
 
     def __reduce__(self) -> Any:
-        return _before, (self._ddp(), self._inner)
-
-
-def _before(ddp: DistributedDataParallel, inner: Any) -> Any:
-    return type(ddp).join_hook.__get__(ddp) if inner is None else inner
+        return _JoinHooks, (self._ddp(), self._registration)
 
 
 class _Join(JoinHook):
@@ -104,8 +108,12 @@ class _Join(JoinHook):
         """Take part in the final broadcast, after all ranks have joined."""
         self._of_ddp.post_hook(is_last_joiner)
         reduced = frozenset() if self._reducer is None else self._reducer.parameters
-        group, source = self._ddp.process_group, self._ddp._authoritative_rank
-        broadcast_state(self._ddp.module, self._optimizers, reduced, group, source)
+        group, module = self._ddp.process_group, self._ddp.module
+        last = torch.tensor(
+            dist.get_rank(group) if is_last_joiner else -1, device=self._ddp.join_device
+        )
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+        broadcast_state(module, self._optimizers, reduced, group, int(last))
 
 
 @torch.no_grad()

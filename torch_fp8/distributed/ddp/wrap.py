@@ -30,7 +30,6 @@ from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer, Forwar
 from torch_fp8.distributed.ddp.hook_registration import (
     DDPReport,
     connect_hook,
-    is_connected,
     reason_without_hook,
 )
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
@@ -151,10 +150,9 @@ def connect_ddp(
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
         reducer = _connect_reducer(ddp, optimizers, names, exchanges)
         wanted = reason is None and (config.communication != "off" or reducer is not None)
-        if wanted and num_ranks > 1 and not is_connected(ddp):
-            connect_hook(ddp, exchanges, reducer)
         if num_ranks > 1:
-            connect_join(ddp, reducer, optimizers)
+            registration = connect_hook(ddp, exchanges, reducer) if wanted else None
+            connect_join(ddp, registration, reducer, optimizers)
     if not exchanges["average"]:
         reason = exchanges.note("average") or "communication='off'"
     reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
