@@ -1,9 +1,9 @@
-"""What our autograd functions share: results that may be written to, and what they refuse.
+"""Helpers of our autograd functions: writable results, second derivatives, and torch.compile.
 
-With ``create_graph=True`` a backward either computes by operators that torch differentiates, or
-raises at once. torch's ``once_differentiable`` raises later, and in silence not at all: its results
-lead to no input, so that ``autograd.grad`` of them never asks. A penalty on gradients would be left
-out of those of the weights.
+With ``create_graph=True``, a backward either uses operators that torch can differentiate, or raises
+at once. torch's ``once_differentiable`` raises later, or never: its results have no path to an
+input, so ``autograd.grad`` on them silently skips it, and a gradient penalty would be missing from
+the gradients of the weights.
 """
 
 import functools
@@ -24,11 +24,10 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def differentiable_by(second: Backward) -> Callable[[Backward], Backward]:
-    """Decorate a ``backward(ctx, *grads)`` whose results `second` computes where they are
-    differentiated.
+    """Decorate ``backward(ctx, *grads)`` to call `second` if its results will be differentiated.
 
     Args:
-        second: the same function by operators that torch differentiates; or it raises.
+        second: the same function with operators that torch can differentiate, or one that raises.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -47,10 +46,11 @@ def differentiable_by(second: Backward) -> Callable[[Backward], Backward]:
 
 
 def refuse_derivatives(ctx: Any, *grads: Tensor) -> Any:
-    """Raise RuntimeError, for the gradients of a module cannot be differentiated.
+    """Raise RuntimeError, because the gradients of this module cannot be differentiated.
 
     Args:
-        ctx: context of a function that has kept the qualified name of its module as ``ctx.name``.
+        ctx: context of a function with the qualified name of its module in ``ctx.name``.
+        grads: gradients, which are ignored.
     """
     name = ctx.name
     raise RuntimeError(
@@ -65,59 +65,61 @@ once_differentiable = differentiable_by(refuse_derivatives)
 
 
 def is_asked_for(ctx: Any, i: int) -> bool:
-    """Return whether the backward that runs wants the gradient of the tensor `i` of a function.
+    """Return whether the running backward needs the gradient of argument `i` of a function.
 
-    ``needs_input_grad`` knows what takes a gradient; ``autograd.grad`` asks for few of them.
+    ``needs_input_grad`` only tells what requires a gradient; ``autograd.grad`` may need fewer.
     """
     node = ctx.next_functions[i][0]
     return node is not None and (is_returned(ctx, i) or torch._C._will_engine_execute_node(node))
 
 
 def is_returned(ctx: Any, i: int) -> bool:
-    """Return whether the backward that runs is ``autograd.grad`` of a leaf, the tensor `i`."""
+    """Return whether the running backward is ``autograd.grad`` with argument `i`, a leaf."""
     node = ctx.next_functions[i][0]
     if node is None:
         return False
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # so torch says it
+    except RuntimeError:  # torch raises it in exactly this case
         return not is_traced()
     return False
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape an autograd function's result, and make no view: users may not write to such views.
+    """Reshape an autograd function's result without a view, because users cannot write to views.
+
+    Autograd forbids in-place writes to views that a custom function returns.
 
     Args:
-        result: tensor of any shape that nobody else holds.
-        shape: sizes of the returned tensor, with as many elements.
+        result: tensor without other references.
+        shape: shape of the returned tensor, with the same number of elements.
     """
-    # Eager code calls the operator itself: its wrapper in Python is the host's time.
+    # Eager code calls the operator without its Python wrapper, to save host time.
     call = _unsafe_view if torch.compiler.is_compiling() else _unsafe_view._op
     reshaped: Tensor = call(result, shape)
     return reshaped
 
 
 def as_text(value: Any) -> str:
-    """Serialize options without tensors to a string, a constant that torch.compile guards on.
+    """Serialize options without tensors to a string, a constant on which torch.compile can guard.
 
-    What Dynamo leaves as one call of its graph (``torch.compiler.allow_in_graph``) takes tensors
-    and constants, and is traced without its Python.
+    A function that Dynamo leaves as a single node of its graph (``torch.compiler.allow_in_graph``)
+    takes tensors and constants only.
     """
     return pickle.dumps(value, 0).decode("latin1")
 
 
 @functools.cache
 def of_text(text: str) -> Any:
-    """Return the options that `as_text` has serialized; the same object for the same text."""
+    """Return the options from `as_text`; the same object for the same text."""
     return pickle.loads(text.encode("latin1"))
 
 
 def only_shape_matters(x: Tensor) -> bool:
-    """Return whether a call of Dynamo's graph is made to learn the shape of its result alone.
+    """Return whether Dynamo calls a node of its graph only for the shape of the result.
 
-    AOTAutograd, which traces the operators within, makes it under modes of its own. What stands in
-    for the result is `shape_of_result`, which is traced in less time.
+    `shape_of_result` then replaces the computation, because it traces faster. AOTAutograd, which
+    traces the operators inside, calls the node under its own modes.
     """
     return type(x) is FakeTensor and get_proxy_mode() is None
 
@@ -131,16 +133,21 @@ class _ShapeOfResult(torch.autograd.Function):
 
 
 def shape_of_result(shape: Sequence[int], dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
-    """Return a fake result, which needs a gradient where an operand does: `only_shape_matters`."""
+    """Return a fake result that requires a gradient if an operand does; see
+    `only_shape_matters`.
+    """
     result: Tensor = _ShapeOfResult.apply(shape, dtype, *operands)
     return result
 
 
 def written_in_backward(tensors: Sequence[Tensor]) -> None:
-    """Let a compiled backward read tensors that are written after forward, as they are then.
+    """Let a compiled backward use tensors that are written between forward and backward.
 
-    It keeps them beside ``ctx.save_for_backward``; torch tells these apart where Dynamo itself
-    traces an autograd function (``AutogradFunctionApply``), but not where AOTAutograd does.
+    The function stores them outside of ``ctx.save_for_backward``. torch makes that distinction if
+    Dynamo traces an autograd function (``AutogradFunctionApply``), but not if AOTAutograd does.
+
+    Args:
+        tensors: tensors whose versions a compiled backward must not check.
     """
     for tensor in tensors:
         for proxy in _get_proxies(tensor):
@@ -148,9 +155,9 @@ def written_in_backward(tensors: Sequence[Tensor]) -> None:
 
 
 def name_of(module: Any) -> str:
-    """The qualified name of a converted module; "" while it is compiled.
+    """Return the qualified name of a converted module; "" while torch.compile traces it.
 
-    A graph serves all blocks of a model, whatever their names: past 8 of them torch.compile leaves
-    a function eager. torch 2.11 guards on a name as soon as it is handed to a function.
+    All blocks of a model share a graph if no name is in it. Otherwise torch.compile would recompile
+    for each name and fall back to eager after 8. torch 2.11 guards on any name that is passed on.
     """
     return "" if torch.compiler.is_compiling() else module.fp8.name

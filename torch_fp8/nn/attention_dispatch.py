@@ -1,12 +1,12 @@
-"""The way from transformers' attention modules to `torch_fp8.nn.saved_attention`.
+"""The hook that connects transformers' attention modules to `torch_fp8.nn.saved_attention`.
 
-transformers asks a global mapping at every call which function computes attention. While a model
-has modules that save q, k and v in FP8, an entry of ours stands in place of each function, under
-the same name: masks are made by the name, and a new name would have none. The entry rounds what a
-marked module computes with gradients, and calls the function that stood there before; everything
-else it hands on untouched.
+At every call, transformers looks up the function that computes attention in a global mapping. While
+a model has modules that save q, k and v in FP8, an entry of ours replaces each function under the
+same name, because transformers also makes masks by that name. In training calls of a marked module
+the entry rounds q, k and v and then calls the original function. It passes all other calls on
+unchanged.
 
-Within torch.compile, whose graphs have no hooks of this kind, attention stays as it is.
+Graphs of torch.compile have no saved-tensor hooks, so attention is unchanged there.
 """
 
 import inspect
@@ -28,18 +28,18 @@ _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _MARK = "fp8_save_attention"
 PAGED = "paged|"
 _NO_SHIFT = {"tanh", "sinks", "sink", "sigmoid", "relu", "cat"}
-"""What a function names that does more with the products of q and k than a softmax."""
+"""Names in the code of functions that apply more than a softmax to the products of q and k."""
 
 _marked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def registry() -> Any:
-    """Return transformers' mapping of attention functions; None where it is not imported."""
+    """Return transformers' mapping of attention functions; None: it is not imported."""
     return getattr(sys.modules.get("transformers.modeling_utils"), _REGISTRY, None)
 
 
 def attention_forward(module: nn.Module) -> Any:
-    """Return the forward of a module that asks transformers' mapping; None: it asks nothing."""
+    """Return a module's forward if it uses transformers' mapping; None: it does not."""
     functions = registry()
     for cls in type(module).__mro__ if functions is not None else ():
         forward: Any = vars(cls).get("forward")
@@ -53,7 +53,7 @@ def attention_forward(module: nn.Module) -> Any:
 
 
 def eager_function(module: nn.Module) -> Any:
-    """Return the function of the file of a module that computes attention by single operators."""
+    """Return the eager attention function in the file of a module's class; None: there is none."""
     forward = attention_forward(module)
     for name in () if forward is None else forward.__code__.co_names:
         if name.endswith("eager_attention_forward"):
@@ -62,7 +62,7 @@ def eager_function(module: nn.Module) -> Any:
 
 
 def output_projection(module: nn.Module) -> str | None:
-    """Return the name of the layer of a module to which its forward gives attention's output."""
+    """Return the name of the FP8 layer that projects attention's output; None: there is none."""
     forward = attention_forward(module)
     names = () if forward is None else forward.__code__.co_names
     behind = names[names.index(_REGISTRY) + 1 :] if _REGISTRY in names else ()
@@ -71,11 +71,11 @@ def output_projection(module: nn.Module) -> str | None:
 
 
 def shares_output(module: nn.Module, projection: str | None) -> bool:
-    """Return whether a layer keeps attention's output in FP8, for its own weight's gradient.
+    """Return whether the output projection saves attention's output in FP8, for its wgrad.
 
     Args:
-        module: an attention module.
-        projection: name of its layer; None: nothing is to be shared.
+        module: attention module.
+        projection: name of its output projection; None: share nothing.
     """
     layer = None if projection is None else module._modules.get(projection)
     if not isinstance(layer, Float8Layer) or not layer.weight.requires_grad:
@@ -89,12 +89,12 @@ def is_marked(module: Any) -> bool:
 
 
 class _Dispatch:
-    """An entry of the mapping.
+    """An entry in transformers' mapping of attention functions.
 
     Attributes:
-        name: the entry's.
-        previous: the function before; None for `EAGER`, where each model has its own.
-        functions: these, by the class of a module.
+        name: name of the entry.
+        previous: original function; None for `EAGER`, where each model has its own function.
+        functions: eager functions by the class of a module.
     """
 
     def __init__(self, name: str, previous: Any) -> None:
@@ -127,7 +127,7 @@ class _Dispatch:
         query, key, value = operands.tensors
         groups = getattr(module, "num_key_value_groups", 1)
         with torch.autograd.graph.saved_tensors_hooks(operands.pack, operands.unpack):
-            # The functions that need a copy of each head are given it, to know what they save.
+            # Repeat heads before functions that would do it, so that the hooks know what they save.
             if groups > 1 and (self.name == EAGER or (self.name == "sdpa" and mask is not None)):
                 key, value = operands.repeated(1, groups), operands.repeated(2, groups)
                 module = _Ungrouped(module)
@@ -136,15 +136,15 @@ class _Dispatch:
         return results
 
     def _takes(self, query: Any, mask: Any) -> bool:
-        """Return whether the function saves the tensors that it is given.
+        """Return whether the function saves exactly the tensors that it gets.
 
-        Flash attention takes the tokens out that a mask hides, and half precision alone.
+        Flash attention drops tokens that a mask hides, and accepts half precision only.
         """
         return "flash" not in self.name or (mask is None and output_dtype(query) != torch.float32)
 
 
 class _Ungrouped:
-    """A module as attention functions see it, whose keys have as many heads as its queries."""
+    """A proxy of a module for attention functions, with as many heads of keys as of queries."""
 
     num_key_value_groups = 1
 
@@ -156,7 +156,7 @@ class _Ungrouped:
 
 
 def _rounds(module: Any) -> bool:
-    """Return whether this call of a module is one of training, in FP8."""
+    """Return whether this call of a module belongs to training in FP8."""
     if torch.compiler.is_compiling() or not is_marked(module) or not module.training:
         return False
     if not torch.is_grad_enabled() or in_high_precision():
@@ -165,7 +165,7 @@ def _rounds(module: Any) -> bool:
 
 
 def _is_shift_invariant(module: Any, function: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a number added to all products of a query changes nothing."""
+    """Return whether adding a constant to all products of a query leaves the result the same."""
     others = ("softcap", "s_aux")
     if any(kwargs.get(name) is not None for name in others) or hasattr(module, "sinks"):
         return False
@@ -179,11 +179,11 @@ def _is_shift_invariant(module: Any, function: Any, kwargs: dict[str, Any]) -> b
 
 
 def mark(module: nn.Module, projection: str | None = None) -> None:
-    """Have a module save q, k and v in FP8 from now on.
+    """Make a module save q, k and v in FP8 from now on.
 
     Args:
-        module: an attention module.
-        projection: name of its layer with which it shares the output; None: the output stays.
+        module: attention module.
+        projection: name of the output projection that shares the saved output; None: share nothing.
     """
     vars(module)[_MARK] = projection
     _marked.add(module)
@@ -192,12 +192,12 @@ def mark(module: nn.Module, projection: str | None = None) -> None:
     for name in [*([EAGER] if is_eager else []), *functions.valid_keys()]:
         if not name.startswith(PAGED) and not isinstance(functions.get(name), _Dispatch):
             functions[name] = _Dispatch(name, functions.get(name))
-    if is_eager:  # found beforehand, so that torch.compile need not search
+    if is_eager:  # look it up now, so that torch.compile does not trace the search
         functions[EAGER].functions[type(module)] = eager_function(module)
 
 
 def unmark(module: nn.Module) -> None:
-    """Leave a module to transformers again; with the last one the entries go."""
+    """Undo `mark`; the last module also removes our entries from the mapping."""
     vars(module).pop(_MARK, None)
     _marked.discard(module)
     functions = registry()

@@ -1,8 +1,8 @@
-"""A warning about layers whose weights are read past them, as ``F.linear(x, layer.weight)`` does.
+"""A warning about layers that code bypasses, as ``F.linear(x, layer.weight)`` does.
 
-Such a product runs in the dtype of its operands, while the summary counts the layer as one in FP8.
-A gradient of a layer that nobody has called tells. It is looked for before the first steps of an
-optimizer, and not in layers that take part in a graph of torch.compile, which calls none.
+Such a product runs in the dtype of its operands, while the summary counts the layer as FP8. The
+sign is a gradient for a layer that was never called. An optimizer checks for it in its first steps,
+except in graphs of torch.compile, which do not call layers.
 """
 
 import functools
@@ -24,16 +24,16 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 
 _MOST_LOOKS = 10
-"""The number of steps before which an optimizer's gradients are looked at, at most."""
+"""Largest number of steps in which an optimizer's gradients are checked."""
 
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _looks: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _read: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-"""Layers of which one of several ranks has to know whether its own backward makes the gradient."""
+"""Suspect layers in a job of several ranks; True if this rank's own backward made the gradient."""
 
 
 def watch_first_steps(model: nn.Module) -> None:
-    """Have optimizers look, before their first steps, for layers of `model` that are passed by."""
+    """Make optimizers check, in their first steps, for layers of `model` that code bypasses."""
     _models.add(model)
     _watch()
 
@@ -60,11 +60,11 @@ def _look(optimizer: Optimizer) -> None:
     tied = {p for module in others for p in module.parameters(recurse=False)}
     weights = {layer.fp8.name: layer.weight for layer in suspects if layer.weight not in tied}
     names = [name for name, weight in weights.items() if _has_gradient(optimizer, weight)]
-    if not names:  # zeros, by which torch.distributed.checkpoint and others make states
+    if not names:  # zero gradients, with which torch.distributed.checkpoint initializes states
         return
     _looks[optimizer] = _MOST_LOOKS
     for layer in suspects:
-        layer.fp8.called = True  # another optimizer need not say so again
+        layer.fp8.called = True  # so that another optimizer does not warn again
     warnings.warn(
         f"FP8: {counted(len(names), 'converted layer')} ({first_of(names)}) got a gradient, but "
         "the layer was never called in this process: your code multiplies by its weight directly, "
@@ -88,9 +88,9 @@ def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:
 
 
 def _is_of_this_rank(layer: Float8Layer) -> bool:
-    """Return whether a layer's gradient is not another rank's alone, as DDP hands it to all.
+    """Return whether this rank computes the layer's gradient, which DDP may average from others.
 
-    Sharded weights are used by all ranks alike. A later backward tells about others.
+    All ranks use sharded weights alike. For other weights a hook notes it in the next backward.
     """
     ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not ranks or isinstance(layer.weight, DTensor):
@@ -108,7 +108,7 @@ def _is_of_this_rank(layer: Float8Layer) -> bool:
 
 
 def _has_gradient(optimizer: Optimizer, weight: Tensor) -> bool:
-    """Return whether a weight has a gradient other than zeros, or had one that was released."""
+    """Return whether a weight has a non-zero gradient, or had one that was released."""
     grad = stored_grad(weight)
     if grad is None or weight in _released(optimizer):
         return grad is None
@@ -117,5 +117,5 @@ def _has_gradient(optimizer: Optimizer, weight: Tensor) -> bool:
 
 
 def _released(optimizer: Optimizer) -> set[Tensor]:
-    """Return the weights that gradient release has stepped in backward."""
+    """Return the weights that gradient release already stepped in backward."""
     return getattr(optimizer, "fp8_released", set())

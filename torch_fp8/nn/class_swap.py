@@ -1,8 +1,8 @@
-"""Giving an existing module another class, in place, and taking it back; its name without wrappers.
+"""Swapping the class of an existing module in place, and undoing it; names without wrappers.
 
-The new class has a mixin in front of the module's own, and its name, so that ``isinstance``, wrap
-policies and summaries go on as before. Where ``fully_shard`` has put a class of its own in front,
-that one stays in front.
+The new class derives from a mixin and the module's own class, and has the latter's name, so that
+``isinstance``, wrap policies and summaries work as before. The class that ``fully_shard`` puts in
+front stays in front.
 """
 
 import functools
@@ -26,29 +26,29 @@ def remove_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
 
 
 def rebase(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """FSDP2's dynamic class ``(FSDPModule, X)`` as ``(FSDPModule, base)``."""
+    """Return FSDP2's dynamic class ``(FSDPModule, X)`` with `base` in place of ``X``."""
     own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), own)
 
 
 def unwrapped_name(name: str) -> str:
-    """A qualified name without what torch.compile and torch's checkpoint wrapper put into it."""
+    """Return a qualified name without the parts that compile and checkpoint wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_fsdp_class(cls: type) -> bool:
-    """Whether ``fully_shard`` made this class of another."""
+    """Return whether ``fully_shard`` made this class."""
     return len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
 
 
 def stock_class(cls: type) -> type:
-    """The class without what ``fully_shard`` made of it."""
+    """Return the class from which ``fully_shard`` made this one, or the class itself."""
     return cls.__bases__[1] if is_fsdp_class(cls) else cls
 
 
 @functools.cache
 def _mixed(cls: Any, mixin: Any) -> Any:
-    if issubclass(mixin, cls):  # made for this very class, and no other
+    if issubclass(mixin, cls):  # the mixin already derives from this class
         return mixin
     if is_fsdp_class(cls):
         return rebase(cls, _mixed(cls.__bases__[1], mixin))
@@ -65,7 +65,7 @@ def _unmixed(cls: Any, mixin: Any) -> Any:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    # A class made at run time has no import path: pickle its two parts.
+    # A class made at run time cannot be imported: pickle its two bases.
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     return _rebuild, type(self).__bases__, dict(state)
 

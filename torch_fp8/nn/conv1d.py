@@ -1,9 +1,8 @@
 """`Float8Conv1D`: GPT-2's linear layer, whose weight is stored transposed, with FP8 GEMMs.
 
-``transformers.pytorch_utils.Conv1D`` computes ``y = x w + b`` with a weight (K, N). The three GEMMs
-are a linear layer's: fprop takes the weight's transposed layout, which dgrad takes elsewhere, dgrad
-the one in which it is stored, and wgrad gives ``x^T g``, (K, N), the same product with its operands
-exchanged.
+``transformers.pytorch_utils.Conv1D`` computes ``y = x w + b`` with a weight (K, N). It runs the
+three GEMMs of a linear layer with the weight's layouts swapped: fprop reads the transpose, dgrad
+the weight as it is stored, and wgrad computes ``x^T g`` (K, N), with its operands exchanged.
 """
 
 from torch import Tensor
@@ -12,9 +11,9 @@ from torch_fp8.nn.linear import Float8Layer
 
 
 class Float8Conv1D(Float8Layer):
-    """The part of a converted Conv1D that goes in front of its own class.
+    """Mixin of a converted Conv1D, in front of its own class.
 
-    It is no ``nn.Linear``: PEFT and others look at the class to learn how the weight lies.
+    It is not an ``nn.Linear``, because PEFT and others infer the weight's layout from the class.
 
     Shapes: x (..., K), weight (K, N), bias (N,), output (..., N).
     """
@@ -24,12 +23,12 @@ class Float8Conv1D(Float8Layer):
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
-        """K."""
+        """Number of input features, K."""
         return self.weight.shape[0]
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
-        """N."""
+        """Number of output features, N."""
         return self.weight.shape[1]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,21 +1,20 @@
-"""Delayed scaling: the scales of all layers, renewed whenever an optimizer has made a step.
+"""Delayed scaling: new scales for all layers after each step of the optimizer.
 
-This is Transformer Engine's ``DelayedScaling``: the scale of a cast is known before it, and comes
-from the amaxes of past steps. What the casts of a step have found, in as many micro-batches as it
-has, is one entry of a history. Two things differ. A layer's first step takes the scales of the
-tensors at hand, where Transformer Engine starts with scale 1 and flushes gradients; and an operand
-of which a layer has seen nothing but zeros is expected to be as large as the largest of its kind
-elsewhere in the model.
+This is Transformer Engine's ``DelayedScaling``: the scale of a cast is known in advance, from the
+amaxes of past steps. The casts of one step, over all its micro-batches, add one entry to a history.
+There are two differences. In its first step a layer scales by the current tensors; Transformer
+Engine starts with scale 1 and flushes gradients to zero. And if a layer has only seen zeros of an
+operand, it assumes the largest amax of that operand among the other layers.
 
-A cast raises the operand's *slot*, () float32, to the largest magnitude of what it casts. When an
-optimizer has made a step, the slots of all layers are pushed into the histories, and the scales of
-the next step are made of these. Layers on ranks that share a sharded weight agree on all scales:
-one reduction a step.
+A cast raises the operand's *slot*, () float32, to the largest magnitude in its input. After the
+optimizer's step, the slots of all layers are pushed into the histories, from which the scales of
+the next step are computed. Ranks that share a sharded weight agree on all scales, by one reduction
+per step.
 
-Histories, scales and slots are non-persistent buffers of the layer: outside of ``state_dict``, and
-moved with it by ``Module.to`` and by FSDP2, which moves parameters and buffers alone. What is made
-of them lies in `LayerScaling`. The operands are input (0), weight (1) and gradient of the output
-(2).
+Histories, scales and slots are non-persistent buffers of the layer. They are not in ``state_dict``,
+and move with the layer by ``Module.to`` and FSDP2, which only moves parameters and buffers.
+`LayerScaling` holds the objects derived from them. The operands are input (0), weight (1) and
+gradient of the output (2).
 """
 
 import itertools
@@ -36,11 +35,11 @@ from torch_fp8.tensor.scale_source import ScaleSource
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_amaxes", "fp8_grad_amax")
-"""Buffers of delayed scaling: histories (3, H), the newest amax first; scales (3, 4), each four
-times, since GEMMs take scales at multiples of 16 bytes, and 0 where they are not known; the slots
-of input and weight (2,); the slot of the gradient (1,).
+"""Buffers of delayed scaling, all float32.
 
-Forward and backward write slots in tensors of their own, as graphs of torch.compile ask for.
+Histories (3, H), the newest amax first; scales (3, 4), each repeated four times because GEMMs need
+scales at multiples of 16 bytes, and 0 if unknown; slots of input and weight (2,); slot of the
+gradient (1,). Forward and backward write slots in separate tensors, which torch.compile needs.
 """
 
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -49,23 +48,24 @@ _hooks: list[Any] = []
 
 
 def scaling_buffers(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that `BUFFERS` names.
+    """Return the buffers that `BUFFERS` names, as local tensors.
 
     Raises:
-        AttributeError: a layer without delayed scaling.
+        AttributeError: the layer has no delayed scaling.
     """
     history, scales, amaxes, grad_amax = (local(getattr(layer, name)) for name in BUFFERS)
     return history, scales, amaxes, grad_amax
 
 
 class LayerScaling:
-    """Delayed scaling of one layer, whose buffers have the numbers. Copies make it anew of these.
+    """Delayed scaling of one layer. All numbers are in the layer's buffers.
 
     Attributes:
         ready: whether the scales are known.
-        recorded: whether an eager forward in training mode has recorded amaxes since an optimizer's
-            step.
-        number: orders layers, equally on all ranks; None: the layer is not renewed.
+        recorded: whether an eager forward in training mode has recorded amaxes since the last step
+            of an optimizer.
+        number: place of the layer in an order that is equal on all ranks; None: steps do not renew
+            its scales.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class LayerScaling:
         self._sources: tuple[ScaleSource, ...] | None = None
 
     def start(self, layer: Any) -> None:
-        """Create the layer's buffers, with empty histories."""
+        """Create the layer's buffers with empty histories."""
         shapes = (3, layer.fp8.config.amax_history_len), (3, 4), (2,), (1,)
         for name, shape in zip(BUFFERS, shapes, strict=True):
             empty = torch.empty(shape, dtype=torch.float32, device=layer.weight.device)
@@ -83,14 +83,14 @@ class LayerScaling:
         self.track(layer)
 
     def reset(self, layer: Any) -> None:
-        """Empty the histories, of a module on the meta device that was materialised."""
+        """Empty the histories and forget the scales."""
         for buffer in scaling_buffers(layer):
             buffer.zero_()
         self.ready = self.recorded = False
         self.forget(layer)
 
     def stop(self, layer: Any) -> None:
-        """Remove the layer's buffers, and renew its scales no more."""
+        """Remove the layer's buffers and stop renewing its scales."""
         _layers.pop(-1 if self.number is None else self.number, None)
         if not _layers and _hooks:
             _hooks.pop().remove()
@@ -99,7 +99,7 @@ class LayerScaling:
                 delattr(layer, name)
 
     def track(self, layer: Any) -> None:
-        """Renew the layer's scales after each step of an optimizer, for as long as it lives."""
+        """Renew the layer's scales after each optimizer step, as long as the layer exists."""
         if not _hooks:
             _hooks.append(register_optimizer_step_post_hook(_after_step))
         if self.number is None:
@@ -107,15 +107,15 @@ class LayerScaling:
         _layers[self.number] = layer
 
     def sources(self, layer: Any) -> tuple[ScaleSource, ...]:
-        """Return what knows the scales of the operands, and takes their amaxes, in eager code.
+        """Return the scale sources of input, weight and gradient, for eager code.
 
-        The slots of input and weight are raised in training mode alone.
+        Only training mode records amaxes of input and weight.
         """
         sources = self._all_sources(layer)
         return sources[:3] if layer.training else (*sources[3:], sources[GRAD_OUTPUT])
 
     def _all_sources(self, layer: Any) -> tuple[ScaleSource, ...]:
-        """Return the sources of all operands, and those of input and weight in evaluation."""
+        """Return the sources of the three operands, then of input and weight in evaluation."""
         if self._sources is None:
             with torch.inference_mode(False):
                 _, scales, amaxes, grad_amax = scaling_buffers(layer)
@@ -130,31 +130,32 @@ class LayerScaling:
 
         Args:
             layer: the layer.
-            scales: (3, 4) float32, as in the buffer; nobody writes to it any more.
+            scales: (3, 4) float32, as in the buffer; the caller must not write to it later.
         """
-        known = scales[:, 0].unbind()  # three of (): input, weight, gradient
+        known = scales[:, 0].unbind()  # (3, 4) -> three scales (): input, weight, gradient
         for source, scale in zip(self._all_sources(layer), (*known, *known[:2]), strict=True):
             if source.scale is not None and is_capturing(scale.device):
-                source.scale.copy_(scale)  # where the casts of a CUDA graph of a whole step read it
+                source.scale.copy_(scale)  # a CUDA graph of a whole step reads this memory
             else:
                 source.scale = scale
         self.ready = True
         layer.fp8.payloads.forget_evaluation()
 
     def forget(self, layer: Any) -> None:
-        """Drop what was made of the buffers."""
+        """Drop the objects derived from the buffers."""
         self._sources = None
         layer.fp8.forget_quantizers()
         layer.fp8.payloads.forget_evaluation()
 
     def after_move(self, layer: Any, before: Mapping[str, Tensor]) -> None:
-        """Take buffers that ``Module._apply`` has moved.
+        """Restore the buffers after ``Module._apply`` on their new device.
 
-        Amaxes follow the device only: Module.to(bfloat16) casts, to_empty leaves garbage.
+        Only the device changes: ``Module.to(bfloat16)`` would round them, and ``to_empty`` would
+        leave garbage.
 
         Args:
             layer: the layer.
-            before: name to buffer as it was.
+            before: buffers before the move, by name.
         """
         for name, buffer in before.items():
             moved = layer._buffers[name]
@@ -169,17 +170,17 @@ class LayerScaling:
 
 
 def pushed_history(layer: Any) -> Tensor:
-    """Return the histories (3, H) with what was recorded since the last step of an optimizer."""
+    """Return the histories (3, H), with the amaxes since the optimizer's last step in front."""
     history, _, amaxes, grad_amax = scaling_buffers(layer)
     recorded = torch.cat([amaxes, grad_amax])  # (2,), (1,) -> (3,)
     return push_amax(history, recorded, layer.fp8.config.amax_compute_algo)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Renew the scales of layers that have run in eager mode, or whose weights have made the step.
+    """Renew the scales of layers that ran in eager mode, or whose weights the optimizer stepped.
 
-    A graph of torch.compile leaves no trace of having run. Ranks agree on these layers, which they
-    need not on all that are still in memory.
+    The second condition covers graphs of torch.compile, which leave no trace of having run. Ranks
+    agree on this set of layers, while the layers still in memory may differ.
     """
     groups = (group["params"] for group in optimizer.param_groups)
     held = set(map(id, itertools.chain.from_iterable(groups)))
@@ -192,10 +193,10 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def renew_scales(layers: Iterable[Any]) -> None:
-    """Push what the casts of layers have recorded into the histories, and make new scales of these.
+    """Push recorded amaxes into the histories of layers, and compute new scales from these.
 
     Args:
-        layers: the same in the same order on all ranks.
+        layers: layers, in the same order on all ranks.
     """
     for (mesh, *_), members in _by_kind(layers).items():
         _renew(members, mesh)
@@ -203,10 +204,10 @@ def renew_scales(layers: Iterable[Any]) -> None:
 
 @torch.no_grad()
 def restore_scales(layers: Iterable[Any]) -> None:
-    """Make the scales of the histories, which were loaded.
+    """Compute scales from histories that were loaded.
 
     Args:
-        layers: all of one model.
+        layers: all layers of one model with delayed scaling.
     """
     for members in _by_kind(layers).values():
         # (L, 3, H)
@@ -215,7 +216,7 @@ def restore_scales(layers: Iterable[Any]) -> None:
 
 
 def _by_kind(layers: Iterable[Any]) -> dict[Any, list[Any]]:
-    """Sort layers by what they have in common whose scales are made together."""
+    """Group layers whose scales can be computed together."""
     kinds: dict[Any, list[Any]] = {}
     for layer in layers:
         if layer.fp8.scaling is not None and not scaling_buffers(layer)[0].is_meta:
@@ -231,10 +232,11 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 
 def _renew(layers: Sequence[Any], mesh: Any) -> None:
-    """Renew the scales of layers of one kind.
+    """Renew the scales of one group of L layers.
 
     Args:
-        mesh: the ranks that agree; None: each has scales of its own.
+        layers: layers of one kind, see `_by_kind`.
+        mesh: mesh of the ranks that agree on scales; None: each rank has its own.
     """
     histories, _, amaxes, grad_amaxes = map(
         list, zip(*(scaling_buffers(layer) for layer in layers), strict=True)
@@ -242,18 +244,18 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
     pairs = zip(amaxes, grad_amaxes, strict=True)
     recorded = torch.cat([slot for pair in pairs for slot in pair]).view(-1, 3)  # (L, 3)
     for dim in range(0 if mesh is None else mesh.ndim):
-        # Backends differ in the maximum of a number and NaN, not in that of a number and infinity.
+        # Backends disagree on max(number, NaN), but not on max(number, infinity).
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     algorithm = layers[0].fp8.config.amax_compute_algo
-    pushed = push_amax(torch.stack(histories), recorded, algorithm)
+    pushed = push_amax(torch.stack(histories), recorded, algorithm)  # (L, 3, H)
     torch._foreach_copy_(histories, pushed.unbind())
     torch._foreach_zero_([*amaxes, *grad_amaxes])
     _take_scales(layers, scales_of(layers[0], pushed))
 
 
 def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
-    """Have layers cast with scales (L, 3) from now on."""
+    """Make layers cast with scales (L, 3) from now on."""
     of_each = scales[..., None].repeat(1, 1, 4).unbind()  # (L, 3) -> L of (3, 4), see `BUFFERS`
     torch._foreach_copy_([scaling_buffers(layer)[1] for layer in layers], of_each)
     for layer, own in zip(layers, of_each, strict=True):
@@ -262,14 +264,15 @@ def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
 
 
 def scales_of(layer: Any, histories: Tensor) -> Tensor:
-    """Return the scales (L, 3) that the histories (L, 3, H) of layers suggest.
+    """Compute scales (L, 3) from the histories (L, 3, H) of layers of one kind.
 
     Args:
-        layer: one of them.
+        layer: one of these layers, for its options.
+        histories: (L, 3, H) float32, the newest amax first.
     """
     config, recipe = layer.fp8.config, layer.fp8.recipe
     past = past_amax(histories, config.amax_compute_algo)  # (L, 3)
-    past = torch.where(past > 0, past, past.amax(0))
+    past = torch.where(past > 0, past, past.amax(0))  # only zeros so far: the largest elsewhere
     formats = recipe.input.format, recipe.weight.format, recipe.grad_output.format
     columns = zip(past.unbind(1), formats, strict=True)
     return torch.stack([delayed_scale(column, of, config.margin) for column, of in columns], 1)

@@ -1,7 +1,7 @@
-"""What a linear layer's tensors are on this rank, where tensor parallelism has sharded its weight.
+"""The local tensors of a linear layer whose weight is sharded by tensor parallelism.
 
-The weight is a DTensor then, on a mesh with one dimension, and so is the input. Which parts a rank
-multiplies follows from how the weight lies:
+Weight and input are then DTensors on a mesh with one dimension. The placement of the weight
+determines the parts that a rank multiplies:
 
 | weight (N, K) | input (..., K) | output (..., N) | gradient of the input |
 |---|---|---|---|
@@ -9,7 +9,7 @@ multiplies follows from how the weight lies:
 | ``Shard(1)``, row-wise | ``Shard(-1)`` | partial sums | ``Shard(-1)`` |
 | ``Replicate()`` | tokens sharded, or replicated | as the input | as the input |
 
-An input that lies otherwise is redistributed, in its own dtype, as torch does it.
+An input with another placement is redistributed in its own dtype, as torch does.
 """
 
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from torch_fp8.tensor.dtensor import waited
 
 
 class Parts(NamedTuple):
-    """How a layer's output lies on the ranks that multiply parts of its operands.
+    """The distribution of a layer's output over the ranks that multiply parts of its operands.
 
     Attributes:
-        mesh: a mesh of one dimension.
-        output: how the output lies on the mesh.
-        shape: the shape of the whole output.
+        mesh: device mesh of one dimension.
+        output: placement of the output on the mesh.
+        shape: shape of the whole output.
     """
 
     mesh: Any
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     shape: tuple[int, ...]
 
     def whole(self, output: Tensor) -> Tensor:
-        """This rank's part of the output as the DTensor that it belongs to."""
+        """Return the DTensor of which `output` is this rank's part."""
         shape = torch.Size(self.shape)
         return DTensor.from_local(
             output,
@@ -51,15 +51,16 @@ class Parts(NamedTuple):
 def local_operands(
     fp8: Any, input: Any, weight: Any, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Parts]:
-    """Return this rank's parts of input, weight and bias, and how the output will lie.
+    """Return this rank's parts of input, weight and bias, and the distribution of the output.
 
     Args:
-        fp8: the layer's `torch_fp8.nn.layer_fp8.LayerFP8`, for errors.
+        fp8: `torch_fp8.nn.layer_fp8.LayerFP8` of the layer, for errors.
         input: (..., K); it or the weight is a DTensor.
         weight: (N, K).
-        bias: (N,); None where there is none, or the parallel style adds it.
+        bias: (N,); None: there is none, or the parallel style adds it.
     Raises:
-        ValueError: one of them is a DTensor and the other is not; a mesh of several dimensions.
+        ValueError: only one of input and weight is a DTensor, the mesh has several dimensions, or
+            the weight is stored transposed.
     """
     mesh, placement = _checked(fp8, input, weight)
     layout = _layout(input, placement)
@@ -68,7 +69,7 @@ def local_operands(
     parts = Parts(mesh, layout.output, (*input.shape[:-1], weight.shape[0]))
     if isinstance(bias, DTensor):
         bias = waited(bias.to_local(grad_placements=[layout.bias_grad]))
-        if layout.output.is_partial():  # all ranks' parts will be summed
+        if layout.output.is_partial():  # the sum over ranks must add the bias once
             bias = _Share.apply(bias, mesh.size())
     return (
         waited(input.to_local(grad_placements=[layout.input_grad])),
@@ -79,7 +80,7 @@ def local_operands(
 
 
 def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:
-    """Return the mesh of a weight (N, K), and how it lies there."""
+    """Return the mesh and the placement of a weight (N, K)."""
     if not isinstance(weight, DTensor):
         raise ValueError(
             f"FP8 linear '{fp8.name}' got a DTensor, but its weight is not one; give it a parallel "
@@ -108,7 +109,7 @@ def _checked(fp8: Any, input: Tensor, weight: Tensor) -> tuple[Any, Placement]:
 
 
 class _Share(torch.autograd.Function):
-    """One of `ranks` equal addends, whose sum has the gradient that each of them sees."""
+    """Divide x by the number of ranks whose outputs are summed; its gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -120,7 +121,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Layout(NamedTuple):
-    """A row of the table above, and how the gradients of weight and bias lie."""
+    """A row of the table above, with the placements of the gradients of weight and bias."""
 
     input: Placement
     output: Placement

@@ -1,10 +1,10 @@
-"""LoRA adapters of fused expert weights, multiplied by their factors.
+"""LoRA adapters of fused expert weights, applied by their factors.
 
-PEFT (``target_parameters``) adds ``scaling * lhs @ rhs`` to a weight (E, N, K) by a parametrization
-for the time of a forward: whoever reads the weight gets a new tensor of its size, which autograd
-keeps. Converted experts multiply by the weight and by both factors instead, the latter two in high
-precision, and make no tensor of that size. `FactoredAdapter` has PEFT's layers hand the factors
-over; where an adapter came after the conversion, they are read from the parametrization.
+During a forward, PEFT (``target_parameters``) adds ``scaling * lhs @ rhs`` to a weight (E, N, K) by
+a parametrization. Every read of the weight then makes a new tensor of its size, which autograd
+saves. Converted experts multiply by the FP8 weight and, in high precision, by both factors instead,
+and need no such tensor. `FactoredAdapter` makes PEFT's layers pass on the factors. If an adapter
+was added after the conversion, the factors are read from the parametrization.
 
 Legend: E experts, N out, K in, R rows, r rank.
 """
@@ -25,16 +25,16 @@ from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import half
 
 _ALIGNMENT = 8
-"""The BF16 elements of which grouped GEMMs take multiples: 16 bytes."""
+"""Grouped GEMMs need sizes that are multiples of this many BF16 elements, 16 bytes."""
 
 
 class Factors(NamedTuple):
-    """An adapter of a weight as it is stored: ``weight + scaling * lhs @ rhs``.
+    """An adapter of a weight in its stored layout: ``weight + scaling * lhs @ rhs``.
 
     Attributes:
-        lhs: (E, N, r), or (E, K, r) of a transposed weight.
-        rhs: (E, r, K), or (E, r, N) of a transposed weight.
-        scaling: number.
+        lhs: (E, N, r), or (E, K, r) for a transposed weight.
+        rhs: (E, r, K), or (E, r, N) for a transposed weight.
+        scaling: factor of the product.
     """
 
     lhs: Tensor
@@ -43,7 +43,7 @@ class Factors(NamedTuple):
 
 
 class FactoredAdapter(nn.Module):
-    """The part of PEFT's ``ParamWrapper`` that hands its factors to experts in FP8."""
+    """Mixin for PEFT's ``ParamWrapper`` that passes its factors to experts in FP8."""
 
     lora_A: nn.ModuleDict
     num_experts: int
@@ -70,11 +70,11 @@ class FactoredAdapter(nn.Module):
 
 
 def take_adapters(model: nn.Module, is_converted: Any) -> None:
-    """Have the adapters of converted experts hand over their factors, and no others.
+    """Make the adapters of converted experts pass on their factors, and no other adapters.
 
     Args:
         model: any module.
-        is_converted: tells of a module whether it computes experts in FP8.
+        is_converted: function that tells whether a module computes experts in FP8.
     """
     for module in model.modules():
         if not callable(getattr(module, "get_delta_factors", None)):
@@ -88,10 +88,10 @@ def take_adapters(model: nn.Module, is_converted: Any) -> None:
 
 
 def weight_and_factors(module: Any, name: str) -> tuple[Tensor, Sequence[Factors]]:
-    """Return a weight of experts without adapters, and the adapters that are active now.
+    """Return an expert weight without its adapters, and the active adapters.
 
-    An adapter that keeps no factors (several at once, added after the conversion) is in the weight
-    already.
+    Adapters without factors (several at once, added after the conversion) are already added to the
+    returned weight.
     """
     handed = (module.fp8_factors or {}).get(name, ())
     lists = module._modules.get("parametrizations")
@@ -105,9 +105,9 @@ def weight_and_factors(module: Any, name: str) -> tuple[Tensor, Sequence[Factors
 
 @contextlib.contextmanager
 def whole_weights(module: Any) -> Iterator[None]:
-    """Show a module's own forward its weights with the active adapters in them, within.
+    """Replace a module's weights by plain ones with the active adapters added, for its own forward.
 
-    A weight in two halves shows its BF16 half under autocast, which would cast the whole one.
+    Under autocast, which would cast to BF16 anyway, a weight in two halves is its BF16 half.
     """
     shown: list[str] = []
     for name in module.fp8_weight_names:
@@ -121,7 +121,7 @@ def whole_weights(module: Any) -> Iterator[None]:
         for lhs, rhs, scaling in factors:
             value = torch.baddbmm(value, lhs.to(value.dtype), rhs.to(value.dtype), alpha=scaling)
         if value is not weight:
-            # The attribute hides the Parameter of this name, which stays where it is.
+            # The attribute hides the Parameter of the same name.
             module.__dict__[name] = value
             shown.append(name)
     try:
@@ -132,22 +132,24 @@ def whole_weights(module: Any) -> Iterator[None]:
 
 
 def multiply_factors(rows: Tensor, offs: Tensor, factors: Factors, transposed: bool) -> Tensor:
-    """Compute ``scaling * x delta_e`` for the rows of each expert, (R, N), zeros behind them.
+    """Compute an adapter's product ``scaling * x delta_e^T`` (R, N) for the rows of each expert.
+
+    Rows behind the last group are zero.
 
     Args:
-        rows: (R, K), in the dtype in which to multiply.
-        offs: see `torch_fp8.ops.moe_route.Route`.
-        factors: the factors of the weight as it is stored.
-        transposed: whether that is (E, K, N).
+        rows: (R, K), in the dtype of the GEMMs.
+        offs: ends of the groups, see `torch_fp8.ops.moe_route.Route`.
+        factors: factors of the weight in its stored layout.
+        transposed: whether the weight is stored as (E, K, N), as delta_e^T.
     """
     lhs, rhs = (factor.to(rows.dtype) for factor in factors[:2])
-    # (E, K, r) and (E, r, N)
+    # (E, K, r), (E, r, N)
     first, second = (lhs, rhs) if transposed else (rhs.transpose(1, 2), lhs.transpose(1, 2))
-    more = -first.shape[2] % _ALIGNMENT
+    more = -first.shape[2] % _ALIGNMENT  # r is padded to a multiple of 8
     first = F.pad(first, (0, more)).contiguous()
     second = F.pad(second, (0, 0, 0, more)).contiguous()
-    # Grouped GEMMs of torch leave what lies behind the last group as it was, in backward too.
+    # torch's grouped GEMMs leave rows behind the last group undefined, also in backward.
     behind = (group_of_rows(offs, rows.shape[0]) == offs.shape[0])[:, None]
-    low = F.grouped_mm(rows.masked_fill(behind, 0), first, offs=offs)
-    output = F.grouped_mm(low, second, offs=offs)
+    low = F.grouped_mm(rows.masked_fill(behind, 0), first, offs=offs)  # (R, r)
+    output = F.grouped_mm(low, second, offs=offs)  # (R, N)
     return output.masked_fill(behind, 0) * factors.scaling

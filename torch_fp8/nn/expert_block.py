@@ -1,14 +1,14 @@
-"""A block of gated experts as one function for autograd: six grouped GEMMs on FP8 payloads.
+"""A block of gated experts as one autograd function: six grouped GEMMs on FP8 payloads.
 
-::
+Forward::
 
-    x8 = rows(x)                      (T, H), cast before it is gathered
+    x8 = rows(x)                      (T, H), cast before its rows are gathered
     h  = x8[token] w1^T + b1          (R, 2I)
     a8 = rows(score * act(h))         (R, I)
     y  = combine(a8 w2^T)             (T, H)
 
-Saved for backward are x8, gate and up of h in E4M3, and the order of rows: H + 2kI bytes of a token
-and its scales. Backward casts the gradient of y before it is gathered, too::
+Autograd saves x8, the gate and up halves of h in E4M3, and the order of rows: H + 2kI bytes per
+token, plus scales. Backward also casts the gradient of y before its rows are gathered::
 
     da = g8[token] w2                 (R, I)
     a8, dh8, dscore                   from da, gate and up in one pass
@@ -16,11 +16,11 @@ and its scales. Backward casts the gradient of y before it is gathered, too::
     dx = combine(dh8 w1)              (T, H)
     dw1 = dh8^T x8[token]             (E, 2I, H)
 
-No gradient of the router's scores needs a tensor of (R, H): it is the sum of da times the
-activation. The weight of a token is multiplied in before the second GEMM, so that its bias is
-weighted as well, and makes a product of (T, E) with (E, H).
+The gradient of the router's scores needs no tensor (R, H), because it is the sum over I of da times
+the activation. A token's score is multiplied in before the second GEMM. The second bias is weighted
+separately, by a product of scores (T, E) and biases (E, H).
 
-Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidden, I expert width.
+Legend: T tokens, k experts per token, R rows of all experts, E experts, H hidden, I expert width.
 """
 
 from collections.abc import Sequence
@@ -57,18 +57,18 @@ from torch_fp8.tensor.quantizer import Quantizer, output_dtype
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 X, FIRST, SECOND, BIAS, SCORES = range(5)
-"""Places of the function's arguments that have gradients."""
+"""Indices of the function's arguments that have gradients."""
 _HALVES = ("gate", "gate_scale", "up", "up_scale")
 _ONE = 0x38
-"""The code of 1 in E4M3."""
+"""E4M3 code of 1.0."""
 
 
 class BlockOptions(NamedTuple):
-    """What the function needs beside tensors.
+    """The arguments of the function that are not tensors.
 
     Attributes:
         grouped: options of the GEMMs, with the qualified name of the module.
-        form: the gated activation.
+        form: gated activation.
         out_dtype: dtype of the GEMMs' results.
         grad_dtypes: dtypes of the gradients of both weights.
         with_gradients: whether a backward may follow.
@@ -91,15 +91,15 @@ def expert_block(
     grouped: GroupedOptions,
     form: GateForm,
 ) -> Tensor:
-    """Compute gated experts: (T, H), in autocast's dtype where autocast is on, else in x's.
+    """Compute gated experts, (T, H), in autocast's dtype if autocast is on, else in that of x.
 
     Args:
-        x: (T, H).
-        weights: (E, 2I, H) and (E, H, I), the last two dimensions swapped if transposed.
+        x: tokens (T, H) in float32, bfloat16 or float16.
+        weights: (E, 2I, H) and (E, H, I), with the last two dimensions swapped if transposed.
         biases: (E, 2I) and (E, H), or None.
         route: order of rows.
-        scores: (T, k) router's weights of the experts of each token.
-        top_k_index: (T, k) these experts; E and above: no expert of this rank.
+        scores: (T, k), weights that the router gives each token's experts.
+        top_k_index: (T, k) integers, experts of each token; E or more: not an expert of this rank.
         grouped: options of the GEMMs.
         form: gated activation.
     """
@@ -132,14 +132,14 @@ class _Gemms(NamedTuple):
     def rows(
         self, x: QuantizedTensor, weight: Tensor, dtype: torch.dtype, place: int, *, dgrad: bool
     ) -> Tensor:
-        """Multiply rows (R, K) by the weights of their experts, or in dgrad by the transposes.
+        """Multiply rows (R, K) by the weights of their experts, or for dgrad by the transposes.
 
         Args:
             x: payload of the rows.
-            weight: weights, as they are stored.
-            dtype: result's dtype.
+            weight: weights in their stored layout.
+            dtype: dtype of the result.
             place: FIRST or SECOND.
-            dgrad: whether it is backward's product.
+            dgrad: whether this is the product in backward.
         """
         options = self.options
         gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
@@ -167,12 +167,13 @@ class _Gemms(NamedTuple):
             observer.grad_output(grad, payload, self.offs, token)
 
     def bias_gradient(self, g_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        """Add up the rows of each group, (E, N), by a GEMM with ones.
+        """Sum the rows of each group, (E, N), by a GEMM with ones.
 
         Args:
-            g_t: (N, R) with a scale (E, N).
-            dtype: result's dtype.
+            g_t: payload (N, R) with scales (E, N).
+            dtype: dtype of the result.
         """
+        # (16, R): 16 rows of ones, the least that a GEMM takes
         codes = g_t.qdata.new_full((GEMM_ALIGNMENT, g_t.qdata.shape[1]), _ONE, dtype=torch.uint8)
         scale = g_t.scale.new_ones(len(self.offs), GEMM_ALIGNMENT)
         ones = QuantizedTensor(codes.view(g_t.qdata.dtype), scale, g_t.granularity)
@@ -181,7 +182,7 @@ class _Gemms(NamedTuple):
 
 
 class ExpertBlockFunction(torch.autograd.Function):
-    """Gated experts and all their gradients; see the module, and `expert_block`."""
+    """Gated experts with all their gradients; see the module docstring and `expert_block`."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Which gated activation a module of experts has: `gate_form`, told by a trial."""
+"""`gate_form`: the gated activation of a module of experts, found by a trial run."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.ops.expert_gate import activation, split_gate
 
 _TRIAL = 12.0
-"""The largest value that is tried, beyond the limits that models have."""
+"""Largest trial value; it exceeds the clamping limits of models."""
 
 
 def gate_form(module: Any) -> GateForm | None:
-    """Return the form of a module's gated activation; None: it has another, or none.
+    """Return the form of a module's gated activation; None: it is unknown, or not gated.
 
     Args:
-        module: experts, whose `_apply_gate` makes (R, I) of (R, 2I).
+        module: module of experts whose `_apply_gate` maps (R, 2I) to (R, I).
     """
     if not getattr(module, "has_gate", False) or module.has_post_expert_norm:
         return None
     steps = torch.linspace(-_TRIAL, _TRIAL, 11, device="cpu", dtype=torch.float32)
-    h = torch.cartesian_prod(steps, steps).reshape(11, -1)  # each value of one beside all others
+    h = torch.cartesian_prod(steps, steps).reshape(11, -1)  # all pairs of gate and up values
     expected = _applied(module, h)
     if expected is None:
         return None
@@ -35,7 +35,7 @@ def gate_form(module: Any) -> GateForm | None:
 
 @torch.no_grad()
 def _applied(module: Any, h: Tensor) -> Tensor | None:
-    """Return what the module's own function makes of h on the CPU, where it takes nothing else."""
+    """Return the module's own `_apply_gate(h)` on the CPU; None: it fails, or needs more than h."""
     try:
         with torch.autocast("cpu", enabled=False):
             applied = module._apply_gate(h)

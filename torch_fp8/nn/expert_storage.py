@@ -1,8 +1,8 @@
-"""Stacked weights of experts in FP8, (E, R, C) with a scale a row, and what their module has.
+"""Stacked FP8 weights of experts, (E, R, C) with one scale per row, and the state of their module.
 
-The GEMM that contracts the last dimension takes the very bytes. The other one takes them
-transposed, with new scales for each expert. Scales are powers of two, so that exponents shift and
-only what falls below the least number is lost.
+The GEMM that contracts the last dimension reads these bytes. The other GEMM reads their transpose,
+with new scales for each expert. Scales are powers of two, so changing them shifts exponents, and
+only values below E4M3's smallest number are lost.
 """
 
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ from torch_fp8.tensor.payload_cache import PayloadCache
 
 
 def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
-    """Return stacked weights (E, R, C), with a scale a row, as (E, C, R) with scales (E, C, 1)."""
+    """Transpose stacked weights (E, R, C) with scales (E, R, 1) to (E, C, R), scales (E, C, 1)."""
     if x.qdata.is_cuda and x.qdata.shape[1] % GEMM_ALIGNMENT == 0:
         return transposed_at_once(x)
     experts, rows, cols = x.qdata.shape
     qdata = x.qdata.new_empty(experts, cols, rows)
     scale = x.scale.new_empty(experts, cols, 1)
-    for i in range(experts):  # one expert at a time exists in float32
+    for i in range(experts):  # only one expert at a time in float32
         values = dequantize(x._replace(qdata=x.qdata[i], scale=x.scale[i]))
         turned = quantize(values.t(), spec)  # (C, R) with a scale (C, 1)
         qdata[i].view(torch.uint8).copy_(turned.qdata.view(torch.uint8))
@@ -35,7 +35,7 @@ def transposed_stacked(x: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
 
 
 def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
-    """Compute `transposed_stacked` by the kernels that transpose groups of tokens, as bytes.
+    """Compute `transposed_stacked` with the kernels that transpose groups of tokens, as bytes.
 
     Args:
         x: see `transposed_stacked`; R is a multiple of 16.
@@ -52,18 +52,18 @@ def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:
 
 @dataclass
 class ExpertsFP8:
-    """What conversion leaves in a module of experts.
+    """State that conversion adds to a module of experts, as its attribute `fp8`.
 
     Attributes:
-        name: qualified, for errors.
-        config: the configuration of the model, or of this module.
-        recipe: the recipe of experts.
+        name: qualified name, for errors.
+        config: configuration of the model, or of this module.
+        recipe: recipe of the experts.
         emulate: whether the GEMMs run through the reference path.
-        frozen: state of weights that are stored as FP8 alone; None: they are not.
-        observers: monitors of the weights by name, which see the operands of the GEMMs
-            (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: nobody looks.
+        frozen: state of weights that are stored as FP8 only; None: they are not.
+        observers: monitors that see the operands of the GEMMs, by the name of the weight
+            (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: no monitor.
         tokens: monitor's counter of each expert's tokens, or None.
-        caches: what is kept of the weights in FP8, by name.
+        caches: caches of FP8 payloads, by the name of the weight.
     """
 
     name: str

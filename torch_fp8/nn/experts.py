@@ -1,20 +1,19 @@
 """`Float8Experts`: a module of fused expert weights whose GEMMs run in FP8.
 
-transformers holds the weights of all experts of a block in 3-D parameters, in layouts that flags of
-the module describe: ``gate_up_proj`` (E, 2I, H), or ``up_proj`` (E, I, H) without a gate, and
-``down_proj`` (E, H, I); both transposed where ``is_transposed``; with biases; with gate and up
-interleaved, which the module's own ``_apply_gate`` knows. The module keeps its forward, which
-transformers dispatches (`torch_fp8.nn.experts_dispatch`), and its Parameters.
+transformers stores the weights of all experts of a block in 3-D parameters, with flags on the
+module for the layout: ``gate_up_proj`` (E, 2I, H), or ``up_proj`` (E, I, H) without a gate, and
+``down_proj`` (E, H, I). Both are transposed if ``is_transposed``. There may be biases, and gate and
+up may be interleaved, which the module's own ``_apply_gate`` handles. The module keeps its forward,
+which transformers dispatches (`torch_fp8.nn.experts_dispatch`), and its Parameters.
 
-What runs in FP8 are the six GEMMs. The router, its biases, and whatever is computed from its logits
-stay as they are. A block with a gated activation that kernels know is one function
-(`torch_fp8.nn.expert_block`). All others, and those with adapters, have a function for each layer
-(`torch_fp8.nn.grouped_linear_function`): the activation runs again in backward instead of keeping
-what lies between the GEMMs, and the router's weights are multiplied in before the second GEMM. What
-autograd keeps of a token is one payload of it, and for each of its experts what the first GEMM
-returns and the payload that the second takes.
+The six GEMMs run in FP8. The router, its biases, and everything computed from its logits stay as
+they are. A block whose gated activation has kernels is one autograd function
+(`torch_fp8.nn.expert_block`). Other blocks, and blocks with adapters, have a function for each
+layer (`torch_fp8.nn.grouped_linear_function`): backward recomputes the activation instead of saving
+it, and the router's weights are multiplied in before the second GEMM. Autograd then saves one
+payload per token and, for each of its experts, the first GEMM's output and the second's payload.
 
-Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidden, I expert width.
+Legend: T tokens, k experts per token, R rows of all experts, E experts, H hidden, I expert width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,13 +52,14 @@ from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
 
 OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate")
-"""What `Float8Experts.configure` leaves in a module."""
+"""Attributes that conversion adds to a module of experts."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def expert_recipe(config: FP8Config) -> Recipe:
-    """Return the recipe of experts: E4M3 with a power-of-two scale for each row, whatever the
-    recipe of other layers, because the grouped GEMM takes no other scales.
+    """Return the recipe of experts: E4M3 with a power-of-two scale for each row.
+
+    The recipe of other layers does not matter, because the grouped GEMM takes no other scales.
     """
     return make_recipe("rowwise", wgrad=config.wgrad, fast_accum=config.fast_accum)
 
@@ -70,7 +70,7 @@ def fused_names(module: Any) -> tuple[str, str]:
 
 
 class Float8Experts(FrozenStorage):
-    """The part of an expert module that runs its GEMMs in FP8; transformers calls it.
+    """Mixin of an expert module that runs its GEMMs in FP8; transformers calls it.
 
     Shapes: hidden_states (T, H), top_k_index and top_k_weights (T, k), output (T, H).
     """
@@ -84,17 +84,17 @@ class Float8Experts(FrozenStorage):
     post_expert_norm: Any
     fp8_was_eager: bool
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
-    """Adapters that are active in this forward, by the name of their weight."""
+    """Adapters that are active in this forward, by the name of the weight."""
     fp8_gate: GateForm | None = None
-    """The gated activation that kernels know; None: the module's own."""
+    """Gated activation, if kernels compute it; None: the module computes its own."""
 
     def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
         """Run in FP8 from now on.
 
         Args:
-            name: qualified, for errors.
-            config: the configuration of the model, or of this module.
-            emulate: run its GEMMs through the reference path.
+            name: qualified name, for errors.
+            config: configuration of the model, or of this module.
+            emulate: whether GEMMs run through the reference path.
         """
         frozen = self.fp8.frozen if "fp8" in vars(self) else None
         keeps = config.keep_eval_weights
@@ -105,7 +105,7 @@ class Float8Experts(FrozenStorage):
         experts_dispatch.add(self)
 
     def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
-        """Run the only recipe of experts, which frozen ones have as well."""
+        """Set `emulate`; experts have only one recipe, frozen or not."""
         self.fp8.emulate = emulate
 
     @property
@@ -120,7 +120,7 @@ class Float8Experts(FrozenStorage):
     def fp8_experts_forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor | None:
-        """Return the output, or None where this forward does not run in FP8."""
+        """Return the output (T, H); None: this forward does not run in FP8."""
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             return None
         if self._counts():
@@ -140,8 +140,9 @@ class Float8Experts(FrozenStorage):
         return output.to(hidden_states.dtype)
 
     def _is_block(self) -> bool:
-        """Return whether one function computes all: a gate that it knows, which nobody watches, and
-        no adapters.
+        """Return whether `expert_block` can compute all.
+
+        It needs a known gate without hooks, FP8 wgrad, and no adapters.
         """
         if self.fp8_gate is None or self.fp8.recipe.wgrad is None:
             return False
@@ -171,7 +172,7 @@ class Float8Experts(FrozenStorage):
         if torch.compiler.is_compiling():
             return GroupedOptions(*options)
         with_gradients = torch.is_grad_enabled()
-        # In training mode the first pass of a reentrant checkpoint has no gradients, either.
+        # The first pass of a reentrant checkpoint has no gradients but belongs to training.
         in_rollout = any(cache.in_scope for cache in self.fp8.caches.values())
         trains = with_gradients or (self.training and not in_rollout)
         caches = tuple(c for key, c in self.fp8.caches.items() if name in ("", key))
@@ -180,7 +181,7 @@ class Float8Experts(FrozenStorage):
         return GroupedOptions(*options, seen_by, caches, trains)
 
     def _counts(self) -> bool:
-        """Return whether a monitor counts the tokens of this forward: once, if it runs again."""
+        """Return whether a monitor counts this forward's tokens; a checkpoint may run it twice."""
         if torch.compiler.is_compiling() or self.fp8.tokens is None:
             return False
         return torch.is_grad_enabled() and not saves_nothing()
@@ -194,7 +195,7 @@ class Float8Experts(FrozenStorage):
         *,
         gather: bool = False,
     ) -> Tensor:
-        """Multiply by a weight and add its bias, if there is one, times `score`."""
+        """Multiply by a weight, and add its bias (times `score`) if it has one: (R, N)."""
         y = self._grouped(x, name, route.offs, route if gather else None)
         if not self.has_bias:
             return y
@@ -215,7 +216,7 @@ class Float8Experts(FrozenStorage):
         return y
 
     def _activated(self, rows: Tensor, score: Tensor | None) -> Tensor:
-        """Apply the activation, times `score`; in eager code it runs again in backward."""
+        """Apply the activation, times `score`; eager code recomputes it in backward."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._activate(rows, score)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -242,7 +243,7 @@ class Float8Experts(FrozenStorage):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._forget_caches()  # of another device or dtype soon
+        self._forget_caches()  # device or dtype may change now
         return super()._apply(fn, recurse)
 
     def __setstate__(self, state: Any) -> None:
@@ -254,9 +255,9 @@ class Float8Experts(FrozenStorage):
 
 
 class Float8BatchedExperts(Float8Experts):
-    """Llama-4's experts, which transformers does not dispatch: each computes every token.
+    """Llama-4's experts, each of which computes every token; transformers does not dispatch them.
 
-    Shapes: hidden_states (E * T, H), those of one expert behind those of another; output likewise.
+    Shapes: hidden_states (E * T, H), one expert's tokens after another's; output (E * T, H).
     """
 
     is_transposed = True
@@ -274,7 +275,7 @@ class Float8BatchedExperts(Float8Experts):
             self.fp8.tokens.add_rows(x)
         tokens = x.shape[1]
         padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
-        # (E * T', H), T' a multiple of 16
+        # (E, T, H) -> (E * T', H), T' a multiple of 16
         rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)
         ends = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32)
         offs = ends * padded

@@ -1,11 +1,11 @@
-"""The way from transformers' expert modules to `torch_fp8.nn.experts.Float8Experts`.
+"""The hook that connects transformers' expert modules to `torch_fp8.nn.experts.Float8Experts`.
 
-transformers asks a global mapping at every call which function computes a module's experts. An
-entry of ours stands there in place of ``grouped_mm`` while a converted module exists, and hands on
-the modules that are not converted. Names and configurations stay as they are, so that expert
-parallelism, which keeps a bound method, finds what it expects. ``generate`` switches to
-``batched_mm`` for a while, which multiplies by the weights of single tokens' experts: it runs in
-high precision, unless it would merge adapters or dequantize frozen weights for each token.
+At every call, transformers looks up the function that computes a module's experts in a global
+mapping. While a converted module exists, an entry of ours replaces ``grouped_mm`` there; it passes
+modules that are not converted on to the original function. Names and configurations do not change,
+so that expert parallelism, which keeps a bound method, still works. ``generate`` temporarily
+switches to ``batched_mm``, which multiplies by the weights of each token's experts. That runs in
+high precision, unless it would have to merge adapters or dequantize frozen weights for each token.
 """
 
 import sys
@@ -23,16 +23,16 @@ _converted: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def functions() -> Any:
-    """Return transformers' mapping of expert functions; None where it is not imported."""
+    """Return transformers' mapping of expert functions; None: it is not imported."""
     return getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
 
 
 class Dispatch:
-    """An entry: computes converted modules in FP8, and others as the entry before it did.
+    """An entry that computes converted modules in FP8, and passes others to the original entry.
 
     Attributes:
-        name: the entry's.
-        previous: the entry before.
+        name: name of the entry.
+        previous: original entry.
     """
 
     def __init__(self, name: str, previous: Any) -> None:
@@ -51,7 +51,7 @@ class Dispatch:
 
 
 def add(module: nn.Module) -> None:
-    """Dispatch the calls of a converted module from now on."""
+    """Dispatch the calls of a converted module from now on; add our entries if they are missing."""
     registry = functions()
     if registry is None:
         return
@@ -62,7 +62,7 @@ def add(module: nn.Module) -> None:
 
 
 def remove(module: nn.Module) -> None:
-    """Leave a module to transformers again; with the last one the entries go."""
+    """Undo `add`; the last module also removes our entries from the mapping."""
     _converted.discard(module)
     registry = functions()
     if registry is None or _converted:

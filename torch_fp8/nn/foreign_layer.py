@@ -1,9 +1,8 @@
-"""Layers that another library has quantized or replaced: found by what they are called, never
-changed.
+"""Detection, by name, of layers that another library has quantized or replaced; they stay as is.
 
-bitsandbytes' layers (QLoRA) are subclasses of ``nn.Linear`` with packed weights; those of AWQ, GPTQ
-and others are modules of their own, as are MXFP4's experts; torchao changes the weight, and
-compressed-tensors takes it away. None of them is imported here.
+bitsandbytes' layers (QLoRA) are subclasses of ``nn.Linear`` with packed weights. AWQ, GPTQ and
+others have their own modules, as do MXFP4's experts. torchao changes the class of the weight, and
+compressed-tensors removes the weight. This module imports none of these libraries.
 """
 
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 QUANTIZED = "quantized by "
-"""How the reason begins for which such a layer stays as it is; the library's name follows."""
+"""Prefix of the reason why such a layer is not converted; the library's name follows."""
 
 _LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
@@ -33,14 +32,14 @@ _LIBRARIES = {
     "transformers.integrations.finegrained_fp8": "transformers' fine-grained FP8",
     "transformers.integrations.higgs": "HIGGS",
 }
-"""The packages that define quantized layers, and what users call them."""
+"""Packages that define quantized layers, with the names that users know."""
 
 
 def quantized_by(module: nn.Module) -> str | None:
-    """Return the library that has quantized the weight of a layer; None: nobody has.
+    """Return the library that has quantized the weight of a layer; None: no library has.
 
     Args:
-        module: any module, of which only its own parameters and buffers count.
+        module: any module; only its own parameters and buffers count.
     """
     held = {**module._parameters, **module._buffers}
     tensors = {name: tensor for name, tensor in held.items() if tensor is not None}
@@ -54,7 +53,7 @@ def quantized_by(module: nn.Module) -> str | None:
     home = f"{cls.__module__}."
     name = next((n for package, n in _LIBRARIES.items() if home.startswith(f"{package}.")), None)
     if name == "GPTQ" and "awq" in cls.__name__.lower():
-        return "AWQ"  # GPTQModel runs both
+        return "AWQ"  # GPTQModel has layers for both
     if name == "bitsandbytes":
         return _bitsandbytes(tensors.get("weight"))
     return name
@@ -68,6 +67,6 @@ def _bitsandbytes(weight: Any) -> str | None:
 
 
 def is_ligers(module: nn.Module) -> bool:
-    """Return whether Liger Kernel computes the forward of a module: of its class, or patched in."""
+    """Return whether a module's forward is Liger Kernel's, by its class or by a patch."""
     forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)
     return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")

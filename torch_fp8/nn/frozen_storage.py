@@ -1,10 +1,10 @@
-"""`FrozenStorage`: the part of a converted module that can hold its weights in FP8 alone.
+"""`FrozenStorage`: the part of a converted module that can store its weights as FP8 only.
 
-A frozen layer multiplies by the very bytes that it holds
-(`torch_fp8.tensor.frozen_weight.Float8FrozenWeight`), with block scales whatever recipe it ran
-before, and has no wgrad. A module of experts holds stacked weights (E, R, C) with a scale a row.
-``state_dict`` has plain BF16 tensors under the weights' own keys, made on the CPU one weight after
-the other, so that the device never holds a second copy of the model; what is loaded, is quantized.
+A frozen layer multiplies by the bytes that it stores
+(`torch_fp8.tensor.frozen_weight.Float8FrozenWeight`), with block scales whatever its recipe was
+before, and runs no wgrad. A module of experts stores stacked weights (E, R, C) with one scale per
+row. ``state_dict`` returns plain BF16 tensors under the same keys. It dequantizes one weight at a
+time onto the CPU, so that the device never holds a second copy of the model. Loading quantizes.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 
 
 class ThawNotice:
-    """What weights share that were frozen together: which warnings of them have been given.
+    """Flags for warnings that are given once for all weights that were frozen together.
 
     Attributes:
-        given: whether the user was told that some weights thaw.
-        lost: whether the user was told that FP8 is too coarse for a change that somebody makes.
+        given: whether a warning reported that weights thaw.
+        lost: whether a warning reported that FP8 is too coarse for a change of a weight.
     """
 
     given = False
@@ -42,12 +42,12 @@ class ThawNotice:
 
 @dataclass(eq=False)
 class FrozenState:
-    """What a module remembers of weights that are stored as FP8 alone.
+    """State of a module whose weights are stored as FP8 only.
 
     Attributes:
-        recipe: the recipe that the module has again when it is thawed.
-        notice: what the weights share that were frozen together.
-        unmerged: bytes, by name, of weights without the adapters that are merged into them.
+        recipe: recipe to which the module returns when it is thawed.
+        notice: flags shared with the weights that were frozen together with these.
+        unmerged: payloads, by name, of weights from before adapters were merged into them.
     """
 
     recipe: Recipe
@@ -56,11 +56,11 @@ class FrozenState:
 
 
 class FrozenStorage(RunsFP8):
-    """The part of a module that holds weights which nobody trains.
+    """Mixin of a module that can store frozen weights as FP8 only.
 
     Attributes:
-        fp8_weight_names: the names of the weights that run in FP8.
-        fp8_unread: whether ``state_dict`` has the frozen weights themselves; see `left_unread`.
+        fp8_weight_names: names of the weights that run in FP8.
+        fp8_unread: whether ``state_dict`` returns the frozen weights themselves; see `left_unread`.
     """
 
     fp8_unread = False
@@ -72,29 +72,29 @@ class FrozenStorage(RunsFP8):
         return ("weight",)
 
     def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
-        """Run `recipe` from now on, with what the module remembers empty.
+        """Run `recipe` from now on, with new, empty state.
 
         Args:
-            recipe: the frozen weights' recipe, or the one of before.
-            emulate: run its GEMMs through the reference path.
+            recipe: recipe of frozen weights, or the module's earlier one.
+            emulate: whether GEMMs run through the reference path.
         """
         raise NotImplementedError
 
     @property
     def frozen_weights(self) -> dict[str, Float8FrozenWeight]:
-        """The weights, or this rank's shards of them, that are held in FP8 alone, by name."""
+        """Weights, or this rank's shards of them, that are stored as FP8 only, by name."""
         weights = ((name, self._parameters.get(name)) for name in self.fp8_weight_names)
         shards = ((name, local(weight)) for name, weight in weights if weight is not None)
         return {name: shard for name, shard in shards if isinstance(shard, Float8FrozenWeight)}
 
     @property
     def frozen_weight(self) -> Float8FrozenWeight | None:
-        """The weight of a layer, or this rank's shard of it, if it is held in FP8 alone."""
+        """Weight of a layer, or this rank's shard of it, if it is stored as FP8 only; else None."""
         return self.frozen_weights.get("weight")
 
     @property
     def thaw_notice(self) -> ThawNotice | None:
-        """What the weights share with those that were frozen together with them."""
+        """Warning flags shared with the weights that were frozen together with these."""
         state = self.fp8.frozen
         return None if state is None else state.notice
 
@@ -105,17 +105,16 @@ class FrozenStorage(RunsFP8):
         notice: ThawNotice | None,
         payload: FrozenPayload | None = None,
     ) -> None:
-        """Hold the weights in FP8 alone from now on; who holds the Parameters holds the new ones.
+        """Store the weights as FP8 only from now on. The Parameters stay the same objects.
 
-        Shards follow when FSDP2 is connected (`torch_fp8.distributed.fsdp.connect.connect_fsdp`).
+        Sharded weights follow when FSDP2 is connected
+        (`torch_fp8.distributed.fsdp.connect.connect_fsdp`).
 
         Args:
-            recipe: the frozen module's recipe; a layer's weight has scales of blocks or a single
-                one.
-            emulate: run its GEMMs through the reference path.
-            notice: what the weights share that are frozen together.
-            payload: the bytes of the only weight, where somebody has quantized it already; None: of
-                the weights.
+            recipe: recipe of the frozen module; a layer's weight gets block scales or a single one.
+            emulate: whether GEMMs run through the reference path.
+            notice: warning flags for all weights that are frozen together.
+            payload: bytes of the module's only weight, if it is already quantized; None: quantize.
         """
         for name in self.fp8_weight_names:
             weight = self._parameters.get(name)
@@ -128,7 +127,7 @@ class FrozenStorage(RunsFP8):
             else:
                 held = payload
                 held.name = full
-            del weight  # or the Parameter could not be replaced
+            del weight  # a further reference would prevent swapping the Parameter
             self._hold(name, held)
         self.run_frozen(recipe, emulate, notice)
 
@@ -140,7 +139,7 @@ class FrozenStorage(RunsFP8):
         """Run the recipe of frozen weights.
 
         Args:
-            recipe, emulate, notice: as of `freeze_weights`.
+            recipe, emulate, notice: arguments of `freeze_weights`.
         """
         fp8 = self.fp8
         if fp8.frozen is None:
@@ -149,14 +148,16 @@ class FrozenStorage(RunsFP8):
         self.run_recipe(replace(recipe, smooth=fp8.frozen.recipe.smooth), emulate)
 
     def thaw_weights(self, dtype: torch.dtype | None = None) -> int:
-        """Give the weights their dtype back, or `dtype`, and the module its recipe.
+        """Give the weights their dtype back, and the module its earlier recipe.
 
         The Parameters stay the same objects, and do not require gradients.
 
+        Args:
+            dtype: dtype of the thawed weights; None: the one that they had before.
         Returns:
-            The number of weights.
+            The number of weights that were thawed.
         Raises:
-            RuntimeError: one is sharded.
+            RuntimeError: a weight is sharded.
         """
         fp8, frozen = self.fp8, self.frozen_weights
         if fp8.frozen is None:
@@ -178,7 +179,7 @@ class FrozenStorage(RunsFP8):
             )
 
     def thaw_for_training(self) -> None:
-        """Thaw the weights because somebody has asked for a gradient, and say so once."""
+        """Thaw the weights because code asked for their gradients, and warn once."""
         notice, names = self.thaw_notice, tuple(self.frozen_weights)
         self.thaw_weights()
         for name in names:
@@ -197,12 +198,14 @@ class FrozenStorage(RunsFP8):
             notice.given = True
 
     def begin_merge(self, name: str = "weight") -> bool:
-        """Make a frozen weight plain float32, for an adapter that is to be merged into it.
+        """Make a frozen weight plain float32, so that an adapter can be merged into it.
 
-        Its bytes are kept until `end_merge` gives them back, or `forget_unmerged` lets them go.
+        The module keeps the bytes until `end_merge` restores or `forget_unmerged` drops them.
 
+        Args:
+            name: name of the weight.
         Returns:
-            Whether the weight is, or was before an earlier merge, frozen.
+            Whether the weight is frozen, or was frozen before an earlier merge.
         """
         state, frozen = self.fp8.frozen, self.frozen_weights.get(name)
         if state is None or (frozen is None and name not in state.unmerged):
@@ -215,11 +218,11 @@ class FrozenStorage(RunsFP8):
         return True
 
     def end_merge(self, merged: bool, name: str = "weight") -> None:
-        """Round a weight that has adapters merged into it once, to BF16; or give back its bytes.
+        """Round the float32 weight of `begin_merge` to BF16, or restore its FP8 bytes.
 
         Args:
-            merged: whether an adapter is merged into it.
-            name: the name of the weight.
+            merged: whether an adapter is merged into the weight now; False: restore the bytes.
+            name: name of the weight.
         """
         if merged:
             plain = self._parameters[name].to(DTYPE)
@@ -228,7 +231,7 @@ class FrozenStorage(RunsFP8):
             self._hold(name, self.fp8.frozen.unmerged.pop(name))
 
     def forget_unmerged(self) -> None:
-        """Let the bytes go that weights had before adapters were merged into them, for good."""
+        """Drop the bytes that weights had before a merge, because it is permanent."""
         state = self.fp8.frozen
         if state is not None and state.unmerged:
             state.unmerged.clear()
@@ -236,16 +239,16 @@ class FrozenStorage(RunsFP8):
                 self.thaw_weights()
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
-        """Compute y (..., N) in high precision, in the dtype of x (..., K), or of autocast."""
+        """Compute y (..., N) in high precision, in the dtype of x (..., K) or of autocast."""
         weight: Tensor = dequantized(self.weight).to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, weight.t() if self.fp8.transposed else weight, bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # A dtype is asked of floating tensors alone: bytes and the bits of scales only move.
+        # `fn` converts floating dtypes only: as integers, codes and scales move unchanged.
         frozen = self.frozen_weights
         weights = {name: self._parameters[name] for name in frozen}
-        self._parameters.update(dict.fromkeys(frozen))  # they keep their places among the others
+        self._parameters.update(dict.fromkeys(frozen))  # None keeps their order
         try:
             super()._apply(fn, recurse)
         finally:
@@ -275,27 +278,27 @@ class FrozenStorage(RunsFP8):
             value, whole = given.get(prefix + name), weight is self._parameters[name]
             if not whole or not isinstance(value, Tensor) or value.shape != weight.shape:
                 continue
-            if weight.is_meta and not value.is_meta:  # to be assigned
+            if weight.is_meta and not value.is_meta:  # assign=True
                 old = weight.payload
                 self._hold(name, freeze_tensor(value, old.spec, old.name, old.thawed_dtype))
             else:
                 weight.copy_(value)
-            # Nothing is left to copy, or to assign in its place.
+            # The module's own Parameter leaves nothing to copy or assign.
             given[prefix + name] = self._parameters[name]
         super()._load_from_state_dict(given, prefix, local_metadata, *others)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.fp8 = copy(self.fp8)  # a shallow copy of the module has the original's
+        self.fp8 = copy(self.fp8)  # a shallow copy of the module shares the original's
         for weight in self.frozen_weights.values():
             weight.payload.owner = weakref.ref(self)
 
 
 @contextlib.contextmanager
 def left_unread(model: nn.Module) -> Iterator[None]:
-    """Have ``state_dict`` of `model` hold frozen weights as they are, in the with block.
+    """Make ``state_dict`` of `model` return frozen weights as they are, in the ``with`` block.
 
-    It is for who takes few values of it: of those `plain_copy` makes what is to be saved.
+    Use it to read only a few entries: convert each of them with `plain_copy`.
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "fp8_unread")]
     for layer in layers:
@@ -309,15 +312,15 @@ def left_unread(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_copy(value: Any) -> Any:
-    """Return what a state dict has of a frozen weight, or of a shard of one; others as they are."""
+    """Dequantize a frozen weight, or a shard of one, for a state dict; others stay unchanged."""
     frozen = local(value) if isinstance(value, Tensor) else None
     return _plain(value, frozen) if isinstance(frozen, Float8FrozenWeight) else value
 
 
 def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight") -> None:
-    """Put `new` in the place of a layer's weight `name`, for everybody who holds that.
+    """Replace a layer's weight `name` by `new` for all references to the Parameter.
 
-    Where weak references forbid it, the layer alone has the new one, and the old one is emptied.
+    If weak references prevent that, only the layer gets `new`, and the old Parameter is emptied.
     """
     old = layer._parameters[name]
     assert old is not None
@@ -331,6 +334,6 @@ def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight")
 
 @torch.no_grad()
 def _plain(weight: Tensor, frozen: Float8FrozenWeight) -> Tensor:
-    """A plain BF16 tensor of a frozen weight, or of this rank's shard; on the CPU."""
+    """Return a plain BF16 copy: of a frozen weight on the CPU, of a shard as a DTensor."""
     plain = frozen.dequantize()
     return plain.cpu() if weight is frozen else with_data(weight, plain)

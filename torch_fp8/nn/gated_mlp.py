@@ -1,14 +1,14 @@
-"""`Float8GatedMLP`: ``down(silu(gate(x)) * up(x))`` whose product is handed over in FP8.
+"""`Float8GatedMLP`: ``down(silu(gate(x)) * up(x))``, whose product reaches down in FP8.
 
-Converted are modules whose own forward is exactly this, see
-`torch_fp8.conversion.detect_gated_mlp`: gate and up are two layers, or one whose output holds both.
-The children are called as the module calls them, so hooks, adapters and parallel styles on them go
-on; only the product in between is ours, and x is cast once for gate and up.
+Conversion picks modules whose own forward is exactly this formula
+(`torch_fp8.conversion.detect_gated_mlp`). gate and up are two layers, or one layer whose output
+holds both. The children are called as before, so that hooks, adapters and parallel styles on them
+keep working. Only the product is computed here, and x is cast once for gate and up.
 
-For backward the product keeps gate and up in E4M3 with a scale for each 128 elements of a row, 2.06
-bytes for each of their elements together, where eager Hugging Face code keeps 8 (gate, silu(gate),
-up and the product in BF16); silu is computed again. The gradients of gate and up leave the backward
-in FP8, in the layouts that the two layers' GEMMs take, or as one gradient for the one layer.
+For backward, the product saves gate and up in E4M3 with a scale for each 128 elements of a row:
+2.06 bytes per element of both together, where eager Hugging Face code saves 8 (gate, silu(gate), up
+and the product in BF16). Backward recomputes silu, and returns the gradients of gate and up in FP8,
+in the layouts that the GEMMs of the two layers read, or as one gradient for a single layer.
 
 The product is computed in float32 and rounded once.
 """
@@ -44,10 +44,13 @@ from torch_fp8.tensor.quantizer import Quantizer
 
 
 class GatedMLPSpec(NamedTuple):
-    """Names of the children of a gated MLP.
+    """Names of the layers of a gated MLP with separate gate and up layers.
 
     Attributes:
-        gate_first: as in `FusedGateUpSpec`; it is always True.
+        gate: name of the gate layer.
+        up: name of the up layer.
+        down: name of the down layer.
+        gate_first: always True; see `FusedGateUpSpec`.
     """
 
     gate: str
@@ -57,12 +60,12 @@ class GatedMLPSpec(NamedTuple):
 
 
 class FusedGateUpSpec(NamedTuple):
-    """Names of the children of a gated MLP whose gate and up are one layer.
+    """Names of the layers of a gated MLP whose gate and up are one layer.
 
     Attributes:
-        gate_up: the layer, with an output (..., 2 C).
-        down: the layer behind the product.
-        gate_first: whether gate is the first half.
+        gate_up: name of that layer, with an output (..., 2 C).
+        down: name of the down layer.
+        gate_first: whether gate is the first half of the output.
     """
 
     gate_up: str
@@ -79,26 +82,26 @@ class _Options(NamedTuple):
     keep: bool
     save_fp8: bool
     ahead: Quantizer | None
-    """The quantizer of the layer behind, if its cast may be made with the product."""
+    """Quantizer of the down layer, if the product can be cast when it is computed."""
     gradients: tuple[Quantizer, Quantizer] | None
-    """The quantizers of gate's and up's gradients, if both scales are known."""
+    """Quantizers of the gradients of gate and up, if both scales are known."""
     gate_first: bool
-    """Whether gate is the first half of a tensor that holds both."""
+    """Whether gate is the first half of a tensor with both."""
     in_graph: bool = False
-    """Whether torch.compile traces, so that all results are plain tensors."""
+    """Whether torch.compile traces; all results are plain tensors then."""
     smooth: bool = False
-    """Whether the layer behind wants the amax of each channel (`torch_fp8.ops.smooth`)."""
+    """Whether the down layer needs the amax of each channel (`torch_fp8.ops.smooth`)."""
 
 
 class MLPFP8(NamedTuple):
-    """What conversion leaves in a gated MLP.
+    """State that conversion adds to a gated MLP, as its attribute `fp8`.
 
     Attributes:
-        name: its qualified name, for errors.
-        config: its options.
-        spec: the names of its layers.
-        activation: the children beside the layers, which are not called; in a tuple, not to own
-            them twice.
+        name: qualified name, for errors.
+        config: configuration of the MLP.
+        spec: names of its layers.
+        activation: other children, which are not called; in a tuple, so that the module does not
+            register them twice.
     """
 
     name: str
@@ -108,14 +111,17 @@ class MLPFP8(NamedTuple):
 
 
 class Float8GatedMLP(RunsFP8):
-    """The part of a converted gated MLP that goes in front of its own class."""
+    """Mixin of a converted gated MLP, in front of its own class.
+
+    Shapes: input (..., K), product (..., C), output (..., N).
+    """
 
     fp8: MLPFP8
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         compiling, spec = torch.compiler.is_compiling(), self.fp8.spec
         in_fp8 = self.runs_fp8 and (compiling or not is_transformed())
-        more = len(args) != 1 or kwargs  # or the input by keyword
+        more = len(args) != 1 or kwargs  # further arguments, or the input by keyword
         if more or not in_fp8 or self._has_own_activation():
             return super().forward(*args, **kwargs)
         (x,) = args
@@ -128,7 +134,7 @@ class Float8GatedMLP(RunsFP8):
             product = _unread(name_of(self), self.fp8.spec.gate_first, inputs)
         elif is_ours:
             product = _SwiGLUFunction.apply(self._options(down_layer), *inputs)
-        else:  # DTensors, or what an adapter makes of them
+        else:  # DTensors, or the results of adapters
             gate, up = _gate_and_up([plain(t) for t in inputs], self.fp8.spec.gate_first)
             product = F.silu(gate) * up
             del gate, up
@@ -137,7 +143,7 @@ class Float8GatedMLP(RunsFP8):
         return output
 
     def _has_own_activation(self) -> bool:
-        """Whether the activation has hooks, or is no longer the one that conversion has seen."""
+        """Return whether the activation has hooks, or was replaced since the conversion."""
         others = other_modules(self, self.fp8.spec)
         if others != self.fp8.activation:
             return True
@@ -176,7 +182,7 @@ class Float8GatedMLP(RunsFP8):
         )
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
-        """The product in a graph of torch.compile."""
+        """Compute the product in a graph of torch.compile."""
         down, down_wgrad = None, False
         if _in_fp8(down_layer):
             down, down_wgrad = down_layer.fp8.casts, down_layer.weight.requires_grad
@@ -190,7 +196,7 @@ class Float8GatedMLP(RunsFP8):
         return product
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
-        """Return what takes the gradients of gate and up, where two layers know both scales."""
+        """Return the gradients' quantizers of two layers with known scales; None: cast later."""
         if isinstance(self.fp8.spec, FusedGateUpSpec):
             return None
         layers = getattr(self, self.fp8.spec.gate), getattr(self, self.fp8.spec.up)
@@ -203,11 +209,11 @@ class Float8GatedMLP(RunsFP8):
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up (..., C), a `LazyQuantizedTensor`; plain in a compiled graph.
+    """Compute silu(gate) * up (..., C) as a `LazyQuantizedTensor`; plain in a compiled graph.
 
-    first, second: gate and up, (..., C); or both in one, (..., 2 C), and None. Named, for
-    torch.compile of torch 2.13 leaves ``ctx`` out where no gradient is wanted and as many arguments
-    come as the signature has names.
+    `first` and `second` are gate and up (..., C), or one tensor (..., 2 C) with both, and None.
+    They are not ``*inputs``, because torch.compile of torch 2.13 omits ``ctx`` if no gradient is
+    needed and the number of arguments equals the number of names in the signature.
     """
 
     @staticmethod
@@ -281,12 +287,12 @@ def _product_in_graph(
     gate_first: bool,
     down: tuple[str | None, bool],
 ) -> Tensor:
-    """`_SwiGLUFunction` as one call of a graph that Dynamo builds; see `as_text`.
+    """Call `_SwiGLUFunction` as a single node of Dynamo's graph; see `as_text`.
 
     Args:
-        first, second: see there.
-        save_fp8, gate_first: see `_Options`.
-        down: the casts of the layer behind, or None, and whether its weight takes a gradient.
+        first, second: arguments of `_SwiGLUFunction`.
+        save_fp8, gate_first: fields of `_Options`.
+        down: casts of the down layer, or None, and whether its weight needs a gradient.
     """
     if only_shape_matters(first):
         width = first.shape[-1] // (2 if second is None else 1)
@@ -294,8 +300,8 @@ def _product_in_graph(
     keep, ahead = torch.is_grad_enabled(), None
     if down[0] is not None:
         recipe, *_ = of_text(down[0])
-        # A rowwise cast is not fused, but what is saved goes with the cast: by itself, selective
-        # checkpointing would leave it to backward, and repeat two GEMMs.
+        # A rowwise cast is not fused, but one operator both casts and saves gate and up: selective
+        # checkpointing would recompute a separate save in backward, with two GEMMs.
         if recipe.input.granularity != "tensorwise" and not recipe.smooth:
             wgrad = keep and down[1] and recipe.wgrad is not None
             ahead = Quantizer(recipe.input, columnwise_usage=wgrad)
@@ -306,14 +312,14 @@ def _product_in_graph(
 
 
 def _unread(name: str, gate_first: bool, inputs: Sequence[Tensor]) -> Tensor:
-    """Return the product where no gradients are taken, without autograd's bookkeeping."""
+    """Return the product in a forward without gradients, without autograd's bookkeeping."""
     gate, up = _gate_and_up([_matrix(t.detach()) for t in inputs], gate_first)
     shape = (*inputs[0].shape[:-1], gate.shape[1])
     return LazyQuantizedTensor(Product(gate, up).source(name), shape, gate.dtype)
 
 
 def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tuple[nn.Module, ...]:
-    """Return the children that are not among the layers that `spec` names."""
+    """Return the children that `spec` does not name."""
     children = module._modules.items()
     return tuple(m for name, m in children if m is not None and name not in spec)
 
@@ -323,7 +329,7 @@ def _in_fp8(layer: nn.Module) -> bool:
 
 
 def _fit(inputs: Sequence[Tensor]) -> bool:
-    """Whether gate and up, or their halves of one tensor, are alike and of a dtype of ours."""
+    """Return whether gate and up have equal shapes, and a dtype that the kernels take."""
     if len(inputs) == 1:
         return inputs[0].dtype in _DTYPES and inputs[0].shape[-1] % 2 == 0
     gate, up = inputs

@@ -1,9 +1,9 @@
-"""The three grouped GEMMs of an expert layer on FP8 payloads, as a function for autograd.
+"""The three grouped GEMMs of an expert layer on FP8 payloads, as an autograd function.
 
 ``y = x w_e^T`` for the rows of each expert e, and in backward ``dx = g w_e`` and ``dw_e = g^T x``.
-Tokens are cast before they are gathered: once each, however many experts compute them. Saved for
-backward is that payload, 1 byte an element of (T, K), and the weight itself. All scales are powers
-of two, one for each row, so that wgrad takes the same payloads, transposed
+Tokens are cast before they are gathered, so each one only once, however many experts compute it.
+Autograd saves this payload, 1 byte per element of (T, K), and the weight itself. All scales are
+powers of two, one per row, so that wgrad can read the same payloads, transposed
 (`torch_fp8.ops.moe_rows.transpose_groups`).
 
 Legend: T tokens, R rows of all experts, E experts, K in, N out.
@@ -35,15 +35,15 @@ from torch_fp8.tensor.weight_half import gradient_dtype
 
 
 class GroupedOptions(NamedTuple):
-    """What the function needs beside tensors.
+    """The arguments of the function that are not tensors.
 
     Attributes:
-        name: qualified, of the weight, for errors.
+        name: qualified name of the weight, for errors.
         recipe: casts and options of the GEMMs.
         transposed: whether the weight is stored as (E, K, N).
         emulate: whether the GEMMs run through the reference path.
         observers: monitors of the weights, see `torch_fp8.nn.expert_storage.ExpertsFP8`.
-        caches: what is kept of the weights, in the order of `observers`.
+        caches: caches of the weights' payloads, in the order of `observers`.
         trains: whether the forward belongs to training.
     """
 
@@ -59,13 +59,16 @@ class GroupedOptions(NamedTuple):
 def grouped_linear(
     x: Tensor, weight: Tensor, offs: Tensor, route: Route | None, options: GroupedOptions
 ) -> Tensor:
-    """y (R, N), in autocast's dtype where autocast is on, else in x's; zeros behind the groups.
+    """Compute ``y = x w_e^T`` (R, N) for the rows of each expert; rows behind the groups are zero.
+
+    y has autocast's dtype if autocast is on, else that of x.
 
     Args:
-        x: (T, K), whose tokens `route` gathers; (R, K) where there is none.
+        x: (T, K), if `route` gathers its tokens; else (R, K).
         weight: (E, N, K), or (E, K, N) if transposed.
-        offs: see `Route`.
-        route: the rows of tokens; None: x has rows.
+        offs: ends of the groups (E,) int32, see `Route`.
+        route: map from rows to tokens; None: x already has one row per token and expert.
+        options: options of the GEMMs.
     """
     token, row = (None, None) if route is None else (route.token, route.row)
     y: Tensor = GroupedLinearFunction.apply(
@@ -77,13 +80,13 @@ def grouped_linear(
 def weight_operand(
     weight: Tensor, options: GroupedOptions, place: int = 0, *, dgrad: bool
 ) -> QuantizedTensor:
-    """Return what forward multiplies of a weight, or with `dgrad` what backward does.
+    """Return the payload of a weight that fprop multiplies by, or for `dgrad` that of backward.
 
     Args:
-        weight: weights (E, R, C) as they are stored.
+        weight: weights (E, R, C) in their stored layout.
         options: options of the GEMMs.
-        place: place of the weight among those of `options`.
-        dgrad: whether backward asks.
+        place: index of the weight in `options.caches`.
+        dgrad: whether this is for backward.
     """
     flip = options.transposed != dgrad
     if not options.caches:
@@ -97,7 +100,7 @@ def weight_operand(
 
 
 def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
-    """Return a weight (E, R, C), or with `flip` its transpose (E, C, R), with a scale a row."""
+    """Cast a weight (E, R, C), or with `flip` its transpose (E, C, R), with one scale per row."""
     spec = options.recipe.weight
     if isinstance(weight, Float8FrozenWeight):
         payload = weight.payload.quantized
@@ -110,18 +113,18 @@ def cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> Quant
 
 
 def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
-    """Cast plain weights (E, R, C), or with `flip` their transposes (E, C, R), with a scale a row.
+    """Cast plain weights (E, R, C), or with `flip` their transposes (E, C, R), rowwise.
 
     Args:
-        values: float32, bfloat16 or float16.
-        spec: rowwise cast.
+        values: weights in float32, bfloat16 or float16.
+        spec: cast with one scale per row.
         flip: whether to transpose.
     """
     return quantize_stacked(values.transpose(1, 2) if flip else values, spec)
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """y = x w^T by expert on FP8 payloads, with dgrad and wgrad likewise; see `grouped_linear`."""
+    """``y = x w_e^T`` by expert on FP8 payloads, with dgrad and wgrad; see `grouped_linear`."""
 
     @staticmethod
     def forward(
@@ -204,6 +207,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             x, dense = saved["x"], plain(grad_output)
             x = x if "token" not in saved else spread_rows(x, saved["token"])  # (R, K)
             a, b = (x, dense) if options.transposed else (dense, x)
+            # (N, R) @ (R, K), or with its operands exchanged
             product = F.grouped_mm(a.to(dense.dtype).t(), b.to(dense.dtype), offs=offs)
             grad_weight = cast(product, weight_dtype)
         return grad_input, grad_weight, None, None, None, None, None, None
@@ -213,10 +217,10 @@ def weight_grad_dtype(ctx: Any, i: int, dtype: torch.dtype, own_dtype: torch.dty
     """Return the dtype of a weight's gradient in this backward.
 
     Args:
-        ctx: context of the function.
-        i: place of the weight among its arguments.
+        ctx: context of the autograd function.
+        i: index of the weight among its arguments.
         dtype: dtype in which gradients are accumulated.
-        own_dtype: dtype of the weight, which ``autograd.grad`` returns.
+        own_dtype: dtype of the weight, which ``autograd.grad`` has to return.
     """
     return own_dtype if dtype != own_dtype and is_returned(ctx, i) else dtype
 
@@ -228,14 +232,14 @@ def weight_gradient(
     dtype: torch.dtype,
     options: GroupedOptions,
 ) -> Tensor:
-    """Return the gradient of a weight, as it is stored, from transposed payloads.
+    """Compute the gradient (E, N, K) of a weight, or (E, K, N) if transposed: ``dw_e = g^T x``.
 
     Args:
-        x_t: (K, R) with a scale (E, K).
-        g_t: (N, R) with a scale (E, N).
-        offs: ends of the groups.
-        dtype: result's dtype.
-        options: see `GroupedOptions`.
+        x_t: payload (K, R) with scales (E, K).
+        g_t: payload (N, R) with scales (E, N).
+        offs: ends of the groups (E,) int32.
+        dtype: dtype of the result.
+        options: options of the GEMMs.
     """
     assert options.recipe.wgrad is not None
     return scaled_grouped_matmul(
@@ -249,7 +253,7 @@ def weight_gradient(
 
 
 class SpreadFunction(torch.autograd.Function):
-    """Hand each row its token, `spread_rows`; backward adds up the gradients of a token's rows."""
+    """Copy each token to its rows, `spread_rows`; backward sums the gradients of a token's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
@@ -259,13 +263,14 @@ class SpreadFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row,) = ctx.saved_tensors
-        return combine_rows(grad, row), None, None
+        return combine_rows(grad, row), None, None  # (R, K) -> (T, K)
 
 
 class CombineFunction(torch.autograd.Function):
-    """Add up the rows of each token, `combine_rows`; backward hands each row its token's gradient.
+    """Sum the rows of each token, `combine_rows`; backward copies the token's gradient to its rows.
 
-    torch's own backward of an index adds gradients up, which it need not: no row belongs to two.
+    torch's own backward of indexing would accumulate, which is not needed here: a row has only one
+    token.
     """
 
     @staticmethod
@@ -276,4 +281,4 @@ class CombineFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        return spread_rows(grad, token), None, None
+        return spread_rows(grad, token), None, None  # (T, K) -> (R, K)

@@ -1,4 +1,4 @@
-"""Which modules run in FP8, and for each that does not, the reason in words."""
+"""Filter of the modules that run in FP8, with a reason in words for each other module."""
 
 import re
 from collections.abc import Iterator
@@ -22,24 +22,24 @@ from torch_fp8.tensor.split_weight import SplitWeight
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
-"""Why an adapter stays in high precision: it is small, and the user's."""
+"""Reason for adapters, which stay in high precision: they are small, and the user trains them."""
 UNINITIALIZED = "its size is not known yet: run a batch through the model before you convert it"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
 _TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 ROUTER_NAMES = ("router", "gate", "classifier")
-"""Names of the modules that choose experts, beside these."""
+"""Names of router modules, siblings of the experts."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` matches whole components of the qualified `name`, or one above it.
+    """Return whether `pattern` matches whole components of the qualified `name` or of a parent.
 
     ``layers.2`` matches ``model.layers.2`` and ``model.layers.2.mlp``, not ``model.layers.20``.
-    ``*`` stands for anything within a component, ``**`` across components. What torch.compile and
-    torch's checkpoint wrapper put into a name does not count.
+    ``*`` matches anything within a component, ``**`` across components. Components added by
+    torch.compile and torch's checkpoint wrapper are ignored.
     """
     name = unwrapped_name(name)
     ends = range(len(name) + 1)
-    # Where what was matched so far can end: each part moves all of them, and none is tried twice.
+    # All positions where a match of the parts so far can end; each part advances the whole set.
     reached = {i for i in ends if i == 0 or name[i - 1] == "."}
     for part in re.split(r"(\*\*|\*)", pattern):
         if part in ("*", "**"):
@@ -50,7 +50,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _stretched(reached: set[int], name: str, across: bool) -> set[int]:
-    """`reached`, and what follows it in the same component, or `across` components."""
+    """Return `reached` and all later positions in the same component, or `across` components."""
     stretched, within = set(), False
     for i in range(len(name) + 1):
         within = i in reached or (within and (across or name[i - 1] != "."))
@@ -60,12 +60,12 @@ def _stretched(reached: set[int], name: str, across: bool) -> set[int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """An ``nn.Linear`` of any class, or a matrix product under another name (GPT-2's Conv1D)."""
+    """Return whether a module is an ``nn.Linear`` of any class, or GPT-2's Conv1D."""
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """K and N of what `is_linear`, whichever way the weight lies."""
+    """Return K and N of a linear module, whatever the layout of its weight."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     weight = module.weight
@@ -75,10 +75,10 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Module, str]:
-    """Output layers that are not called ``lm_head`` but are one, if ``lm_head`` is skipped.
+    """Return output layers under other names, with the reason, if `skip` contains ``lm_head``.
 
-    Found by what Hugging Face models say of themselves (``get_output_embeddings``), and by a weight
-    shared with an embedding.
+    Output layers are those that a Hugging Face model returns from ``get_output_embeddings``, and
+    layers that share their weight with an embedding.
     """
     if "lm_head" not in skip:
         return {}
@@ -94,7 +94,7 @@ def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.M
 
 
 def output_layer(module: nn.Module) -> nn.Module | None:
-    """Return the output layer that a model of transformers names, if it has one."""
+    """Return the result of a model's ``get_output_embeddings``; None: it has no output layer."""
     ask = getattr(module, "get_output_embeddings", None)
     try:
         return ask() if callable(ask) else None
@@ -105,7 +105,7 @@ def output_layer(module: nn.Module) -> nn.Module | None:
 def skip_reason(
     name: str, module: nn.Module, skip: tuple[str, ...], kept_high: dict[nn.Module, str]
 ) -> str | None:
-    """Why this linear layer stays in high precision; None: it is converted."""
+    """Return why a linear layer stays in high precision; None: it is converted."""
     library = quantized_by(module)
     if library is not None:
         return f"{QUANTIZED}{library}"
@@ -131,10 +131,10 @@ def skip_reason(
 
 
 def expert_weights(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield the qualified names of the fused expert weights, 3-D parameters, that `module` itself
-    holds.
+    """Yield the qualified names of the fused expert weights, 3-D parameters, of `module` itself.
 
-    Not torch's own modules, convolutions for instance, nor a single matrix (position embeddings).
+    Modules of torch, such as convolutions, and a single matrix, such as position embeddings, do not
+    count.
     """
     if type(module).__module__.startswith("torch.nn."):
         return
@@ -146,15 +146,13 @@ def expert_weights(name: str, module: nn.Module) -> Iterator[str]:
 
 
 def experts_per_token(*owners: Any) -> int | None:
-    """Return how many experts compute a token, as the first of `owners` says that says it."""
+    """Return the number of experts that compute a token, from the first of `owners` that has it."""
     named = (getattr(owner, name, None) for owner in owners for name in _TOP_K)
     return next((count for count in named if isinstance(count, int)), None)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether a class named Conv1D has a matrix (K, N) and a bias (N,); no convolution
-    has.
-    """
+    """Return whether a module is a Conv1D with a matrix (K, N) and a bias (N,), no convolution."""
     if stock_class(type(module)).__name__ != "Conv1D":
         return False
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
@@ -164,7 +162,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _class_reason(module: nn.Module) -> str | None:
-    """Why a class cannot be converted: it computes something else, or who has the layer does."""
+    """Return why a layer's class cannot be converted, such as another formula; None: it can."""
     cls: Any = stock_class(type(module))
     if cls is nn.Linear:
         return None
@@ -178,7 +176,7 @@ def _class_reason(module: nn.Module) -> str | None:
 
 
 def weight_reason(weight: Any) -> str | None:
-    """Return why a weight stays as it is, whatever its sizes; None: FP8 takes it."""
+    """Return why a weight cannot be cast to FP8, apart from its size; None: it can."""
     if is_lazy(weight):
         return UNINITIALIZED
     if weight.dtype not in _DTYPES:

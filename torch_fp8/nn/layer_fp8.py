@@ -1,13 +1,13 @@
-"""`LayerFP8`: what a converted linear layer has beside its weight and bias, as its attribute `fp8`.
+"""`LayerFP8`: the state that conversion adds to a linear layer, as its attribute `fp8`.
 
-The layer is the user's module. Its configuration and recipe, its quantizers, what is kept of its
-weight and what delayed scaling remembers lie here; `torch_fp8.revert` deletes the attribute.
-Methods take the layer as an argument where they need its tensors or its mode.
+The layer remains the user's module. This object holds its configuration and recipe, its quantizers,
+the cached payload of its weight and the state of delayed scaling. `torch_fp8.revert` deletes it.
+Methods take the layer as an argument if they need its tensors or its mode.
 
-**The repeated forward.** A token of generation is little work for the device, and what Python takes
-to find out how a layer multiplies is most of its time. Where the weight is kept in FP8
-(`torch_fp8.tensor.payload_cache`), all of that was decided in an earlier forward; `repeated` casts
-the input and multiplies.
+**The repeated forward.** One token of generation is little work for the device, so Python's time to
+decide how to multiply dominates. If the weight's payload is cached
+(`torch_fp8.tensor.payload_cache`), an earlier forward has made these decisions, and `repeated` only
+casts the input and multiplies.
 
 Legend: M tokens, K in, N out.
 """
@@ -43,12 +43,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
-    """A layer's tensors on this rank.
+    """The tensors of a layer on this rank.
 
     Attributes:
         input, weight, bias: (..., K), (N, K) and (N,), or this rank's parts of them.
-        shape, dtype: those of the input, asked once: a produced activation answers in Python.
-        parts: how they lie on the ranks of tensor parallelism; None: they are whole.
+        shape, dtype: shape and dtype of the input, read once: tensor subclasses answer slowly.
+        parts: distribution of the output over tensor-parallel ranks; None: not sharded.
     """
 
     input: Tensor
@@ -59,31 +59,32 @@ class Operands(NamedTuple):
     parts: Parts | None
 
     def output(self, output: Tensor) -> Tensor:
-        """Return the output (..., N) as the layer returns it."""
+        """Return the layer's output (..., N): the tensor itself, or a DTensor with it as a part."""
         return output if self.parts is None else self.parts.whole(output)
 
 
 class LayerFP8:
-    """How one linear layer runs in FP8, and what it keeps for that.
+    """The FP8 state of one linear layer.
 
     Args:
         name: qualified name of the layer, for errors.
-        config, recipe: what was asked for, and what that is on this device.
-        emulate: whether its GEMMs run through the reference path.
+        config: configuration of the layer.
+        recipe: recipe that `config` resolves to on this device.
+        emulate: whether GEMMs run through the reference path.
         transposed: whether the weight is stored as (K, N).
-        frozen: state of a weight that is stored as FP8 alone; None: it is not.
+        frozen: state of a weight that is stored as FP8 only; None: it is not.
 
     Attributes:
-        casts: recipe, `transposed` and `emulate` as a constant of a graph of torch.compile.
-        scaling: delayed scaling's memory; None: scales come from the tensors at hand, or
-            Transformer Engine has them.
-        payloads: cache of the weight as it was cast.
-        channels: what Smooth-SwiGLU found in the last forward, where the recipe is smooth.
+        casts: recipe, `transposed` and `emulate` as a string constant for graphs of torch.compile.
+        scaling: state of delayed scaling; None: scales come from the current tensors, or
+            Transformer Engine computes them.
+        payloads: cache of the weight's payload.
+        channels: channel maxima of the last forward, if the recipe is smooth; else None.
         observer: monitor that sees the operands of the GEMMs; see `observe`.
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
-        called: whether it has run, in eager code; see `torch_fp8.nn.bypassed_layers`.
-        paused: whether the layer runs in high precision for a while; see `torch_fp8.nn.paused`.
+        called: whether the layer has run in eager code; see `torch_fp8.nn.bypassed_layers`.
+        paused: whether the layer temporarily runs in high precision; see `torch_fp8.nn.paused`.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class LayerFP8:
         self.run_emulated(emulate)
 
     def run_emulated(self, emulate: bool) -> None:
-        """Run the GEMMs through the reference path from now on, or by torch's operator."""
+        """Set whether GEMMs run through the reference path, instead of torch's operator."""
         self.emulate = emulate
         self.casts = as_text((self.recipe, self.transposed, emulate))
         self.forget_quantizers()
@@ -122,16 +123,16 @@ class LayerFP8:
     # ---- how operands are cast -------------------------------------------------------------------
 
     def quantizers(self, layer: Any, group: Any = None) -> Quantizers:
-        """Return how the operands are cast now; in eager code with delayed scales.
+        """Return the quantizers of the operands; in eager code with the scales of delayed scaling.
 
         Args:
-            layer: the layer.
-            group: ranks that have other parts of the operands; None: there are none.
+            layer: layer to which this state belongs.
+            group: process group of ranks with other parts of the operands; None: not sharded.
         """
         compiling = torch.compiler.is_compiling()
         steady = group is None and not compiling
         records = self.scaling is not None and layer.training
-        if steady:  # many objects, which change with this and the scales alone
+        if steady:  # cached: they are many objects, and depend on `records` and the scales only
             known = self._quantizers.get(records)
             if known is not None:
                 return known
@@ -156,40 +157,40 @@ class LayerFP8:
         return quantizers
 
     def quantizer(self, layer: Any, operand: int, group: Any = None) -> Quantizer:
-        """Return that of INPUT, WEIGHT or GRAD_OUTPUT; see `quantizers`."""
+        """Return the quantizer of one operand: INPUT, WEIGHT or GRAD_OUTPUT; see `quantizers`."""
         every = self.quantizers(layer, group)
         return (every.input, every.weight.quantizer, every.grad_output)[operand]
 
     def producer_quantizer(self, layer: Any, operand: int) -> Quantizer | None:
-        """Return that of INPUT or GRAD_OUTPUT, if its scale is known before the cast."""
+        """Return the quantizer of INPUT or GRAD_OUTPUT if its scale is already known; else None."""
         if self.scaling is None or isinstance(layer.weight, DTensor):
             return None
         quantizer = self.quantizer(layer, operand)
         return None if quantizer.source.scale is None else quantizer
 
     def spec(self, operand: int) -> CastSpec:
-        """Return how the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
+        """Return the recipe's cast of INPUT, WEIGHT or GRAD_OUTPUT."""
         return (self.recipe.input, self.recipe.weight, self.recipe.grad_output)[operand]
 
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor from now on.
 
         Args:
-            observer: see `torch_fp8.tensor.quantizer.Quantizers`; None: nobody.
+            observer: see `torch_fp8.tensor.quantizer.Quantizers`; None: no monitor.
         """
         self.observer = observer
         self.forget_quantizers()
         self.payloads.quantizer = None  # so that `repeated` asks again
 
     def forget_quantizers(self) -> None:
-        """Make the quantizers anew in the next forward."""
+        """Drop cached quantizers, so that the next forward makes new ones."""
         self._quantizers.clear()
         self._options.clear()
 
     # ---- a forward -------------------------------------------------------------------------------
 
     def operands(self, layer: Any, input: Tensor) -> Operands:
-        """Return the tensors that this rank multiplies; here alone are DTensors unwrapped.
+        """Return the tensors that this rank multiplies. Only this method unwraps DTensors.
 
         Raises:
             TypeError, ValueError: see `check` and `torch_fp8.nn.dtensor_layout.local_operands`.
@@ -203,10 +204,9 @@ class LayerFP8:
         return Operands(input, weight, bias, shape, dtype, parts)
 
     def options(self, layer: Any, operands: Operands) -> LinearOptions:
-        """Return `new_options` in eager code, from an earlier forward where there was one.
+        """Return `new_options` in eager code, cached from an earlier forward if possible.
 
-        Delayed scaling has recorded amaxes then, and what the cache keeps of the weight for
-        evaluation goes with the first forward that takes gradients.
+        It also notes that amaxes are recorded, and drops evaluation's payload before gradients.
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget_evaluation()
@@ -221,7 +221,7 @@ class LayerFP8:
         return options
 
     def new_options(self, layer: Any, operands: Operands) -> LinearOptions:
-        """Return what `torch_fp8.nn.linear_function.linear` needs beside tensors."""
+        """Return the arguments of `torch_fp8.nn.linear_function.linear` that are not tensors."""
         compiling = torch.compiler.is_compiling()
         group = None if operands.parts is None else operands.parts.mesh.get_group()
         return LinearOptions(
@@ -236,10 +236,10 @@ class LayerFP8:
         )
 
     def repeated(self, layer: Any, input: Tensor) -> Tensor | None:
-        """Return the output of a forward without gradients that an earlier one has prepared.
+        """Run a forward without gradients with the decisions of an earlier one.
 
         Returns:
-            The output (..., N); None: the layer has to look at everything anew.
+            The output (..., N); None: something has changed, and a full forward has to run.
         """
         cache, weight = self.payloads, layer._parameters.get("weight")
         if weight is None or cache.payload is None or self.emulate:
@@ -272,23 +272,22 @@ class LayerFP8:
         bias = bias if bias is None else cast(bias, out_dtype)
         y = multiply_laid_out(a, cache.operand, out_dtype, self.recipe.fprop.fast_accum, bias)
         whole = (*shape[:-1], y.shape[1])  # y (M, N)
-        # As `reshaped` does, in less time: the result is no view.
+        # Like `reshaped`, but faster: (M, N) -> (..., N), and not a view.
         return y.resize_(whole) if y.is_contiguous() else reshaped(y, whole)
 
-    # ---- a scope in which nobody writes to the weight --------------------------------------------
+    # ---- a scope without writes to the weight ----------------------------------------------------
 
     def begin_scope(self, layer: Any, compiled: bool) -> None:
-        """Begin a scope in which nobody writes to the weight.
+        """Begin a scope in which nothing writes to the weight.
 
         Args:
-            layer: the layer.
-            compiled: whether to cast the weight now, for graphs of torch.compile, which cannot keep
-                it by themselves.
+            layer: layer to which this state belongs.
+            compiled: whether to cast the weight now, because compiled graphs cannot cache it.
         """
         cache, weight = self.payloads, layer._parameters.get("weight")
         if not cache.keeps_evaluation or self.recipe.smooth:
             return
-        if weight is None or isinstance(weight, DTensor) or not weight.numel():  # gathered later
+        if weight is None or isinstance(weight, DTensor) or not weight.numel():  # FSDP gathers
             return
         cache.begin_scope(weight)
         if not (compiled or cache.captured is not None):
@@ -297,21 +296,21 @@ class LayerFP8:
             self.quantizers(layer).weight.without_gradients(weight, layer.training)
         if compiled and cache.payload is not None:
             cache.captured = cache.payload
-            for part in cache.payload[:2]:  # CUDA graphs of a compiler read them where they are
+            for part in cache.payload[:2]:  # a compiler's CUDA graphs read this memory
                 torch._dynamo.mark_static_address(part, guard=False)
             self.served = tuple(cache.payload)
 
     def end_scope(self, keep_graphs: bool) -> None:
-        """End it.
+        """End the scope.
 
         Args:
-            keep_graphs: whether CUDA graphs that were captured within will be replayed.
+            keep_graphs: whether CUDA graphs captured inside will be replayed later.
         """
         self.served = None
         self.payloads.end_scope(keep_graphs)
 
     def release(self) -> None:
-        """Free what is kept of the weight and of scales, which will lie elsewhere soon."""
+        """Free cached payloads and quantizers, before weight and scales move."""
         self.served = None
         self.forget_quantizers()
         self.payloads.release()
@@ -321,15 +320,15 @@ class LayerFP8:
 
 
 def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
-    """Refuse what the layer cannot multiply.
+    """Check that the layer can multiply an input.
 
     Args:
-        fp8: the layer's.
-        shape, dtype: those of the input.
-        weight: (N, K), or (K, N) where it is stored so.
+        fp8: state of the layer.
+        shape, dtype: shape and dtype of the input.
+        weight: (N, K), or (K, N) if `fp8.transposed`.
     Raises:
-        TypeError: an input or a weight that is not float32, bfloat16 or float16.
-        ValueError: an input of another width.
+        TypeError: input or weight is not float32, bfloat16 or float16.
+        ValueError: the last dimension of the input is not K.
     """
     if dtype not in FLOATS:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""`SharedOutput`: a norm of another kind, whose output FP8 layers cast once for all of them."""
+"""`SharedOutput`: a LayerNorm whose output is cast once for all FP8 layers that read it."""
 
 from typing import Any, NamedTuple
 
@@ -16,13 +16,13 @@ from torch_fp8.tensor.producer import LazySource, Producer
 
 
 class SharedFP8(NamedTuple):
-    """What conversion leaves in such a norm: its qualified name, for errors."""
+    """State that conversion adds to such a norm: its qualified name, for errors."""
 
     name: str
 
 
 class SharedOutput(nn.Module):
-    """The part of such a norm that goes in front of its own class; its output is what it was."""
+    """Mixin of such a norm, in front of its own class; the values of its output do not change."""
 
     fp8: SharedFP8
 
@@ -32,11 +32,11 @@ class SharedOutput(nn.Module):
 
 
 def shared(x: Tensor, name: str) -> Tensor:
-    """x (..., C), a plain tensor, as an activation that several layers read: it is cast once.
+    """Wrap x (..., C) in a `LazyQuantizedTensor`, so that several layers share one cast of it.
 
     Args:
-        x: anything else is returned as it is.
-        name: the name of the module whose layers share it.
+        x: plain tensor; any other value is returned unchanged.
+        name: qualified name of the module whose layers share it.
     """
     if type(x) not in PLAIN or torch.compiler.is_compiling() or is_transformed():
         return x
@@ -45,7 +45,7 @@ def shared(x: Tensor, name: str) -> Tensor:
 
 
 class _Dense(Producer):
-    """A result that is there, (R, C)."""
+    """A result (R, C) that is already computed."""
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix = matrix
@@ -63,7 +63,7 @@ class _Dense(Producer):
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        matrix = x.detach().reshape(-1, x.shape[-1])
+        matrix = x.detach().reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         production = LazySource(name, (matrix,), _Dense(matrix))
         return LazyQuantizedTensor(production, x.shape, x.dtype)
 

@@ -1,8 +1,8 @@
-"""What makes a module a linear layer: ``x w^T + b``, or with a transposed weight ``x w + b``.
+"""Detection of linear layers, ``x w^T + b`` or (transposed weight) ``x w + b``, by a trial run.
 
-Found by trial: the module's own forward runs on a twin that has small operands as weight and bias
-and nothing else. It must give what ``F.linear`` gives, and fail where that fails. Whatever reads
-more of its module (a flag, a scale, an adapter) finds nothing there, and is none.
+The module's own forward runs on a twin that has nothing but a small weight and bias. Its results
+must equal those of ``F.linear``, and it must fail on the same inputs. A forward that reads anything
+else of its module (a flag, a scale, an adapter) fails on the twin, so the module is not converted.
 """
 
 import functools
@@ -21,11 +21,11 @@ _TRIED = (torch.float32, torch.bfloat16)
 
 
 def computes_linear(module: nn.Module, *, transposed: bool = False) -> bool:
-    """Whether its class computes ``F.linear(x, weight, bias)`` of its own weight and bias.
+    """Return whether a module's class computes ``F.linear(x, weight, bias)``.
 
     Args:
-        module: with a weight (N, K), or (K, N) if `transposed`.
-        transposed: whether ``F.linear(x, weight.T, bias)`` is meant.
+        module: module with a weight (N, K), or (K, N) if `transposed`.
+        transposed: whether to compare with ``F.linear(x, weight.T, bias)`` instead.
     """
     own = module._parameters
     if own.get("weight") is None or set(own) - {"weight", "bias"}:
@@ -81,7 +81,7 @@ def _agrees(
 
 
 _SIZES = {"in_features": _NUM_IN, "out_features": _NUM_OUT, "nx": _NUM_IN, "nf": _NUM_OUT}
-"""What ``nn.Linear`` and Conv1D call them."""
+"""Attributes of ``nn.Linear`` and Conv1D with these sizes."""
 
 
 def _result(run: Any) -> Any:

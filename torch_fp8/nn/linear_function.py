@@ -1,7 +1,7 @@
-"""The three GEMMs of a linear layer on FP8 payloads, as a function that autograd can differentiate.
+"""The three GEMMs of a linear layer on FP8 payloads, as an autograd function.
 
-``y = x w^T + b``, and in backward ``dx = g w`` and ``dw = g^T x``. How an operand becomes a payload
-is its quantizer's business (`torch_fp8.tensor.quantizer`).
+``y = x w^T + b``, and in backward ``dx = g w`` and ``dw = g^T x``. Quantizers turn the operands
+into payloads (`torch_fp8.tensor.quantizer`).
 
 Legend: M tokens, K in, N out.
 """
@@ -43,16 +43,16 @@ from torch_fp8.tensor.weight_half import gradient_dtype
 
 
 class LinearOptions(NamedTuple):
-    """What the function needs beside tensors.
+    """The arguments of the function that are not tensors.
 
     Attributes:
-        name: qualified, of the module, for errors.
+        name: qualified name of the module, for errors.
         dtype, out_dtype: dtypes of input and output.
         recipe: formats and granularities of the GEMMs.
         quantizers: casts of the operands.
         emulate: whether the GEMMs run through the reference path.
         training: whether the layer is in training mode.
-        ready: whether the scales that a graph is given are known.
+        ready: whether the scales in a graph's buffers are known.
     """
 
     name: str
@@ -65,7 +65,7 @@ class LinearOptions(NamedTuple):
     ready: bool = False
 
     def quantizers_of(self, buffers: tuple[Tensor, ...]) -> Quantizers:
-        """The quantizers, with the scales and slots in a graph's buffers, if it has any."""
+        """Return the quantizers with the scales and slots of a graph's buffers, if it has any."""
         return self.quantizers.in_graph(self.ready, self.training, buffers)
 
 
@@ -77,17 +77,18 @@ def linear(
     options: LinearOptions,
     *buffers: Tensor,
 ) -> Tensor:
-    """y (..., N).
+    """Compute ``y = x w^T + b`` (..., N) on FP8 payloads.
 
     Args:
         x: (..., K) float32, bfloat16 or float16.
-        weight: (N, K), or (K, N) where its quantizer says so.
+        weight: (N, K), or (K, N) if its quantizer is `transposed`.
         bias: (N,) or None.
-        shape: x's, which is asked for it once.
-        buffers: delayed scaling's, in a graph of torch.compile, which wants tensors as arguments
-            of their own; see `Quantizers.in_graph`.
+        shape: shape of x, which the caller has already read.
+        options: other arguments.
+        buffers: buffers of delayed scaling in a graph of torch.compile, which needs tensors as
+            separate arguments; see `Quantizers.in_graph`.
     """
-    # Generation launches little and waits for the host: it does without autograd's bookkeeping.
+    # Generation is bound by the host, so it skips autograd's bookkeeping.
     if not torch.is_grad_enabled():
         quantizers = options.quantizers_of(buffers)
         if quantizers.observer is not None:
@@ -112,7 +113,7 @@ def _options(
 
 
 def ran_in_graph() -> bool:
-    """Return whether a graph of torch.compile had a layer in FP8, in this process."""
+    """Return whether torch.compile has traced an FP8 layer in this process."""
     return _options.cache_info().currsize > 0
 
 
@@ -136,12 +137,12 @@ def linear_in_graph(
     casts: tuple[str, bool, bool],
     *buffers: Tensor,
 ) -> Tensor:
-    """`linear` as one call of a graph that Dynamo builds; AOTAutograd traces the operators in it.
+    """Call `linear` as a single node of Dynamo's graph; AOTAutograd traces the operators inside.
 
     Args:
-        x, weight, bias, buffers: see `linear`; plain tensors.
-        casts: recipe, whether the weight is stored as (K, N), and `emulate`, see `as_text`;
-            `ready` and `training`, see `LinearOptions`.
+        x, weight, bias, buffers: arguments of `linear`; plain tensors.
+        casts: recipe, `transposed` and `emulate` as text, see `as_text`; `ready` and `training`,
+            see `LinearOptions`.
     """
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
         _warn_of_decoding()
@@ -167,11 +168,11 @@ def served_in_graph(
     casts: tuple[str, bool],
     *buffers: Tensor,
 ) -> Tensor:
-    """`linear_in_graph` without gradients, with a weight that was cast before.
+    """Run `linear_in_graph` without gradients, with a weight that is already cast.
 
     Args:
-        qdata, scale, granularity: the weight's payload (N, K).
-        x, bias, casts, buffers: see `linear_in_graph`.
+        qdata, scale, granularity: payload (N, K) of the weight.
+        x, bias, casts, buffers: arguments of `linear_in_graph`.
     """
     out_dtype = output_dtype(x)
     if only_shape_matters(x):
@@ -183,7 +184,7 @@ def served_in_graph(
     assert a is not None
     b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum
     y = scaled_matmul(a, b, out_dtype, bias=bias, fast_accum=fast_accum, emulate=options.emulate)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
 
 
 def _fprop(
@@ -198,12 +199,12 @@ def _fprop(
     wgrad: bool = False,
     fp8_wgrad: bool = False,
 ) -> tuple[Tensor, CastOperands]:
-    """Return y (..., N), and the operands as they were cast.
+    """Return y (..., N) and the cast operands.
 
     Args:
-        x, weight, bias, shape: see `linear`.
+        x, weight, bias, shape: arguments of `linear`.
         quantizers: casts of the operands.
-        gradients: whether a backward may follow; else the weight may be that of the last forward.
+        gradients: whether a backward may follow; else a cached payload of the weight will do.
         wgrad, fp8_wgrad: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     dtype, recipe, observer = options.out_dtype, options.recipe, quantizers.observer
@@ -212,7 +213,7 @@ def _fprop(
             quantizers, x, weight, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype
         )
     else:
-        if gradients:  # first, while x may still be on its way
+        if gradients:  # cast the weight first, while a collective may still fill x
             w = quantizers.weight.for_fprop(weight)
         else:
             w = quantizers.weight.without_gradients(weight, options.training)
@@ -221,7 +222,7 @@ def _fprop(
         payloads = quantize_input(
             quantizers.input, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype, observer=observer
         )
-        # One scale for the whole weight serves both layouts: backward need not look for it.
+        # A tensorwise scale serves both layouts, so that backward need not compute it again.
         w_scale = w.scale if w.granularity == "tensorwise" else None
         operands = CastOperands(payloads, w, w_scale)
     y = scaled_matmul(  # (M, N)
@@ -232,14 +233,14 @@ def _fprop(
         fast_accum=recipe.fprop.fast_accum,
         emulate=options.emulate,
     )
-    return reshaped(y, (*shape[:-1], y.shape[-1])), operands
+    return reshaped(y, (*shape[:-1], y.shape[-1])), operands  # (M, N) -> (..., N)
 
 
 def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of input and bias in high precision, by torch's operators.
+    """Compute the gradients of input and bias in high precision, by torch's operators.
 
-    Nothing leads back from the payload of the input: the gradient of the weight, where it is asked
-    for, is refused, and so are the gradients of sharded layers.
+    The payload of the input has no graph behind it, so the gradient of the weight raises if it is
+    needed, as do all gradients of sharded layers.
     """
     wants_dgrad, wants_wgrad, wants_bias = ctx.needs_input_grad[:3]
     sharded = ctx.options.quantizers.grad_output.group is not None
@@ -257,7 +258,7 @@ def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class LinearFunction(torch.autograd.Function):
-    """y = x w^T + b on FP8 payloads, with dgrad and wgrad likewise; see `linear`."""
+    """``y = x w^T + b`` on FP8 payloads, with dgrad and wgrad; see `linear`."""
 
     @staticmethod
     def forward(
@@ -278,7 +279,7 @@ class LinearFunction(torch.autograd.Function):
         saved = {
             "weight": weight if wants_dgrad else None,
             "w_scale": operands.weight_scale,
-            "x": payloads.qdata,  # (K, M) along M, or (M, K) in BF16, or what `source` keeps
+            "x": payloads.qdata,  # (K, M) along M, or (M, K) in BF16, or as `source` saves it
             "x_scale": payloads.scale,
             "inverse": operands.inverse if fp8_wgrad else None,
         }
@@ -307,7 +308,7 @@ class LinearFunction(torch.autograd.Function):
             weight_dtype = ctx.weight_dtype
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
-        if wants_dgrad:  # before the gradient is touched, which may still be on its way
+        if wants_dgrad:  # before reading the gradient, which a collective may still fill
             # (K, N), along N
             w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
         # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias

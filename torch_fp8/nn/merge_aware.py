@@ -1,18 +1,18 @@
-"""`MergeAware`: a layer with LoRA over an FP8 base whose forward multiplies by the merged weight.
+"""`MergeAware`: LoRA over an FP8 base whose forward multiplies by the merged weight.
 
-``y = x Q(W + s B A)^T``: what an adapter adds is rounded in every forward as it will be when it is
-merged and exported in FP8, so that what is trained is what is served. Of a delta much smaller than
-the weight, rounding to nearest loses nearly all; a training that sees it can act on it. The
-gradient passes the rounding as if it were not there (straight through), and with it
-``dA = s B^T (g^T x)`` and ``dB = s (g^T x) A^T`` are computed without the product in parentheses:
-``(g B)^T x`` and ``g^T (x A^T)``, which is what LoRA's own backward computes.
+``y = x Q(W + s B A)^T``: every forward rounds the adapter's delta as it will be rounded when it is
+merged and exported in FP8, so that you serve what you trained. Rounding to nearest loses nearly all
+of a delta that is much smaller than the weight, but training that sees this can compensate. The
+gradient passes the rounding unchanged (straight-through). ``dA = s B^T (g^T x)`` and
+``dB = s (g^T x) A^T`` are computed without the product in parentheses, as ``(g B)^T x`` and
+``g^T (x A^T)``, like in LoRA's own backward.
 
-Cost, for each layer and forward: the product B A, one fold and one cast of the weight. The payload
-is kept for backward, 1 byte an element, where LoRA keeps none of its own; folding takes 10 bytes
-for each element of one layer at a time. In evaluation the payload is kept while neither base nor
-adapter is written, as adapters in two halves tell (`torch_fp8.tensor.payload_cache`); that others
-are not is known within a rollout, which so folds once. A CUDA graph folds in each replay. Compiled,
-such a layer is a break in the graph.
+Cost per layer and forward: the product B A, one addition and one cast of the weight. Autograd saves
+the payload, 1 byte per element, which plain LoRA does not need. The merge takes 10 bytes per
+element, for one layer at a time. Evaluation reuses the payload while neither base nor adapter
+changes. Adapters stored in two halves report their changes (`torch_fp8.tensor.payload_cache`);
+others are known to be constant within a rollout only, which thus merges once. A CUDA graph merges
+in each replay. Such a layer is a graph break for torch.compile.
 
 Legend: M tokens, K in, N out, R rank.
 """
@@ -38,20 +38,20 @@ from torch_fp8.tensor.split_weight import SplitWeight
 
 
 class MergeAware(nn.Module):
-    """The part of a LoRA layer of PEFT that multiplies by the merged weight in FP8.
+    """Mixin of a LoRA layer of PEFT that multiplies by the merged weight in FP8.
 
-    It stands in front of PEFT's class. With its adapters switched off or merged, or with none that
-    is active here, the layer is PEFT's.
+    It precedes PEFT's class. If the adapters are disabled or merged, or none is active in this
+    layer, PEFT's own forward runs.
 
     Raises:
-        ValueError: several adapters are active, or each row of a batch names its own; or one that
-            was added later cannot be merged into one weight.
-        RuntimeError: the base is not stored as FP8 alone any more.
+        ValueError: several adapters are active, each row of a batch names its own adapter, or an
+            adapter that was added later cannot be merged into one weight.
+        RuntimeError: the base is no longer stored as FP8 only.
     """
 
     base_layer: Float8Layer
     fp8_adapters: set[str]
-    """The adapters that can be merged into one weight."""
+    """Names of the adapters that can be merged into one weight."""
     disable_adapters: bool
     merged: bool
     active_adapters: Any
@@ -92,10 +92,10 @@ class MergeAware(nn.Module):
 
     @torch.no_grad()
     def merged_weight(self, adapter: str) -> QuantizedTensor:
-        """Cast ``W + s B A`` (N, K), rounded to BF16 once, as the base is cast.
+        """Cast ``W + s B A`` (N, K), rounded to BF16, with the cast of the base.
 
         Args:
-            adapter: its name.
+            adapter: name of the adapter.
         """
         base: Any = self.base_layer
         weight = base.weight
@@ -107,7 +107,7 @@ class MergeAware(nn.Module):
             )
         with torch.autocast(weight.device.type, enabled=False):
             delta = self.get_delta_weight(adapter).float()
-            # A copy that was pickled has its values in BF16, which holds them exactly.
+            # A pickled copy of the base has BF16 values, which are exact.
             folded = (dequantized(weight).float() + delta).to(torch.bfloat16)
         return WeightQuantizer(base.fp8.quantizer(base, WEIGHT)).for_fprop(folded)
 
@@ -126,7 +126,7 @@ class MergeAware(nn.Module):
 
 
 class MergedLinear(torch.autograd.Function):
-    """y = x w^T + bias with w cast of the merged weight; gradients go to x, A, B and the bias."""
+    """``y = x w^T + bias`` with w cast from the merged weight; gradients of x, A, B and bias."""
 
     @staticmethod
     def forward(
@@ -169,10 +169,12 @@ class MergedLinear(torch.autograd.Function):
             assert w is not None
             grad_x = scaled_matmul(g8, w, ctx.dtype, fast_accum=fast, emulate=emulate)
             grad_x = grad_x.view(ctx.shape)
-        g = matrix(grad_output).to(x.dtype)  # (M, N); A is (r, K), B is (N, r)
+        g = matrix(grad_output).to(x.dtype)  # (M, N); A is (R, K), B is (N, R)
         if wants_a:
+            # ((M, N) @ (N, R))^T @ (M, K)
             grad_a = ((g @ b.to(x.dtype)).t() @ x).to(a.dtype) * ctx.scaling
         if wants_b:
+            # (N, M) @ ((M, K) @ (K, R))
             grad_b = (g.t() @ (x @ a.to(x.dtype).t())).to(b.dtype) * ctx.scaling
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
 
@@ -180,7 +182,7 @@ class MergedLinear(torch.autograd.Function):
 def _product(
     x: Tensor, w: QuantizedTensor, bias: Tensor | None, layer: Any, *, wgrad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return y (..., N), and x (M, K) in y's dtype for the gradients of an adapter."""
+    """Return y (..., N), and x (M, K) in the dtype of y for the adapter's gradients, or None."""
     shape, dtype = x.shape, output_dtype(x)
     check(layer.fp8, shape, x.dtype, layer.weight)
     quantizer, observer = layer.fp8.quantizers(layer).input, layer.fp8.observer
@@ -191,19 +193,19 @@ def _product(
     fast, emulate = layer.fp8.recipe.fprop.fast_accum, layer.fp8.emulate
     bias = None if bias is None else cast(bias, dtype)
     y = scaled_matmul(payloads.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)
-    return y.view(*shape[:-1], y.shape[-1]), payloads.qdata
+    return y.view(*shape[:-1], y.shape[-1]), payloads.qdata  # (M, N) -> (..., N)
 
 
 def make_merge_aware(model: nn.Module) -> int:
-    """Have the LoRA layers of a converted model multiply by merged weights; return how many do.
+    """Make the LoRA layers of a converted model multiply by merged weights; return their number.
 
-    Adapters over layers that are not in FP8 stay PEFT's.
+    Adapters over layers that are not in FP8 do not change.
 
     Args:
-        model: whose frozen weights are stored as FP8 alone.
+        model: converted model whose frozen weights are stored as FP8 only.
     Raises:
-        ValueError: there is no LoRA over an FP8 base; or an adapter that cannot be merged into one
-            weight, with its name.
+        ValueError: no FP8 layer has a LoRA adapter, or an adapter cannot be merged into one weight;
+            the message names it.
     """
     count, adapted = 0, None
     for name, module in model.named_modules():
@@ -237,7 +239,7 @@ def _take(name: str, module: Any, base: Float8Layer) -> None:
     """Note that the adapters of a layer can be merged.
 
     Raises:
-        ValueError: one cannot, with its name.
+        ValueError: an adapter cannot be merged; the message names it.
     """
     reason = _why_not(module, base)
     if reason:
@@ -248,7 +250,7 @@ def _take(name: str, module: Any, base: Float8Layer) -> None:
 
 
 def _why_not(module: Any, base: Float8Layer) -> str | None:
-    """Return why an adapter and its base make no one weight in FP8, and what to do about it."""
+    """Return why adapter and base cannot be merged into one FP8 weight, with advice; None: can."""
     kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
     if not all(isinstance(kind, nn.ModuleDict) and len(kind) for kind in kinds):
         return f"is a {type(module).__name__}, not LoRA; use LoraConfig"

@@ -1,7 +1,7 @@
-"""Layers that multiply in high precision for a while, and go on in FP8 afterwards.
+"""Pausing FP8 in a layer: it runs in high precision until it is resumed.
 
-A paused layer stays what it is, with its histories and its place in checkpoints. What hands over
-its input, and what gathers its weight, asks `Float8Layer.runs_fp8` already.
+A paused layer keeps its class, its buffers and its keys in checkpoints. The modules that produce
+its input and gather its weight already check `Float8Layer.runs_fp8`.
 """
 
 from torch import nn
@@ -15,14 +15,14 @@ def is_paused(layer: nn.Module) -> bool:
 
 
 def pause(layer: Float8Layer) -> None:
-    """Run a layer in high precision from now on; a repeated call changes nothing."""
+    """Run a layer in high precision from now on; a second call has no effect."""
     if not layer.fp8.paused:
         layer.fp8.payloads.forget()
         layer.fp8.paused = True
 
 
 def resume(layer: nn.Module) -> None:
-    """Run a paused layer in FP8 again, with empty histories: it has seen nothing meanwhile."""
+    """Run a paused layer in FP8 again, with empty histories: it recorded nothing meanwhile."""
     if isinstance(layer, Float8Layer) and layer.fp8.paused:
         layer.fp8.paused = False
         layer.reset_scaling()

@@ -1,13 +1,13 @@
-"""`Float8RMSNorm`: an RMSNorm whose output FP8 layers take in FP8, and which saves its input so.
+"""`Float8RMSNorm`: an RMSNorm that emits FP8 for FP8 layers and saves its input in FP8.
 
-Converted are the RMSNorms of Hugging Face and torch, see `torch_fp8.conversion.detect_rms_norm`.
+Conversion picks the RMSNorms of Hugging Face and torch (`torch_fp8.conversion.detect_rms_norm`).
 
-For backward it keeps x in E4M3 with a scale for each 128 elements of a row, and one float32 rstd
-per row: 1.03 bytes an element, where eager Hugging Face code keeps 6 (x in float32 and the
-normalized x in BF16). ``FP8Config(save_activations="bf16")`` keeps x itself.
+For backward it saves x in E4M3 with a scale for each 128 elements of a row, and one float32 rstd
+per row: 1.03 bytes per element, where eager Hugging Face code saves 6 (x in float32 and the
+normalized x in BF16). With ``FP8Config(save_activations="bf16")`` it saves x itself.
 
-The result is computed in float32 and rounded once, also where the module itself would round the
-normalized x before the weight.
+The result is computed in float32 and rounded once, even if the original module would round the
+normalized x before it multiplies by the weight.
 """
 
 from collections.abc import Callable
@@ -56,12 +56,12 @@ from torch_fp8.tensor.quantizer import Quantizer
 
 
 class RMSNormSpec(NamedTuple):
-    """What a norm computes: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
+    """The formula of a norm: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
 
     Attributes:
-        eps_name: the attribute that holds eps.
+        eps_name: name of the attribute that holds eps.
         offset: 0 or 1.
-        promotes: whether the result has the common dtype of x and weight; else that of x.
+        promotes: whether the result has the promoted dtype of x and weight; else that of x.
     """
 
     eps_name: str
@@ -80,30 +80,29 @@ class _Options(NamedTuple):
     keep: bool
     save_fp8: bool
     quantizer: Quantizer | None
-    """How the layers that read the result cast it; None: it is returned plain."""
+    """Quantizer of the layers that read the result; None: return a plain tensor."""
     reader: Quantizer | None
-    """The quantizer with the scale, if the result may be cast ahead."""
+    """Quantizer of the expected reader, if its scale is known and the result can be cast now."""
     waits: bool
-    """Whether the result is computed when it is read."""
+    """Whether the result is computed only when it is read."""
 
     def inputs(self, x: Tensor, weight: Tensor, eps: float) -> NormInputs:
-        """Return the operators' arguments for x (R, C)."""
+        """Return the arguments of the operators for x (R, C)."""
         return NormInputs(x.detach(), weight.detach(), eps, self.offset, self.out_dtype)
 
 
 class NormFP8:
-    """How one RMSNorm hands over FP8.
+    """State that conversion adds to an RMSNorm, as its attribute `fp8`.
 
     Args:
         name: qualified name of the norm, for errors.
-        config: the options of the norm.
-        spec: what it computes.
-        quantizer: cast of the FP8 layers that read the output; None: there are none.
+        config: configuration of the norm.
+        spec: formula of the norm.
+        quantizer: quantizer of the FP8 layers that read the output; None: there are none.
 
     Attributes:
-        casts: `quantizer` as a constant of a graph of torch.compile.
-        reader: the quantizer of the layer that read the output first last time, with delayed
-            scaling.
+        casts: `quantizer` as a string constant for graphs of torch.compile.
+        reader: with delayed scaling, quantizer of the layer that read the last output first.
     """
 
     def __init__(
@@ -114,12 +113,12 @@ class NormFP8:
         self.reader: Quantizer | None = None
 
     def note_reader(self, quantizer: Quantizer) -> None:
-        """Remember which layer has read an output first."""
+        """Remember the quantizer that read an output first."""
         self.reader = quantizer
 
 
 class Float8RMSNorm(RunsFP8):
-    """The part of a converted RMSNorm that goes in front of its own class.
+    """Mixin of a converted RMSNorm, in front of its own class.
 
     Shapes: input (..., C), weight (C,), output (..., C).
     """
@@ -128,10 +127,10 @@ class Float8RMSNorm(RunsFP8):
     weight: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:  # by keyword, or more than the input
+        if len(args) != 1 or kwargs:  # further arguments, or the input by keyword
             return super().forward(*args, **kwargs)
         x, compiling = plain(args[0]), torch.compiler.is_compiling()
-        weight = None if compiling else self._parameters.get("weight")  # sooner than by attribute
+        weight = None if compiling else self._parameters.get("weight")  # faster than the attribute
         weight = self.weight if weight is None else weight
         runs = self.runs_fp8 and (compiling or not is_transformed())
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
@@ -144,16 +143,16 @@ class Float8RMSNorm(RunsFP8):
         out_dtype = x.dtype
         if spec.promotes and weight.dtype != out_dtype:
             out_dtype = torch.promote_types(out_dtype, weight.dtype)
-        # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
+        # A separate argument: with dynamic=True, a float is an input of the graph.
         eps = getattr(self, spec.eps_name)
-        # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
+        # If FSDP2 shards the norm alone, its weight is freed after forward: compute at once.
         alone = is_fsdp_class(type(self))
         if compiling:
             casts = None if alone else fp8.casts
             return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
         waits = fp8.quantizer is not None and not alone
         if waits and not torch.is_grad_enabled():  # without autograd's bookkeeping
-            matrix = x.reshape(-1, x.shape[-1])
+            matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
             inputs = NormInputs(matrix.detach(), weight.detach(), eps, spec.offset, out_dtype)
             source = LazySource(fp8.name, inputs[:2], _Unread(inputs), fp8.note_reader)
             return LazyQuantizedTensor(source, x.shape, out_dtype)
@@ -171,9 +170,9 @@ class Float8RMSNorm(RunsFP8):
         return output
 
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
-        """Return what is to read this forward's result, if the result may be cast for it already.
+        """Return the quantizer of the expected reader, if the result can be cast for it now.
 
-        Not in evaluation, whose scales are those of whoever reads.
+        None in evaluation, where each reader casts with its own scale.
         """
         reader = self.fp8.reader
         if reader is None or reader.source.scale is None or not self.training:
@@ -183,8 +182,10 @@ class Float8RMSNorm(RunsFP8):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """x (..., C), weight (C,) -> `LazyQuantizedTensor`; plain in a compiled graph, whose casts find
-    what is made here (`torch_fp8.compile.quantize_fusion`)."""
+    """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; plain in a compiled graph.
+
+    Casts in a compiled graph find this producer (`torch_fp8.compile.quantize_fusion`).
+    """
 
     @staticmethod
     def forward(
@@ -195,7 +196,7 @@ class _RMSNormFunction(torch.autograd.Function):
         options: _Options,
         on_read: Callable[[Quantizer], None] | None,
     ) -> Tensor:
-        matrix = x.reshape(-1, x.shape[-1])
+        matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         keep = options.keep and any(ctx.needs_input_grad[:2])
         save = keep and options.save_fp8
         dropped = options.keep and saves_nothing()
@@ -209,7 +210,7 @@ class _RMSNormFunction(torch.autograd.Function):
             ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if on_read is None or not options.waits:
-            return reshaped(produced.dense(), x.shape)
+            return reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
         return LazyQuantizedTensor(produced.production(on_read), x.shape, options.out_dtype)
 
     @staticmethod
@@ -235,7 +236,7 @@ def _norm_in_graph(
     save_fp8: bool,
     casts: str | None,
 ) -> Tensor:
-    """`_RMSNormFunction` as one call of a graph that Dynamo builds; see `as_text`."""
+    """Call `_RMSNormFunction` as a single node of Dynamo's graph; see `as_text`."""
     if only_shape_matters(x):
         return shape_of_result(x.shape, out_dtype, x, weight)
     quantizer = None if casts is None else of_text(casts)
@@ -246,7 +247,7 @@ def _norm_in_graph(
 
 
 class _Unread(Producer):
-    """One output of a norm, of which nothing is computed before it is read."""
+    """An output of a norm that computes nothing before it is read."""
 
     def __init__(self, inputs: NormInputs) -> None:
         self._inputs = inputs
@@ -255,7 +256,7 @@ class _Unread(Producer):
 
     @property
     def norm(self) -> NormWithRstd:
-        """The arguments of operators that take the statistics."""
+        """Arguments of the operators that need rstd, which is computed at first use."""
         if self._norm is None:
             rstd, self._amax, *_ = rms_norm_statistics(self._inputs, False)
             self._norm = self._inputs.with_rstd(rstd)
@@ -265,7 +266,7 @@ class _Unread(Producer):
         return rms_norm(self.norm)
 
     def amax(self) -> Tensor:
-        norm = self.norm  # with which the amax comes
+        norm = self.norm  # this may also compute the amax
         return tensor_amax(rms_norm(norm)) if self._amax is None else self._amax
 
     def layouts(self, options: CastOptions) -> Payloads:
@@ -282,16 +283,16 @@ class _Unread(Producer):
 
 
 class _Produced(_Unread):
-    """One output of a norm: its statistics at once, the rest when it is asked for.
+    """An output of a norm that computes its statistics at once, and the rest when it is read.
 
-    A cast in blocks needs nothing but x, one with delayed scaling a scale that is known: where one
-    will be asked for it is made with the statistics, in the same read.
+    A block-scaled cast needs x only, and a cast with delayed scaling needs a known scale. If such a
+    cast is expected, it is made together with the statistics, in one read of x.
 
     Args:
-        inputs: the operators' inputs.
-        options: the norm's options.
-        save: whether to keep x in FP8.
-        col: whether a backward will want the result transposed.
+        inputs: inputs of the operators.
+        options: options of the norm.
+        save: whether to save x in FP8.
+        col: whether backward will need the result transposed.
     """
 
     def __init__(self, inputs: NormInputs, options: _Options, save: bool, col: bool) -> None:

@@ -1,22 +1,22 @@
-"""Attention's q, k and v in FP8: forward and backward multiply what one byte an element can hold.
+"""Saving attention's q, k and v in FP8, at one byte per element.
 
-Rounding what is saved alone would leave backward with other operands than forward has had, and the
-error of the softmax's gradient would be twice as large. So q, k and v are rounded before attention
-runs, whatever kernel runs it, and its saved tensors are then replaced without loss::
+If only the saved copies were rounded, backward would use other operands than forward, and the error
+of the softmax's gradient would be twice as large. So q, k and v are rounded before attention runs,
+with any kernel, and its saved tensors are then replaced without loss::
 
     q (B, H, S, D)  ->  codes (B H S, D) E4M3, scales (B H S, 1)  ->  q' = codes * scale
     attention(q', k', v')      saves views of q', k', v'; packed as (tensor, size, strides)
     backward                   decodes the codes again
 
-Codes and scales are saved by the function that rounds, before attention: hooks that lie around a
-model, as those of checkpoints and of offloading, find them there. The scale of a token and head is
-a power of two, so that a product of BF16 decodes exactly.
+The function that rounds saves codes and scales, before attention, so that saved-tensor hooks around
+the model, such as those of checkpoints and offloading, see them. The scale of a token and head is a
+power of two, so that a BF16 product decodes exactly.
 
-The mean of k over the tokens changes no softmax: it is subtracted before k is rounded, where
-nothing but a softmax over these products follows. Gradients of k add up to zero over the tokens,
-so that the mean takes none.
+If only a softmax follows the products of q and k, the mean of k over the tokens is subtracted
+before k is rounded, because it does not change the softmax. The gradients of k sum to zero over the
+tokens, so the mean needs no gradient.
 
-The output, which attention saves too, waits for the layer that casts it (`SavedOutput`).
+Attention also saves its output, which waits for the layer that casts it (`SavedOutput`).
 
 Legend: B batch, H heads, S tokens, D head dimension.
 """
@@ -39,12 +39,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Form(NamedTuple):
-    """The way from a matrix of rows (B H S, D) to a tensor, dense in memory.
+    """The layout of a dense tensor that is decoded from rows (B H S, D).
 
     Attributes:
         order: dimensions of the tensor, the outermost in memory first, D last.
-        size, stride: those of the tensor.
-        dtype: dtype in which attention computes, autocast's where that is on.
+        size, stride: size and strides of the tensor.
+        dtype: dtype in which attention computes: autocast's if autocast is on.
     """
 
     order: tuple[int, ...]
@@ -54,12 +54,12 @@ class _Form(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A saved tensor that is a view of a rounded one.
+    """A saved tensor that is a view of rounded q, k or v.
 
     Attributes:
-        place: 0 to 2 for q, k and v.
-        groups: heads of the attention that share a head of the tensor.
-        size, stride, offset: the view.
+        place: 0, 1 or 2 for q, k or v.
+        groups: number of query heads that share a head of the tensor.
+        size, stride, offset: geometry of the view.
     """
 
     place: int
@@ -70,27 +70,27 @@ class _View(NamedTuple):
 
 
 def can_round(tensors: tuple[Any, ...]) -> bool:
-    """Return whether these are q, k and v as attention takes them, one of which is trained."""
+    """Return whether these are plain 4-D q, k and v, one of which requires a gradient."""
     return any(t.requires_grad for t in tensors if isinstance(t, Tensor)) and all(
         type(t) in PLAIN and t.ndim == 4 and t.numel() and t.dtype in _DTYPES for t in tensors
     )
 
 
 class SavedOperands:
-    """The rounded q, k and v of one call of attention; its hooks surround the call.
+    """The rounded q, k and v of one attention call, with saved-tensor hooks for the call.
 
     Args:
         query: (B, H, S, D).
         key: (B, G, S', D).
         value: (B, G, S', E).
-        centred: whether the mean of `key` over the tokens changes nothing.
-        contiguous: whether the kernel reads contiguous tensors only.
-        output: whether a layer that follows keeps the output in FP8; not within a checkpoint, whose
-            hooks count what is saved.
+        centred: whether subtracting the mean of `key` over the tokens leaves the result the same.
+        contiguous: whether the kernel needs contiguous tensors.
+        output: whether the next layer keeps the output in FP8. Ignored within a checkpoint, whose
+            hooks count saved tensors.
 
     Attributes:
         tensors: rounded q, k and v, in the dtype in which attention computes, until `close`.
-        queries_by_token: whether rounded q lies as (B, S, H, D) in memory.
+        queries_by_token: whether rounded q has the memory order (B, S, H, D).
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class SavedOperands:
         self.node: Any = None
         self.forms: list[_Form] = []
         self._payloads: tuple[Tensor, ...] | None = None
-        # The address of a storage, which lives as long as the call, and the version of its values.
+        # Address of a storage, which lives during the call -> place, groups, version of its values.
         self._known: dict[int, tuple[int, int, int]] = {}
         hooks = top_saved_tensor_hooks()
-        # A result of attention that its own node holds would hold that node, but for its values.
+        # Detach: if attention's node saved its own result, result and node would form a cycle.
         self._outer = hooks or (Tensor.detach, lambda tensor: tensor)
         self._waits = output and not is_of_checkpoint(hooks)
-        # Kernels lay their output as q lies: so it is what the next layer reads, and no copy is.
+        # Kernels give their output the layout of q, so that the next layer reads it without a copy.
         self.queries_by_token = output and not contiguous
         self._results: list[SavedOutput] = []
         if centred:
@@ -134,10 +134,10 @@ class SavedOperands:
         return repeated
 
     def close(self, result: Any) -> None:
-        """Let go of all but the payloads, and let the layer that casts `result` keep it for both.
+        """Free all but the payloads, and let the next layer save `result` for attention, too.
 
         Args:
-            result: what attention returns.
+            result: return value of attention.
         """
         for saved in self._results:
             saved.follow(result)
@@ -149,7 +149,7 @@ class SavedOperands:
         self._known[key] = place, groups, tensor._version
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the view of a rounded tensor; of others, what the hooks around make of it."""
+        """Replace a view of rounded q, k or v by its geometry; pass others to the outer hooks."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is None or known[2] != tensor._version:
             if not self._waits:
@@ -166,7 +166,7 @@ class SavedOperands:
         if not isinstance(packed, _View):
             tensor: Tensor = self._outer[1](packed)
             return tensor
-        if self._payloads is None:  # once: a checkpoint gives each saved tensor only once
+        if self._payloads is None:  # cached: a checkpoint returns each saved tensor once
             self._payloads = self.node.saved_tensors
         codes, scale = self._payloads[2 * packed.place : 2 * packed.place + 2]
         rounded = _decoded(QuantizedTensor(codes, scale, "rowwise"), self.forms[packed.place])
@@ -176,7 +176,7 @@ class SavedOperands:
 
 
 class _Round(torch.autograd.Function):
-    """A function that rounds q, k and v, and saves their codes and scales; gradients pass."""
+    """Round q, k and v, and save their codes and scales; gradients pass unchanged."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -202,11 +202,11 @@ class _Round(torch.autograd.Function):
 
 
 def _encoded(x: Tensor, order: tuple[int, ...] | None) -> tuple[QuantizedTensor, _Form]:
-    """Quantize x (..., D) by rows of D elements.
+    """Quantize x (..., D) with one scale per row of D elements.
 
     Args:
         x: float32, bfloat16 or float16.
-        order: dimensions of the result, the outermost in memory first; None: as x lies.
+        order: dimensions of the decoded tensor, the outermost in memory first; None: as in x.
     """
     if order is None:
         outer = sorted(range(x.ndim - 1), key=lambda dim: -x.stride(dim))
@@ -222,7 +222,7 @@ def _encoded(x: Tensor, order: tuple[int, ...] | None) -> tuple[QuantizedTensor,
 def _decoded(payload: QuantizedTensor, form: _Form) -> Tensor:
     x = payload.qdata.new_empty(0, dtype=form.dtype).new_empty_strided(form.size, form.stride)
     rows = x.permute(form.order).view(payload.qdata.shape)  # (B, H, S, D) -> (B H S, D)
-    if form.dtype == torch.float16:  # whose exponents are fewer than a scale's
+    if form.dtype == torch.float16:  # a scale may exceed its exponent range
         rows.copy_(dequantize(payload))
     else:
         torch.mul(payload.qdata.to(form.dtype), payload.scale.to(form.dtype), out=rows)

@@ -1,4 +1,4 @@
-"""Tensors that an autograd function saves under names, weights in two halves among them."""
+"""Saving the tensors of an autograd function under names, including weights in two halves."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
-    """Save tensors for backward; those that are None are left out.
+    """Save tensors for backward under names, without those that are None.
 
-    By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
+    Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None.
     """
     present = {name: t for name, t in tensors.items() if t is not None}
     ctx.saved_names = tuple(present)
@@ -20,10 +20,10 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
 
 
 def saved_by_name(ctx: Any) -> dict[str, Tensor]:
-    """Return what `save_by_name` saved, as forward cast it.
+    """Return the tensors of `save_by_name`, with the values that forward used.
 
-    Forward casts the BF16 half of a `SplitWeight`. Of hooks that copy (`save_on_cpu`) its float32
-    value comes back, which is split again: ties round up, so that the half is the same.
+    Forward casts the BF16 half of a `SplitWeight`. Hooks that copy (`save_on_cpu`) return its
+    float32 value instead, which is split again. Ties round up, so the half is the same.
     """
     saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
     for name in ctx.split_names:

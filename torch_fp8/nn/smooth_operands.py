@@ -1,10 +1,10 @@
-"""The operands of a layer's fprop with scales per channel, as Smooth-SwiGLU has them.
+"""The operands of a layer's fprop with one scale per channel, for Smooth-SwiGLU.
 
-The input is cast as ``x s``, the weight as ``w / s``, whose product is ``x w^T``; the factors s are
-those of `torch_fp8.ops.smooth`. Both scales are those of the tensors at hand, with delayed scaling,
-too: an outlier that comes unannounced is in s, which is known before anything is cast. Recorded are
-the amaxes of x and w as they are, for dgrad, which takes the weight as it is, and for whoever goes
-on without s. The gradient of the weight, ``g^T (x s)``, is divided by s at the end.
+The input is cast as ``x s`` and the weight as ``w / s``, so that the product is ``x w^T``. The
+factors s come from `torch_fp8.ops.smooth`. Both casts use the scales of the current tensors, even
+with delayed scaling: s already contains a sudden outlier before anything is cast. The recorded
+amaxes are those of x and w without s, for dgrad, which multiplies by w, and for later steps without
+Smooth-SwiGLU. The gradient of the weight, ``g^T (x s)``, is divided by s at the end.
 
 Legend: M tokens, K in, N out.
 """
@@ -26,13 +26,13 @@ from torch_fp8.tensor.split_weight import stored
 
 
 class CastOperands(NamedTuple):
-    """What fprop multiplies, and what backward needs of it.
+    """The cast operands of fprop, and what backward needs of them.
 
     Attributes:
-        input: with the payload that wgrad takes; smooth, of ``x s``.
-        weight: (N, K); smooth, of ``w / s``.
-        weight_scale: () of the weight as it is, for dgrad; None: its cast finds it.
-        inverse: (K,) float32, 1 / s; None: the input is cast as it is.
+        input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.
+        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``.
+        weight_scale: () scale of w itself, for dgrad; None: the cast in dgrad computes it.
+        inverse: (K,) float32, 1 / s; None: without Smooth-SwiGLU.
     """
 
     input: InputPayloads
@@ -53,8 +53,9 @@ def smooth_operands(
     """Cast the operands of fprop, and the input for the wgrad that may follow.
 
     Args:
+        quantizers: quantizers of the layer.
         x: (..., K).
-        weight: (N, K), or (K, N) where its quantizer says so.
+        weight: (N, K), or (K, N) if its quantizer is `transposed`.
         wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     of_input = quantizers.input
@@ -91,10 +92,10 @@ def smooth_operands(
 def _smooth_weight(
     quantizers: Quantizers, weight: Tensor, inverse: Tensor
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Return the payload of ``w / s``, and the scale of the weight as it is where it is known."""
+    """Return the payload (N, K) of ``w / s``, and the scale of w itself if it is known, or None."""
     quantizer, scale, amax = quantizers.weight.quantizer, None, None
-    whole = dequantized(stored(weight))  # FP8 if gathered, or stored so
-    rows = whole.t() if quantizers.weight.transposed else whole
+    whole = dequantized(stored(weight))  # a weight gathered or stored in FP8 is dequantized
+    rows = whole.t() if quantizers.weight.transposed else whole  # (N, K)
     rows = rows.detach()
     if quantizer.spec.granularity == "tensorwise":
         columns = column_amax(rows)
@@ -111,7 +112,9 @@ def _smooth_weight(
 
 
 def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
-    """Return the () scale of a weight whose columns have these amaxes, and record the largest."""
+    """Return the () scale of a weight from the amaxes (K,) of its columns, and
+    record the largest.
+    """
     quantizer.source.record(columns)
     if quantizer.source.scale is not None:
         return quantizer.source.scale
@@ -122,7 +125,7 @@ def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
 def _options(
     quantizer: Quantizer, amax: Tensor | None, *, rowwise: bool, columnwise: bool
 ) -> CastOptions:
-    """Return a cast with the scale of this very tensor, the same on all ranks of a group."""
+    """Return a cast with the scale of the current tensor, equal on all ranks of a group."""
     spec = quantizer.spec
     if spec.granularity != "tensorwise":
         amax = None

@@ -1,8 +1,8 @@
-"""A gated MLP's product and its gradients: what they become when they are read.
+"""The product of a gated MLP and its gradients, computed in the form that a reader needs.
 
-The product is cast by its reader's first question, or ahead of it, together with what is saved for
-backward, where nothing but the product decides how: in blocks, or with delayed scaling. Of two
-gradients that two layers take, both are cast when the first is asked for.
+The product is cast when it is first read. Block-scaled casts and casts with delayed scaling need
+nothing but the product, so they are made earlier, together with the tensors saved for backward. If
+two layers read the two gradients, the first read casts both.
 """
 
 from torch import Tensor
@@ -27,21 +27,21 @@ from torch_fp8.tensor.quantizer import Quantizer
 
 
 class Product(Producer):
-    """``silu(gate) * up``, whose amax may be known.
+    """The product ``silu(gate) * up`` (R, C), whose amax may be known.
 
     Args:
         gate, up: (R, C).
-        amax: () float32 of the product, or (C,) of its channels, or None.
+        amax: float32 amax of the product, (), or of its channels, (C,); None: not known.
     """
 
     def __init__(self, gate: Tensor, up: Tensor, amax: Tensor | None = None) -> None:
         self._gate, self._up, self._amax = gate, up, amax
 
     def source(self, name: str) -> LazySource:
-        """Return the product for the layers that read it.
+        """Return the product as a `LazySource` for the layers that read it.
 
         Args:
-            name: the module's.
+            name: qualified name of the MLP.
         """
         return LazySource(name, (self._gate, self._up), self)
 
@@ -76,11 +76,13 @@ class Product(Producer):
 def cast_and_save(
     gate: Tensor, up: Tensor, quantizer: Quantizer
 ) -> tuple[Payloads, tuple[Tensor, ...]]:
-    """The product cast, and gate and up as they are saved: one read.
+    """Cast the product, and encode gate and up for backward, in one read.
 
     Args:
         gate, up: (R, C).
-        quantizer: what the layer behind casts with; in blocks, or tensorwise with a known scale.
+        quantizer: quantizer of the down layer, block-scaled or tensorwise with a known scale.
+    Returns:
+        The payloads of the product; codes and scales of gate and of up.
     """
     options = quantizer.known_options(columnwise=quantizer.columnwise_usage)
     results = swiglu_quantize(gate, up, None, options, True)
@@ -88,11 +90,11 @@ def cast_and_save(
 
 
 class Gradients:
-    """Both gradients, cast in one read when the first of them is asked for.
+    """The gradients (R, C) of gate (0) and up (1), both cast when the first one is read.
 
     Args:
-        inputs: the arguments of both.
-        readers: the quantizers of the two layers that take them, if their scales are known.
+        inputs: arguments of the backward operators.
+        readers: quantizers of the two layers that read the gradients, if their scales are known.
     """
 
     def __init__(self, inputs: BackwardInputs, readers: tuple[Quantizer, Quantizer] | None) -> None:
@@ -102,23 +104,23 @@ class Gradients:
         self._amax: Tensor | None = None
 
     def production(self, i: int, name: str) -> LazySource:
-        """Gradient `i`."""
+        """Return gradient `i` as a `LazySource`."""
         return LazySource(name, (self.inputs.grad,), _OneGradient(self, i))
 
     def dense(self, i: int) -> Tensor:
-        """Gradient `i`, plain; to be asked for once."""
+        """Return gradient `i` as a plain tensor (R, C), which is not kept for a second call."""
         if i not in self._dense:
             self._dense = dict(enumerate(swiglu_backward(self.inputs)))
         return self._dense.pop(i)
 
     def amax(self) -> Tensor:
-        """(2,) float32."""
+        """Return the amaxes (2,) float32 of both gradients."""
         if self._amax is None:
             self._amax = swiglu_backward_amax(self.inputs)
         return self._amax
 
     def layouts(self, i: int, options: CastOptions) -> Payloads:
-        """Gradient `i` in FP8."""
+        """Return the payloads of gradient `i`, which are not kept for a second call."""
         if options.granularity == "rowwise" or not self._has_both_scales(i, options):
             return quantize_layouts(self.dense(i), options)
         key = (i, options._replace(scale=None, amax=None))
@@ -138,14 +140,14 @@ class Gradients:
         return self._made.pop(key)
 
     def _has_both_scales(self, i: int, options: CastOptions) -> bool:
-        """Return whether what is known of the one gradient's scale is known of the other's."""
+        """Return whether the scales of both gradients are known, or both are unknown."""
         if options.scale is None:
             return options.amax is None
         return self.readers is not None and options.scale is self.readers[i].source.scale
 
 
 class _OneGradient(Producer):
-    """One of both gradients."""
+    """One of the two gradients."""
 
     def __init__(self, both: Gradients, i: int) -> None:
         self._both, self._i = both, i
@@ -161,13 +163,13 @@ class _OneGradient(Producer):
 
 
 class JoinedGradient(Producer):
-    """The gradient (R, 2 C) of both in one."""
+    """The gradient (R, 2 C) of a single layer for gate and up."""
 
     def __init__(self, inputs: BackwardInputs, gate_first: bool) -> None:
         self.inputs, self.gate_first = inputs, gate_first
 
     def production(self, i: int, name: str) -> LazySource:
-        """Return the gradient for the one layer that takes it."""
+        """Return the gradient as a `LazySource` for the layer."""
         return LazySource(name, (self.inputs.grad,), self)
 
     def dense(self, i: int = 0) -> Tensor:

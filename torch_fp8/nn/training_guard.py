@@ -1,8 +1,9 @@
-"""Errors for optimizers that have weights of a model that `torch_fp8.freeze` stores as FP8 alone.
+"""Errors for optimizers with weights that `torch_fp8.freeze` stores as FP8 only.
 
-Such weights never get a gradient, so the optimizer would leave them as they are without a word. Its
-conversion raises, and so does the first step of an optimizer that nobody converts. A base below
-adapters is no mistake: ``AdamW(model.parameters())`` has it, and trains the adapters.
+Such weights never get a gradient, so the optimizer would silently skip them. Converting the
+optimizer raises an error, and so does the first step of an optimizer that is not converted. The
+frozen base below adapters is no mistake, because ``AdamW(model.parameters())`` contains it and
+trains the adapters.
 """
 
 import functools
@@ -22,14 +23,14 @@ _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def guard(model: nn.Module) -> None:
-    """Have optimizers with frozen weights of `model` raise from now on."""
+    """Make optimizers with frozen weights of `model` raise ValueError from now on."""
     _frozen.add(model)
     _checked.clear()
     _watch_first_steps()
 
 
 def refuse_training(optimizer: Optimizer) -> None:
-    """Raise ValueError if `optimizer` has a weight of a guarded model that is frozen."""
+    """Raise ValueError if `optimizer` has a frozen weight of a guarded model."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for model in _frozen:
         if any("base_layer" in module._modules for module in model.modules()):

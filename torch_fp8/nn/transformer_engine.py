@@ -1,22 +1,21 @@
-"""NVIDIA's Transformer Engine as what runs the GEMMs: ``FP8Config(backend="transformer-engine")``.
+"""NVIDIA's Transformer Engine as the backend of GEMMs: ``FP8Config(backend="transformer-engine")``.
 
-It is imported only for that backend. We use its documented interface (``te.Linear``,
+The package is imported for that backend only. We use its documented interface (``te.Linear``,
 ``te.autocast``, the recipes, ``te.is_..._available``) and the two methods by which a ``te.Linear``
-reads and writes its delayed scaling. ``pytest -m transformer_engine`` runs all of it on the Python
+reads and writes its delayed scaling. ``pytest -m transformer_engine`` tests this on the Python
 sources of 2.20.2.
 
-Within a `TransformerEngineLinear` is a ``te.Linear`` that owns nothing: its parameters are this
-module's, handed over anew in each forward, so that tying, ``requires_grad``, optimizers and
-``assign=True`` stay what they are. It stands outside ``named_modules`` and ``state_dict``
-(checkpoints hold plain tensors, with no ``_extra_state``), and copies and pickles leave it behind;
-the next forward makes another.
+A `TransformerEngineLinear` contains a ``te.Linear`` that owns nothing. Each forward passes it this
+module's parameters, so that tying, ``requires_grad``, optimizers and ``assign=True`` work as
+before. It is not in ``named_modules`` or ``state_dict`` (checkpoints have plain tensors without
+``_extra_state``). Copies and pickles do not include it; their next forward makes another one.
 
 Any number of tokens works: they are padded to a multiple of 16 with zeros, which add nothing to a
-sum. Each forward enters ``te.autocast`` by itself. Delayed scaling wants more: when the outermost
-``te.autocast`` ends, Transformer Engine moves on the amax histories of all layers, also of those
-that have not run in it. So the modules above the layers enter it, too (`AutocastRegion`), and the
-histories move once for a forward of the model. They move for an activation checkpoint's second
-forward again, which takes the scales of the moment; ``te.checkpoint`` is what knows better.
+sum. Each forward enters ``te.autocast`` by itself. With delayed scaling, Transformer Engine
+advances the amax histories of all layers when the outermost ``te.autocast`` ends, even of layers
+that did not run in it. So the modules above the layers enter it, too (`AutocastRegion`), and the
+histories advance once per forward of the model. They also advance in the second forward of an
+activation checkpoint, which uses the current scales; use ``te.checkpoint`` to avoid that.
 """
 
 import contextlib
@@ -53,14 +52,14 @@ RECIPES = {
     "blockwise": ("is_fp8_block_scaling_available", "Float8BlockScaling"),
     "mxfp8": ("is_mxfp8_available", "MXFP8BlockScaling"),
 }
-"""Recipes that Transformer Engine has: the question whether a card runs each, and its class."""
+"""Transformer Engine's recipes: the function that checks a card for it, and the recipe's class."""
 
 
 def load() -> Any:
-    """The package ``transformer_engine.pytorch``.
+    """Import and return ``transformer_engine.pytorch``.
 
     Raises:
-        ImportError: it is not installed, cannot be loaded, or is older than 2.20.
+        ImportError: the package is not installed, cannot be loaded, or is older than 2.20.
     """
     try:
         import transformer_engine.pytorch as te
@@ -78,18 +77,18 @@ def load() -> Any:
 
 
 def version() -> str:
-    """Return the version of the package."""
+    """Return the version of Transformer Engine."""
     import transformer_engine
 
     return str(transformer_engine.__version__)
 
 
 def check_transformer_engine(device: torch.device, recipe_name: str) -> None:
-    """Check that Transformer Engine is there and runs the recipe on `device`.
+    """Check that Transformer Engine is installed and can run the recipe on `device`.
 
     Raises:
         ImportError: see `load`.
-        ValueError: a device that is not CUDA's, or a card that cannot run the recipe.
+        ValueError: `device` is not a CUDA device, or the card cannot run the recipe.
     """
     te = load()
     if not _is_cuda(device):
@@ -111,18 +110,18 @@ def _is_cuda(device: torch.device) -> bool:
 
 
 def refuse_sharding(config: FP8Config) -> None:
-    """Raise ValueError if Transformer Engine is asked for; weights are sharded."""
+    """Raise ValueError if the backend is Transformer Engine; the caller has sharded weights."""
     if config.backend == "transformer-engine":
         raise ValueError(NOT_SHARDED)
 
 
 def alignment(recipe: Recipe) -> int:
-    """What tokens, input features and output features have to be multiples of."""
-    return 32 if recipe.name == "mxfp8" else GEMM_ALIGNMENT  # whole blocks, or what cuBLAS takes
+    """Return the number of which tokens, input and output features have to be multiples."""
+    return 32 if recipe.name == "mxfp8" else GEMM_ALIGNMENT  # whole blocks, or cuBLAS's alignment
 
 
 def unaligned(module: nn.Linear, recipe: Recipe) -> str | None:
-    """Why Transformer Engine cannot run this layer; None: it can."""
+    """Return why Transformer Engine cannot run this layer; None: it can."""
     multiple = alignment(recipe)
     if not isinstance(module, nn.Linear):
         return f"Transformer Engine does not support transposed weights ({type(module).__name__})"
@@ -136,10 +135,10 @@ def unaligned(module: nn.Linear, recipe: Recipe) -> str | None:
 
 @functools.cache
 def native_recipe(config: FP8Config, recipe: Recipe) -> Any:
-    """Transformer Engine's recipe object for ours; the same one each time.
+    """Return Transformer Engine's recipe object for one of ours; the result is cached.
 
-    Amaxes of delayed scaling stay with their rank, as with our own GEMMs: another rank's scale
-    would come from activations that are not this one's.
+    Each rank keeps its own amaxes of delayed scaling, as with our GEMMs, because its scales must
+    come from its own activations.
     """
     from transformer_engine.common import recipe as recipes
 
@@ -152,12 +151,12 @@ def native_recipe(config: FP8Config, recipe: Recipe) -> Any:
 
 
 def read_scaling(linear: Any) -> tuple[Tensor, Tensor] | None:
-    """Amaxes (3, H) of a ``te.Linear``'s input, weight and grad_output, the newest first; last
-    scales (2,). None if it has not run with delayed scaling.
+    """Return amaxes (3, H) of input, weight and grad_output, newest first, and last scales (2,).
 
     Transformer Engine keeps histories (H, 3) of input, weight and output, and (H, 2) of grad_output
-    and grad_input. Between steps row 0 is empty, and the amaxes follow from the oldest to the
-    newest: H - 1 of them, for the update drops the oldest. Its scales multiply where ours divide.
+    and grad_input. Between steps row 0 is empty, and H - 1 amaxes follow from the oldest to the
+    newest, because the update drops the oldest. Its scales are the reciprocals of ours. The result
+    is None if the ``te.Linear`` has not run with delayed scaling.
     """
     tensors = linear.get_fp8_meta_tensors()
     if tensors is None:
@@ -170,15 +169,15 @@ def read_scaling(linear: Any) -> tuple[Tensor, Tensor] | None:
 def write_scaling(
     linear: Any, config: FP8Config, recipe: Recipe, history: Tensor, last_scale: Tensor
 ) -> None:
-    """Take over what `read_scaling` returned, of this or of our own GEMMs, after a first forward.
+    """Write a state of `read_scaling`, or of our own delayed scaling, after a first forward.
 
-    Transformer Engine's scale is of the amaxes before the last update. It is exact again except
-    where it hung on the one amax that this update has dropped.
+    Transformer Engine's scale comes from the amaxes before the last update. It is restored exactly,
+    unless it depended on the one amax that this update dropped.
     """
     tensors = linear.get_fp8_meta_tensors()
     (forward_scale, forward), (backward_scale, backward) = tensors.values()
     history, last_scale = history.to(forward.device), last_scale.to(forward.device)
-    past = history[:, : len(forward) - 1].flip(1).t()
+    past = history[:, : len(forward) - 1].flip(1).t()  # (3, H) -> (H - 1, 3), oldest first
     forward[1:, :2], backward[1:, :1] = past[:, :2], past[:, 2:]
     recorded = (history > 0) & history.isfinite()
     amax = torch.where(recorded, history, 0).amax(1)
@@ -194,12 +193,13 @@ def write_scaling(
 
 
 _regions: list[Any] = [None]
-"""Recipes of the `AutocastRegion`s that run, the innermost last. A layer that entered one of its
-own within would be taken for the first of a forward, and move the gradients' histories."""
+"""Recipes of the active `AutocastRegion`s, the innermost last. If a layer entered its own one
+inside, Transformer Engine would take it for a forward's first layer, and advance the gradients'
+histories."""
 
 
 class Engine(NamedTuple):
-    """A ``te.Linear``, and what its ``te.autocast`` takes; torch.compile traces no import."""
+    """A ``te.Linear`` with ``te.autocast`` and its recipe, since torch.compile traces no import."""
 
     linear: Any
     autocast: Any
@@ -207,15 +207,15 @@ class Engine(NamedTuple):
 
 
 class EngineFP8(LayerFP8):
-    """`LayerFP8` of a layer whose GEMMs Transformer Engine runs."""
+    """The `LayerFP8` of a layer whose GEMMs run in Transformer Engine."""
 
     engine: Engine | None = None
     """Transformer Engine's layer; None: the next forward makes one."""
     pending_scaling: tuple[Tensor, Tensor] | None = None
-    """Delayed scaling of a checkpoint, or of the module that this is a copy of, for the engine."""
+    """Delayed scaling's state from a checkpoint or a copied module, for the next engine."""
 
     def recorded(self) -> tuple[Tensor, Tensor] | None:
-        """Return `scaling_state` of an engine that has run, or what waits for one."""
+        """Return the state of delayed scaling: the engine's if it has run, else the pending one."""
         if self.engine is None or not self.recipe.delayed:
             return self.pending_scaling
         return read_scaling(self.engine.linear) or self.pending_scaling
@@ -228,16 +228,16 @@ class EngineFP8(LayerFP8):
 class TransformerEngineLinear(Float8Linear, nn.Linear):
     """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in Transformer Engine's FP8.
 
-    Made by `torch_fp8.convert_to_float8` with ``FP8Config(backend="transformer-engine")``.
+    `torch_fp8.convert_to_float8` makes one for ``FP8Config(backend="transformer-engine")``.
 
     Shapes: input (..., K), weight (N, K), output (..., N); K and N multiples of 16 (of 32 with
-    ``mxfp8``), any number of tokens. The output has the dtype that `Float8Linear`'s has. Input,
-    weight and bias of several dtypes, outside autocast, are multiplied in the input's if it has 16
-    bits, else in the weight's.
+    ``mxfp8``), any number of tokens. The dtype of the output is as in `Float8Linear`. Without
+    autocast, if dtypes differ, the GEMM runs in the input's dtype if that has 16 bits, else in the
+    weight's.
 
     Raises:
-        TypeError: an input that is not float32, bfloat16 or float16.
-        ValueError: an input of another width, or a sharded one or a sharded weight.
+        TypeError: the input is not float32, bfloat16 or float16.
+        ValueError: the last dimension of the input is not K, or input or weight is sharded.
     """
 
     fp8: EngineFP8
@@ -282,7 +282,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         recipe = native_recipe(self.fp8.config, self.fp8.recipe)
         self.fp8.engine = Engine(linear, te.autocast, recipe)
         if self.fp8.pending_scaling is not None:
-            with torch.no_grad():  # its first forward makes what is to be written
+            with torch.no_grad():  # the first forward allocates the state that is written below
                 self._multiply(self.weight.new_zeros(alignment(self.fp8.recipe), self.in_features))
             write_scaling(linear, self.fp8.config, self.fp8.recipe, *self.fp8.pending_scaling)
             self.fp8.pending_scaling = None
@@ -290,26 +290,26 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
-        """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
+        """Amax history (3, H) of delayed scaling, newest first, and last scales (2,)."""
         length = self.fp8.config.amax_history_len
         on_cpu: Any = {"device": "cpu", "dtype": torch.float32}
         return self.fp8.recorded() or (torch.zeros(3, length, **on_cpu), torch.ones(2, **on_cpu))
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
-        """Go on from what `scaling_state` was."""
+        """Restore a `scaling_state` in the next engine."""
         self.fp8.engine = None
         self.fp8.pending_scaling = (history.clone(), last_scale.clone())
 
     def _apply(self, fn: Any, recurse: bool = True) -> "TransformerEngineLinear":
         device, recorded = self.weight.device, self.fp8.recorded()
         super()._apply(fn, recurse)
-        if self.weight.device != device:  # what scales is on the old one
+        if self.weight.device != device:  # the engine's scaling state is on the old device
             self.fp8.engine, self.fp8.pending_scaling = None, recorded
         return self
 
 
 class AutocastRegion:
-    """``te.autocast`` around the forward of a module above layers with delayed scaling."""
+    """Hooks that enter ``te.autocast`` around the forward of a module above such layers."""
 
     def __init__(self, module: nn.Module, layer: TransformerEngineLinear) -> None:
         self._recipe = layer.fp8.config, layer.fp8.recipe
@@ -332,15 +332,15 @@ class AutocastRegion:
             self._entered.pop().close()
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def place_regions(model: nn.Module) -> None:
-    """Put an `AutocastRegion` around all modules above layers with delayed scaling, and only them.
+    """Put an `AutocastRegion` around each module above layers with delayed scaling, and no other.
 
-    All, for a loop may call any of them; what is within another one changes nothing.
+    A loop may call any of them. A nested region has no effect.
     """
     for module in model.modules():
         for hook in list(module._forward_pre_hooks.values()):

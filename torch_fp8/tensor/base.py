@@ -1,11 +1,12 @@
-"""`QuantizableTensor`: a tensor that brings its FP8 payloads along, or makes them on demand.
+"""`QuantizableTensor`: a tensor that has FP8 payloads, or makes them on demand.
 
-Three tensors do: what a converted norm or MLP returns (`torch_fp8.tensor.lazy_quantized`), an
-activation that a group of ranks has gathered as FP8 bytes
-(`torch_fp8.distributed.tensor_parallel.all_gather`), and a weight that FSDP2 has gathered so
-(`torch_fp8.distributed.fsdp.unsharded_weight`). A linear layer hands its operands to a
-`torch_fp8.tensor.quantizer.Quantizer`, which asks them for their payloads. Whoever else reads one
-gets a plain tensor of the dtype that it passes for.
+Examples are the output of a converted norm or MLP (`torch_fp8.tensor.lazy_quantized`), an
+activation that a group of ranks gathered as FP8 bytes
+(`torch_fp8.distributed.tensor_parallel.all_gather`), a weight that FSDP2 gathered in FP8
+(`torch_fp8.distributed.fsdp.unsharded_weight`), and a frozen weight
+(`torch_fp8.tensor.frozen_weight`). A linear layer passes its operands to a
+`torch_fp8.tensor.quantizer.Quantizer`, which asks them for their payloads. All other code gets a
+plain tensor of the advertised dtype.
 """
 
 import math
@@ -26,12 +27,12 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 class QuantizableTensor(Tensor):
-    """(..., C), read-only; a subclass says how its payloads come about.
+    """A tensor (..., C) with FP8 payloads, which a subclass computes.
 
-    Aliases, and views that keep the last dimension, share what they are made from.
+    Aliases, and views that keep the last dimension, share the payloads.
 
     Attributes:
-        views: operators whose result may be such a view.
+        views: operators that may return such a view.
     """
 
     views: tuple[Any, ...] = _VIEWS
@@ -44,69 +45,69 @@ class QuantizableTensor(Tensor):
         columnwise: bool,
         grad_output: Tensor | None = None,
     ) -> Payloads:
-        """The payloads that are asked for.
+        """Return the requested payloads ``(rowwise, columnwise)``, each one or None.
 
         Args:
-            quantizer: the `torch_fp8.tensor.quantizer.Quantizer` of the layer that asks.
+            quantizer: `torch_fp8.tensor.quantizer.Quantizer` of the layer that reads this tensor.
             rowwise: whether to return the matrix (R, C) quantized along C.
             columnwise: whether to return its transpose (C, R) quantized along R.
-            grad_output: the gradient with which a backward begins, of a weight there; see
+            grad_output: gradient at the start of a backward, if this is a weight there; see
                 `torch_fp8.ops.quantize.transposed`.
         """
         raise NotImplementedError
 
     def stacked_payload(self, flip: bool) -> tuple[Tensor, Tensor]:
-        """Codes (E, R, C) of stacked weights, and scales (E, R, 1) of their rows.
+        """Return codes (E, R, C) of stacked weights and scales (E, R, 1) of their rows.
 
-        No string beside them: torch.compile takes this method as one call, whose results it wants
-        to be tensors.
+        It returns tensors only, because torch.compile treats this method as a single node.
 
         Args:
-            flip: whether to return those of the transposes, (E, C, R).
+            flip: whether to return codes (E, C, R) and scales (E, C, 1) of the transposes.
         """
         raise NotImplementedError
 
     def amax(self) -> Tensor:
-        """The largest magnitude, () float32, NaN if any element is."""
+        """Return the largest magnitude, () float32; NaN if any element is NaN."""
         return tensor_amax(self.dequantize())
 
     def dequantize(self) -> Tensor:
-        """A plain tensor of this shape and dtype."""
+        """Return a plain tensor of this shape and dtype."""
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
-        """A plain tensor (R, C)."""
+        """Return a plain tensor (R, C)."""
         plain = self.dequantize()
         return plain.reshape(-1, plain.shape[-1])
 
     def saved_for_backward(self) -> "tuple[Tensor, Tensor | None, SavedInput] | None":
-        """What a layer saves of this, its input, for wgrad; None: the payload that it makes.
+        """Return the tensors that a layer saves for wgrad if this is its input.
 
         Returns:
-            The tensors to save (the second may be None), and who makes a payload of them later.
+            One or two tensors (the second may be None), and the object that turns them into a
+            payload in backward; None: save the payload that the layer makes.
         """
         return None
 
     def before_cast(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> "tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None":
-        """The matrix in high precision that this rank has cast, for whoever compares the two.
+        """Return the high-precision matrix that this rank cast, for a monitor that compares them.
 
         Args:
             row, col: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
         Returns:
-            The matrix, the payloads with its part in them, and the first row of that part; None
-            where nobody holds such a matrix.
+            The matrix, the payloads that contain it, and the index of its first row in them; None:
+            the matrix no longer exists.
         """
         return None
 
     def alias(self, shape: Sequence[int]) -> "QuantizableTensor":
-        """This tensor in another shape whose last dimension is the same."""
+        """Return this tensor in another shape with the same last dimension."""
         raise NotImplementedError
 
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
-        """Raise RuntimeError where `func` would write such a tensor."""
+        """Raise RuntimeError if `func` would write to such a tensor."""
 
     @classmethod
     def __torch_dispatch__(
@@ -123,16 +124,16 @@ class QuantizableTensor(Tensor):
 
 
 class SavedInput:
-    """What backward makes of the tensors that a layer has saved of its input."""
+    """Computes in backward the payload of an input from the tensors that the layer saved."""
 
     def start(self, qdata: Tensor, scale: Tensor | None) -> None:
-        """Issue what takes time, before other work of backward."""
+        """Start slow work, such as a collective, before the rest of backward."""
 
     def columnwise(self, qdata: Tensor, scale: Tensor | None) -> QuantizedTensor:
-        """The input transposed, (K, M), quantized along M.
+        """Return the transposed input (K, M), quantized along M.
 
         Args:
-            qdata, scale: as they were saved.
+            qdata, scale: saved tensors.
         """
         raise NotImplementedError
 
@@ -140,7 +141,7 @@ class SavedInput:
 def input_stand_ins(
     row: QuantizedTensor, fp8: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Stand-ins for what is saved of an input: its transposed payload and scale, or itself."""
+    """Return stand-ins for the saved transposed payload and scale of an input, or the input."""
     tokens, features = row.qdata.shape
     if not fp8:
         return stand_in((tokens, features), dtype, row.qdata), None
@@ -153,7 +154,7 @@ def input_stand_ins(
 
 
 def view_shape(func: Any, x: QuantizableTensor, args: tuple[Any, ...]) -> torch.Size | None:
-    """The new shape, where `func` makes a view that keeps the last dimension; else None."""
+    """Return the new shape if `func` makes a view that keeps the last dimension; else None."""
     with torch._C.DisableTorchFunctionSubclass():
         shape, numel = x.shape, x.numel()
     if func in _ALIASES:
@@ -168,7 +169,7 @@ def view_shape(func: Any, x: QuantizableTensor, args: tuple[Any, ...]) -> torch.
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` of everything in its lists, tuples and dictionaries."""
+    """Apply `function` to every item of the lists, tuples and dictionaries in `value`."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(map_tensors(v, function) for v in value)
     if type(value) is dict:
@@ -177,5 +178,5 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def dequantized(value: Any) -> Any:
-    """Return a plain tensor of a quantized one; anything else as it is."""
+    """Dequantize a `QuantizableTensor`; return any other value unchanged."""
     return value.dequantize() if isinstance(value, QuantizableTensor) else value

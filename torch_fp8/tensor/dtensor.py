@@ -1,4 +1,4 @@
-"""DTensors and what they hold: the local part of a tensor, and tensors made like another."""
+"""Helpers for DTensors: the local shard, and a DTensor with new data and the same layout."""
 
 import math
 
@@ -9,17 +9,17 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    """Return this rank's shard of a DTensor; return any other tensor unchanged."""
     shard: Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard
 
 
 def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return data of this rank's shard, sharded as a parameter or a gradient is.
+    """Return a DTensor with this rank's `data` and the placements of `tensor`.
 
     Args:
-        tensor: a DTensor; for any other the data is returned as it is.
-        data: this rank's part of the result.
+        tensor: DTensor with the placements; for any other tensor, return `data` unchanged.
+        data: this rank's shard of the result.
         shape: global shape of a contiguous result; None: shape and strides of `tensor`.
     """
     if not isinstance(tensor, DTensor):
@@ -38,5 +38,5 @@ def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None
 
 
 def waited(x: Tensor) -> Tensor:
-    """Wait for the collective that still fills a tensor, if one does, and return the tensor."""
+    """Wait for the collective that fills a tensor, if there is one, and return the tensor."""
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x

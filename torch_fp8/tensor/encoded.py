@@ -1,16 +1,16 @@
-"""`Encoded`: a tensor that is stored in one form and read in another, like a gradient in 8 bits.
+"""`Encoded`: a tensor stored in another form than it reads as, such as a gradient in 8 bits.
 
-Readers take it for a plain tensor of its shape and dtype. It has no memory of that form:
+It acts like a plain tensor of its shape and dtype, without memory for it:
 
-* any operator that reads it decodes it first, in lists (``torch._foreach_*``) one tensor after the
-  other, so that one decoded tensor lives at a time;
-* any operator that writes to it decodes it, writes, and encodes the result; a collective that
-  writes to it has ended when it returns;
-* a view, as ``x[0]`` or ``x.view(-1)``, reads and writes its base (`EncodedView`), whatever its
-  geometry;
-* an array of NumPy is a decoded copy and read-only, because what is written to it would be lost.
+* An operator that reads it decodes it first. In lists (``torch._foreach_*``) this happens one
+  tensor at a time, so that only one decoded tensor exists at once.
+* An operator that writes to it decodes it, writes, and encodes the result. A collective that writes
+  to it is complete when it returns.
+* A view of any geometry, such as ``x[0]`` or ``x.view(-1)``, reads and writes its base
+  (`EncodedView`).
+* A NumPy array is a read-only decoded copy, because writes to it would be lost.
 
-A subclass says how to decode and to encode, and may answer some operators itself (`handlers`).
+A subclass defines how to decode and encode, and may implement some operators itself (`handlers`).
 """
 
 import math
@@ -26,7 +26,7 @@ _FOREACH = "aten::_foreach_"
 
 
 class _Readable(Tensor):
-    """What a tensor without memory of its own needs to be read and written as a plain one."""
+    """Base of tensors without plain memory that read and write like plain ones."""
 
     __tensor_flatten__: Any
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -45,7 +45,7 @@ class _Readable(Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         if self.requires_grad:
             raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        return self.dequantize().__dlpack__(**options)  # a copy: nothing that is written arrives
+        return self.dequantize().__dlpack__(**options)  # a copy, which does not write through
 
     def __format__(self, spec: str) -> str:
         return format(self.dequantize(), spec) if spec else str(self)
@@ -66,13 +66,14 @@ class _Readable(Tensor):
 
 
 class Encoded(_Readable):
-    """The base of tensors that are stored in another form; see the module.
+    """Base of tensors that are stored in another form; see the module docstring.
 
     Attributes:
-        handlers: operators that the class answers itself, beside aliases. Each handler takes the
-            operator's arguments, an object of the class first, and returns the result, or
-            NotImplemented to have it computed on a decoded tensor.
-        foreach_methods: ``torch._foreach_*`` operators, without the prefix, to call as a method.
+        handlers: functions for operators that the class implements itself, beside aliases. A
+            handler takes the operator's arguments, with an object of the class first, and returns
+            the result, or NotImplemented to run the operator on a decoded tensor.
+        foreach_methods: names of ``torch._foreach_*`` operators, without prefix, that are called as
+            methods.
     """
 
     handlers: ClassVar[dict[Any, Any]] = {}
@@ -83,11 +84,11 @@ class Encoded(_Readable):
         raise NotImplementedError
 
     def take(self, x: Tensor) -> None:
-        """Hold `x`, of this shape, as ``self.data = x`` asks; `store` writes it by default."""
+        """Implement ``self.data = x`` for x of the same shape; the default is `store`."""
         self.store(plain(x))
 
     def become(self, x: Tensor) -> None:
-        """Hold `x`, of another shape, dtype or device; refused, unless a class can."""
+        """Implement ``self.data = x`` for another shape, dtype or device; the default raises."""
         raise RuntimeError(
             f"{type(self).__name__} of {self.dtype} {tuple(self.shape)} on {self.device} is stored "
             f"in another form; its .data was set to {x.dtype} {tuple(x.shape)} on {x.device}. "
@@ -96,7 +97,7 @@ class Encoded(_Readable):
 
     @property
     def data(self) -> Tensor:
-        alias: Tensor = torch.Tensor.data.__get__(self)  # with a version of its own
+        alias: Tensor = torch.Tensor.data.__get__(self)  # an alias with its own version counter
         return alias
 
     @data.setter
@@ -112,7 +113,7 @@ class EncodedView(_Readable):
     """A view of an `Encoded` tensor.
 
     Attributes:
-        base: the tensor, or another view of it.
+        base: encoded tensor, or another view of it.
         replay: function that makes the same view of a plain tensor.
     """
 
@@ -161,15 +162,15 @@ class EncodedView(_Readable):
         self.base.store(dense)
 
     def data_ptr(self) -> int:
-        """Return the address of this part of the copy whose address the base shows; 0: it has none.
+        """Return the address of this view in the base's decoded copy; 0: the base has no copy.
 
-        Writers of files compare addresses to find tensors that overlap.
+        Code that writes files compares addresses to find tensors that overlap.
         """
         start = self._root().data_ptr()
         return start and start + self.storage_offset() * self.element_size()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of the copy whose address the base shows, if it has one."""
+        """Return the storage of the base's decoded copy, if it has one."""
         root = self._root()
         return root.untyped_storage() if root.data_ptr() else super().untyped_storage()
 
@@ -190,7 +191,7 @@ class EncodedView(_Readable):
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return a plain tensor of what may be stored in another form."""
+    """Decode an `Encoded` tensor or a view of one; return any other tensor unchanged."""
     return x.dequantize() if isinstance(x, (Encoded, EncodedView)) else x
 
 
@@ -211,7 +212,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view_as_is(x: Encoded, size: Any) -> Any:
-    # FSDP2 accumulates into the local tensor of a DTensor, which DTensor.from_local has viewed.
+    # FSDP2 accumulates into a DTensor's local tensor, of which DTensor.from_local made a view.
     shape = tuple(size)
     if -1 in shape:
         known = -math.prod(shape)
@@ -236,7 +237,7 @@ _ALIASES = {
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the operator for encoded tensors one after the other, and once for the rest."""
+    """Call the operator once for each encoded tensor, and once for all plain tensors."""
     count = len(next(a for a in args if isinstance(a, (list, tuple))))
 
     def at(where: list[int]) -> list[Any]:
@@ -258,7 +259,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix(_FOREACH)
-    if name.endswith("_"):  # torch counts the writes of other operators itself
+    if name.endswith("_"):  # for other operators, torch increments the version
         torch.autograd.graph.increment_version(args[0])
     first, *rest = [a[0] if isinstance(a, list) else a for a in args]
     if isinstance(first, Encoded):
@@ -270,7 +271,7 @@ def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a collective, whose schema does not say that it writes to its first argument."""
+    """Call a collective. It writes to its first argument, although its schema does not say so."""
     written: list[tuple[Any, Tensor]] = []
     writes = "send" not in func._schema.name
     plain_args = [_dense(a, writes and i == 0, written) for i, a in enumerate(args)]
@@ -290,7 +291,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _template(base: Tensor) -> Tensor:
-    """Return a meta tensor with the geometry of `base`, its place in the memory included."""
+    """Return a meta tensor with the geometry of `base`, including its storage offset."""
     offset, stride = base.storage_offset(), base.stride()
     steps = (step * (size - 1) for size, step in zip(base.shape, stride, strict=True) if size)
     memory = torch.empty(offset + 1 + sum(steps), dtype=base.dtype, device="meta")
@@ -298,7 +299,7 @@ def _template(base: Tensor) -> Tensor:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a view of any geometry that writes through; its template is on the meta device."""
+    """Make a write-through view of any geometry, by running `func` on a meta template."""
     base = args[0]
 
     def replay(x: Tensor) -> Any:
@@ -311,7 +312,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decode what an operator reads, call it, and encode what it has written."""
+    """Decode an operator's arguments, call it, and encode the tensors that it wrote."""
     written: list[tuple[Any, Tensor]] = []
     schema = func._schema.arguments
     by_name = {a.name: _writes(a) for a in schema}

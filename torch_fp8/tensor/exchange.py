@@ -1,4 +1,4 @@
-"""A Parameter that becomes another kind of tensor and stays the same object."""
+"""Changing the tensor class of a Parameter while it stays the same object."""
 
 from typing import Any
 
@@ -9,20 +9,21 @@ from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.wide_grad import WideHook
 
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
-"""The attributes of a `torch_fp8.tensor.split_weight.SplitWeight`."""
+"""Attributes that belong to a `torch_fp8.tensor.split_weight.SplitWeight` itself."""
 
 
 def stored_grad(parameter: Tensor) -> Tensor | None:
-    """Return ``parameter.grad`` as it is in memory."""
+    """Return ``parameter.grad`` in the form in which it is stored."""
     grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
     return grad
 
 
 def exchange(parameter: Tensor, other: Tensor) -> None:
-    """Give a Parameter the implementation of another tensor, in place; its gradient is dropped.
+    """Swap a Parameter's implementation with that of another tensor, and drop its gradient.
 
-    The Parameter keeps its identity, attributes and hooks. Unlike ``torch.utils.swap_tensors`` it
-    may have weak references. The gradient of a graph that was made before is still delivered.
+    The Parameter stays the same object with its attributes and hooks. Unlike with
+    ``torch.utils.swap_tensors``, there may be weak references to it. A graph that was built before
+    still delivers its gradient.
     """
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch.Tensor.grad.__set__(parameter, None)
@@ -35,7 +36,7 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     vars(parameter).clear()
     vars(parameter).update(attributes)
     vars(other).clear()
-    vars(other).update(parts)  # a graph that was made before may read it
+    vars(other).update(parts)  # an earlier graph may read it
     other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
     if hooks is not None:
         for key, hook in hooks.items():
@@ -47,12 +48,12 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
 
 
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
-    """Return the attributes that others have set on a Parameter."""
+    """Return the attributes that other code has set on a Parameter."""
     return {name: x for name, x in vars(parameter).items() if name not in _OWN}
 
 
 def _deliver(old: Tensor, parameter: Tensor) -> None:
-    """Take the gradient of a graph that was made before the exchange."""
+    """Move a gradient from a graph that was built before the exchange to the Parameter."""
     grad = stored_grad(old)
     torch.Tensor.grad.__set__(old, None)
     if grad is not None:

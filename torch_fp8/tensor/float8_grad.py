@@ -1,19 +1,19 @@
-"""`Float8Grad`: a gradient of 8 bits per element that reads as a tensor of the weight's dtype.
+"""`Float8Grad`: a gradient with 8 bits per element that reads as a tensor of the weight's dtype.
 
-It is what ``p.grad`` holds at level O3: codes of `formats.GRADIENT` with a power-of-two scale for
-each group of 32, 1.03 bytes per element, and one () float32 ``multiplier`` of all
-(`torch_fp8.ops.grad_codec` has the arithmetic). Whoever finds it takes it for a plain tensor:
+At O3, ``p.grad`` holds it: codes of `formats.GRADIENT` with a power-of-two scale for each group of
+32, 1.03 bytes per element, and one () float32 ``multiplier`` for all (arithmetic in
+`torch_fp8.ops.grad_codec`). It acts like a plain tensor:
 
-* reading decodes: norms, loggers, ``isfinite``, stock optimizers. A group with an Inf or a NaN
-  reads NaN. Norms decode a few rows at a time;
-* a product with a number, which is what clipping and unscaling are, moves the multiplier alone;
-* ``add_``, with which autograd accumulates, encodes the sum again: it stays at 8 bits;
-* copies are plain: an optimizer's momentum that starts as ``grad.clone()`` keeps its precision;
-* any other write decodes the tensor, writes and encodes it, also in lists (``torch._foreach_*``,
-  one tensor after the other) and through views.
+* Reading decodes, in norms, loggers, ``isfinite`` and stock optimizers. A group with an Inf or a
+  NaN reads NaN. Norms decode a few rows at a time.
+* Multiplication by a number, as in clipping and unscaling, only changes the multiplier.
+* ``add_``, with which autograd accumulates, encodes the sum again, in 8 bits.
+* Copies are plain, so that an optimizer's momentum from ``grad.clone()`` keeps its precision.
+* Any other write decodes, writes and encodes, also in lists (``torch._foreach_*``, one tensor at a
+  time) and through views.
 
-A subclass is in place here, as it would not be for the weight: a gradient is never saved, tied or
-sharded by others.
+A tensor subclass suits a gradient, unlike a weight, because other code never saves, ties or shards
+gradients.
 """
 
 from typing import Any
@@ -37,13 +37,13 @@ _unsafe_view: Any = torch.ops.aten._unsafe_view.default._op
 
 
 class Float8Grad(Encoded):
-    """A gradient in 8 bits. Its parts are written in place: detached aliases share them.
+    """A gradient in 8 bits. Writes change its parts in place, which detached aliases share.
 
     Attributes:
-        qdata: (R, K) uint8 codes; (R, K) is `matrix_shape` of the shape.
+        qdata: (R, K) uint8 codes; (R, K) is `matrix_shape` of the tensor's shape.
         scale: (R, ceil(K / 32)) uint8, E8M0.
-        multiplier: () float32.
-        rounding: the random bits of what is encoded next.
+        multiplier: () float32, factor of all elements.
+        rounding: source of random bits for the next encoding.
     """
 
     qdata: Tensor
@@ -82,10 +82,10 @@ class Float8Grad(Encoded):
         """Encode a gradient.
 
         Args:
-            x: bfloat16 or float32, at least one dimension.
-            rounding: None: random bits of its own.
-            dtype: the dtype as which it reads; None: that of `x`.
-            exchanged: whether it is an average over ranks, which all of them round alike.
+            x: bfloat16 or float32, with at least one dimension.
+            rounding: source of random bits; None: a new one.
+            dtype: dtype that the result reads as; None: that of `x`.
+            exchanged: whether x is an average over ranks, which all ranks must round alike.
         """
         rounding = rounding or Rounding()
         keys = rounding.next_exchanged() if exchanged else rounding.next()
@@ -95,7 +95,7 @@ class Float8Grad(Encoded):
 
     @torch.no_grad()
     def store(self, x: Tensor, *, exchanged: bool = False) -> None:
-        """Encode `x`, of this shape; `exchanged` as of `quantize`."""
+        """Encode `x`, of this shape, in place; for `exchanged` see `quantize`."""
         keys = self.rounding.next_exchanged() if exchanged else self.rounding.next()
         encoded = quantize_gradient(self._matrix(x), keys)
         for target, part in zip(self.parts(), encoded, strict=True):
@@ -103,27 +103,27 @@ class Float8Grad(Encoded):
 
     def take(self, x: Tensor) -> None:
         parts = quantize_gradient(self._matrix(x), self.rounding.next())
-        self.qdata, self.scale, self.multiplier = parts  # aliases keep theirs
+        self.qdata, self.scale, self.multiplier = parts  # aliases keep the old parts
 
     @torch.no_grad()
     def accumulate(self, x: Tensor) -> None:
-        """Add `x`, of this shape."""
+        """Add `x`, of this shape, in place."""
         accumulate_gradient(self.parts(), self._matrix(x), self.rounding.next())
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """A plain tensor of this shape, in `dtype` or this tensor's own."""
+        """Return a plain tensor of this shape, in `dtype` or the tensor's own dtype."""
         decoded = decode_gradient(self.parts(), dtype or self.dtype)
-        # No view: as a gradient, one would keep this memory after its `.data` is exchanged.
+        # Not a view: as a gradient, a view would keep this memory after its `.data` is set.
         plain: Tensor = _unsafe_view(decoded, self.shape)
         return plain
 
     def parts(self) -> GradientParts:
-        """Codes, scales and multiplier, as an optimizer's step takes them."""
+        """Return codes, scales and multiplier, the arguments of an optimizer's step."""
         return GradientParts(self.qdata, self.scale, self.multiplier)
 
     def alias(self) -> "Float8Grad":
-        """Another one with the same parts."""
+        """Return another tensor object with the same parts."""
         return Float8Grad(self.parts(), self.shape, self.dtype, self.rounding)
 
     def _matrix(self, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Float8Grad(Encoded):
 
 
 def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's: multiply by `inv_scale`, and tell of gradients that are not finite."""
+    """Run GradScaler's unscaling: multiply by `inv_scale`, and set `found_inf` for Inf or NaN."""
     plain = [g for g in grads if not isinstance(g, Float8Grad)]
     if plain:
         _UNSCALE(plain, found_inf, inv_scale)

@@ -1,7 +1,7 @@
-"""What `torch_fp8.tensor.float8_grad.Float8Grad` does itself, operator by operator.
+"""Operators that `torch_fp8.tensor.float8_grad.Float8Grad` implements itself.
 
-Each handler takes the operator's arguments, a `Float8Grad` first, and returns its result, or
-NotImplemented where the general way, on a decoded tensor, is to be taken.
+Each handler takes the operator's arguments, with a `Float8Grad` first, and returns its result, or
+NotImplemented to run the operator on a decoded tensor.
 """
 
 import builtins
@@ -65,7 +65,7 @@ def _copy(grad: Any, source: Tensor, non_blocking: bool = False) -> Any:
 
 
 def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
-    """Relative to the larger bound, which is then stored exactly: no value is beyond it."""
+    """Clamp relative to the larger bound. That bound is stored exactly, so no value exceeds it."""
     bounds = [b for b in (min, max) if b is not None]
     if any(isinstance(b, Tensor) for b in bounds):
         return NotImplemented
@@ -106,4 +106,4 @@ HANDLERS = {
     _aten.clamp_max_.default: _clamp_max,
     _aten.linalg_vector_norm.default: _norm,
 }
-"""Operators that a `Float8Grad` answers itself, and how."""
+"""Operators that a `Float8Grad` implements itself, with their handlers."""

@@ -1,8 +1,8 @@
 """`Float8Moment`: a moment of Adam in 8 bits.
 
-It is what ``optimizer.state[p]["exp_avg"]`` and ``["exp_avg_sq"]`` hold for a large weight.
-`torch_fp8.quantization.block_scaled` describes the codes; what others than the optimizer write is
-rounded to nearest, and writing back what was read changes nothing.
+``optimizer.state[p]["exp_avg"]`` and ``["exp_avg_sq"]`` hold it for a large weight.
+`torch_fp8.quantization.block_scaled` describes the codes. Writes by code other than the optimizer
+round to nearest, and writing back a value that was read changes nothing.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ class Float8Moment(QuantizedState):
     """A moment with uint8 codes (R, K) of a format, and uint8 scales (R, ceil(K / 32)).
 
     Attributes:
-        first: the first moment that is a ratio to this one (`torch_fp8.tensor.ratio_moment`), or
-            None. It keeps its value when this one is written.
+        first: first moment that is stored as a ratio to this one
+            (`torch_fp8.tensor.ratio_moment`), or None. It keeps its value when this one is written.
     """
 
     codes: BlockScaled
@@ -65,7 +65,7 @@ class Float8Moment(QuantizedState):
         super().take(x)
 
     def keep_first(self) -> None:
-        """Give the first moment its value in float32, before this one changes."""
+        """Store the first moment in float32 before this one changes."""
         if self.first is not None and not self.first.written:
             self.first.store(self.first)
 

@@ -1,7 +1,7 @@
-"""`FrozenPayload`: the FP8 bytes of a weight that nobody trains, and how they are made.
+"""`FrozenPayload`: the FP8 bytes of a frozen weight, and functions that make them.
 
-``W ~= qdata.float() * scale``. Scales that this package makes are powers of two, so that BF16 holds
-every value exactly; others' scales are kept as they are.
+``W ~= qdata.float() * scale``. Scales computed by this package are powers of two, so that BF16
+holds every value exactly. Scales from other sources are kept unchanged.
 """
 
 import weakref
@@ -18,29 +18,27 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.halves import VERSIONS
 
 DTYPE = torch.bfloat16
-"""The dtype as which a frozen weight reads."""
+"""Dtype that a frozen weight reads as."""
 
 
 @dataclass(eq=False)
 class FrozenPayload:
-    """The bytes of a weight (R, C), or of stacked ones (E, R, C), shared by all views of it.
+    """The bytes of a weight (R, C), or of stacked weights (E, R, C), shared by all its views.
 
     Attributes:
         qdata: (R, C) or (E, R, C) E4M3, contiguous.
-        scale: float32 dequantization scale, (ceil(R / 128), ceil(C / 128)) or (); (E, R, 1) of
+        scale: float32 dequantization scale, (ceil(R / 128), ceil(C / 128)) or (); (E, R, 1) for
             stacked weights.
-        spec: how it is cast: ``block_128x128`` or ``tensorwise``; ``rowwise`` if stacked.
+        spec: cast of the weight: ``block_128x128`` or ``tensorwise``; ``rowwise`` if stacked.
         name: qualified name of the weight, for errors.
-        thawed_dtype: the dtype that it had, and has again when it is thawed.
-        owner: the layer whose weight it is, a weak reference; or None.
-        first_row: None; or, of one rank's shard of a weight, the place of its first row in its
-            block of 128 rows, the first of `scale`.
-        rewrite: a function that quantizes new values of a shard with the other ranks, which share
-            scales: they all write at the same time.
-        version: another number after each write, which no version of a tensor tells, and that of no
-            other weight.
-        sharers: the payloads that `share` has given the same memory, this one among them; None:
-            there are none.
+        thawed_dtype: dtype of the weight before it was frozen and after it is thawed.
+        owner: weak reference to the layer that owns the weight, or None.
+        first_row: for one rank's shard, row of its first element within the block of 128 rows that
+            the first row of `scale` covers; None: not a shard.
+        rewrite: function that quantizes new values of a shard together with the other ranks, with
+            which it shares scales, so that all ranks have to write at the same time; or None.
+        version: unique number, renewed by each write; tensor versions do not see these writes.
+        sharers: payloads that share this memory by `share`, including this one; None: not shared.
     """
 
     qdata: Tensor
@@ -56,22 +54,22 @@ class FrozenPayload:
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """Return the bytes as the GEMMs take them; not of a shard."""
+        """The bytes as the payload of a GEMM; not for a shard."""
         return QuantizedTensor(self.qdata, self.scale, self.spec.granularity)
 
     def dequantize(self, dtype: torch.dtype = DTYPE) -> Tensor:
-        """Compute the values, (R, C)."""
+        """Compute the values (R, C) in `dtype`."""
         if not self.first_row:
             return dequantize(self.quantized, dtype)
         rows, cols = self.qdata.shape
-        rows_of_blocks = self.scale.repeat_interleave(128, 0)
+        rows_of_blocks = self.scale.repeat_interleave(128, 0)  # one row of scales per row
         scale = rows_of_blocks[self.first_row : self.first_row + rows]
-        scale = scale.repeat_interleave(128, 1)[:, :cols]
+        scale = scale.repeat_interleave(128, 1)[:, :cols]  # (R, C)
         return (self.qdata.float() * scale).to(dtype)
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize `values` (R, C) into the memory at hand; equal values change no byte."""
+        """Quantize `values` (R, C) in place; equal values change no byte."""
         self.version = next(VERSIONS)
         if self.rewrite is not None:
             self.rewrite(values)
@@ -84,30 +82,30 @@ class FrozenPayload:
         self.scale.copy_(row.scale)
 
     def of_values(self, values: Tensor) -> "FrozenPayload":
-        """Return a payload of other values (R, C) for this weight; equal ones keep the bytes."""
+        """Return a payload with other values (R, C) for this weight; equal values return self."""
         if not values.is_meta and self.equals(values):
             return self
         row = quantize_stacked(values, self.spec)
         return self.of_bytes(_compact(row.qdata), row.scale)
 
     def of_bytes(self, qdata: Tensor, scale: Tensor) -> "FrozenPayload":
-        """Return a payload of other bytes for the same weight."""
+        """Return a payload with other bytes for the same weight."""
         version = next(VERSIONS)
         return replace(self, qdata=qdata, scale=scale, sharers=None, version=version)
 
     def equals(self, values: Tensor) -> bool:
-        """Return whether `values` (R, C), in BF16, are what the weight reads as."""
+        """Return whether the weight reads as `values` (R, C), rounded to BF16."""
         return torch.equal(values.to(DTYPE), self.dequantize())
 
     @property
     def is_shared(self) -> bool:
-        """Return whether another payload that lives has the same memory."""
+        """Whether another living payload has the same memory."""
         place = self.qdata.data_ptr()
         others = (other for other in self.sharers or () if other is not self)
         return any(other.qdata.data_ptr() == place for other in others)
 
     def take_own_memory(self) -> None:
-        """Make ready for a write of all elements, which the others of `share` must not see."""
+        """Allocate separate memory if this is shared, before all elements are written."""
         if self.is_shared:
             self.qdata, self.scale = torch.empty_like(self.qdata), torch.empty_like(self.scale)
         if self.sharers is not None:
@@ -115,9 +113,9 @@ class FrozenPayload:
             self.sharers = None
 
     def share(self, other: "FrozenPayload") -> None:
-        """Hold the memory of `other`, whose bytes are equal, in place of one's own.
+        """Use the memory of `other`, whose bytes are equal, instead of separate memory.
 
-        Each of both takes memory of its own again before it is written.
+        The memory is copied on write: either payload allocates its own before it is written.
         """
         if other.sharers is None:
             other.sharers = weakref.WeakSet([other])
@@ -127,11 +125,11 @@ class FrozenPayload:
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes of payload and scales."""
+        """Number of bytes of codes and scales."""
         return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale))
 
     def copied(self) -> "FrozenPayload":
-        """Return a copy of the bytes, which no layer owns."""
+        """Return a copy that no layer owns."""
         qdata, scale = self.qdata.clone(), self.scale.clone()
         return replace(self, qdata=qdata, scale=scale, owner=None, rewrite=None, sharers=None)
 
@@ -140,24 +138,24 @@ class FrozenPayload:
 
 
 def quantize_stacked(x: Tensor, spec: CastSpec) -> QuantizedTensor:
-    """Cast x (..., C) to FP8 along its last dimension; rowwise, if it is no matrix."""
+    """Cast x (..., C) to FP8 along its last dimension; `spec` is rowwise unless x is a matrix."""
     if x.ndim == 2:
         return quantize(x, spec)
     assert spec.granularity == "rowwise"
-    row = quantize(x.reshape(-1, x.shape[-1]), spec)
+    row = quantize(x.reshape(-1, x.shape[-1]), spec)  # (E, R, C) -> (E R, C)
     return row._replace(qdata=row.qdata.view(x.shape), scale=row.scale.view(*x.shape[:-1], 1))
 
 
 def freeze_tensor(
     weight: Tensor, spec: CastSpec, name: str, dtype: torch.dtype | None = None
 ) -> FrozenPayload:
-    """Quantize a weight (R, C), or stacked ones (E, R, C).
+    """Quantize a weight (R, C), or stacked weights (E, R, C).
 
     Args:
         weight: float32, bfloat16 or float16.
-        spec: ``block_128x128`` or ``tensorwise``, E4M3; ``rowwise`` if stacked.
-        name: qualified, for errors.
-        dtype: its dtype when it is thawed; None: its own.
+        spec: cast, ``block_128x128`` or ``tensorwise`` in E4M3; ``rowwise`` if stacked.
+        name: qualified name, for errors.
+        dtype: dtype of the weight when it is thawed; None: its current dtype.
     """
     row = quantize_stacked(weight.detach(), spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)
@@ -166,14 +164,14 @@ def freeze_tensor(
 def frozen_from_bytes(
     qdata: Tensor, scale: Tensor, spec: CastSpec, name: str, dtype: torch.dtype
 ) -> FrozenPayload:
-    """Return the payload of bytes that somebody else has quantized.
+    """Return a payload for bytes that are already quantized.
 
     Args:
         qdata: (R, C) E4M3.
-        scale: float32 dequantization scale, of the shape that `spec` says; any positive values.
-        spec, name, dtype: as of `freeze_tensor`.
+        scale: float32 dequantization scale of the shape for `spec`, with any positive values.
+        spec, name, dtype: arguments of `freeze_tensor`.
     Raises:
-        ValueError: a scale of another shape or dtype.
+        ValueError: the scale has another shape or dtype.
     """
     shape: tuple[int, ...] = ()
     if spec.granularity != "tensorwise":
@@ -188,7 +186,7 @@ def frozen_from_bytes(
 
 
 def _compact(x: Tensor) -> Tensor:
-    """A contiguous tensor whose memory holds nothing else."""
+    """Return x as a contiguous tensor whose storage contains nothing else."""
     x = x.contiguous()
     if x.is_meta or x.untyped_storage().nbytes() == x.numel() * x.element_size():
         return x

@@ -1,14 +1,14 @@
-"""`Float8FrozenWeight`: a weight that nobody trains, held in FP8 alone, one byte an element.
+"""`Float8FrozenWeight`: a frozen weight that is stored as FP8 only, one byte per element.
 
-``W ~= qdata.float() * scale``: E4M3 with a scale for each 128 x 128 elements, or one for all. The
-same bytes serve fprop and, transposed when it is wanted, dgrad; no 16-bit copy is kept. Scales that
-this package makes are powers of two, so that BF16 holds every value exactly: who reads the weight
-gets a plain BF16 tensor, and quantizing that again gives the same values.
+``W ~= qdata.float() * scale``: E4M3 with a scale for each 128 x 128 elements, or one for all. fprop
+multiplies by these bytes, and dgrad by their transpose, made when needed. There is no 16-bit copy.
+Scales computed by this package are powers of two, so that BF16 holds every value exactly. Reading
+the weight gives a plain BF16 tensor, and quantizing that again gives the same values.
 
-Nothing that is written to it is lost. In-place operations, also through views and ``.data``, are
-made on the float32 values, which are then quantized anew; ``p.data = x`` likewise. Views are kept
-as the chain of operators that make them. To train it, it must be thawed: ``requires_grad_(True)``
-does so with a warning where a layer owns it.
+Writes are not lost. In-place operations, also through views and ``.data``, run on the float32
+values, which are then quantized again; so does ``p.data = x``. A view is stored as the chain of
+operators that make it. To train the weight, thaw it: ``requires_grad_(True)`` does so, with a
+warning, if a layer owns it.
 """
 
 import functools
@@ -31,7 +31,7 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Step:
-    """One operator of the chain that makes a view; `index` where it returns several."""
+    """One operator in the chain of a view; `index` selects one of several results."""
 
     func: Any
     args: tuple[Any, ...]
@@ -45,11 +45,11 @@ class _Step:
 
 
 class Float8FrozenWeight(QuantizableTensor):
-    """A weight (R, C), or a view of one, in FP8; reads as BF16.
+    """A weight (R, C), or a view of one, that is stored in FP8 and reads as BF16.
 
     Attributes:
-        payload: the bytes, shared with all views.
-        chain: the operators that make this view of the whole weight; empty for the weight itself.
+        payload: bytes of the weight, shared with all views.
+        chain: operators that make this view of the whole weight; empty for the weight itself.
     """
 
     payload: FrozenPayload
@@ -66,7 +66,7 @@ class Float8FrozenWeight(QuantizableTensor):
         requires_grad: bool = False,
     ) -> "Float8FrozenWeight":
         if isinstance(payload, Tensor):
-            # Accelerate's offloading makes a new Parameter, of the old one's class, for each move.
+            # For each move, Accelerate's offloading makes a new Parameter of the old one's class.
             plain: Any = nn.Parameter(payload, requires_grad=requires_grad)
             return plain
         shape = payload.qdata if like is None else like
@@ -84,15 +84,15 @@ class Float8FrozenWeight(QuantizableTensor):
     def quantize(
         self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
     ) -> Payloads:
-        """The bytes as they are held, and transposed."""
+        """Return the stored payload (R, C), and its transpose (C, R), as requested."""
         return frozen_payloads(self, quantizer.spec, rowwise, columnwise, grad_output)
 
     def dequantize(self) -> Tensor:
-        """A plain BF16 tensor of this shape."""
+        """Return a plain BF16 tensor of this shape."""
         return self.of_whole(self.payload.dequantize())
 
     def of_whole(self, whole: Tensor) -> Tensor:
-        """Apply the chain of this view to a whole tensor (R, C)."""
+        """Return this view of a whole tensor (R, C)."""
         for step in self.chain:
             whole = step(whole)
         return whole
@@ -122,7 +122,7 @@ class Float8FrozenWeight(QuantizableTensor):
 
     @property
     def data(self) -> Tensor:
-        """The weight; what is written through it is quantized anew."""
+        """An alias of the weight, whose writes are quantized again."""
         return self.detach()
 
     @data.setter
@@ -135,19 +135,19 @@ class Float8FrozenWeight(QuantizableTensor):
                 "the weight's own dtype first: torch_fp8.thaw(model)"
             )
         refuse_merge(own := self.payload)
-        if own.rewrite is not None:  # a shard, which all ranks write together
+        if own.rewrite is not None:  # a shard: all ranks write together
             self.copy_(value)
         elif not _has_form(value, own.spec):
             self.payload = own.of_values(dequantized(value))
         elif value.payload.owner == own.owner:
-            self.payload = value.payload  # which an alias has kept
+            self.payload = value.payload  # from an alias of this weight
         else:
             self.payload = own.of_bytes(value.qdata.clone(), value.scale.clone())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory of the bytes, for whoever counts or compares memory.
+        """Return the storage of the bytes, for code that counts or compares memory.
 
-        torch.compile, which wants a storage as large as it takes the tensor to be, gets its own.
+        torch itself (torch.compile) expects a storage of the BF16 size and gets the wrapper's own.
         """
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return super().untyped_storage()
@@ -167,10 +167,10 @@ class Float8FrozenWeight(QuantizableTensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "Float8FrozenWeight":
-        """Thaw the weight, in place, where it is to be trained.
+        """Thaw the weight in place if `requires_grad` is True.
 
         Raises:
-            RuntimeError: no layer owns it, or it is sharded.
+            RuntimeError: no layer owns the weight, or it is sharded or a view.
         """
         if not requires_grad:
             return self
@@ -181,7 +181,7 @@ class Float8FrozenWeight(QuantizableTensor):
                 "dtype first: torch_fp8.thaw(model)"
             )
         owner.thaw_for_training()
-        return self  # which is a plain Parameter by now
+        return self  # now a plain Parameter
 
     @property
     def grad(self) -> None:
@@ -226,7 +226,7 @@ class Float8FrozenWeight(QuantizableTensor):
         for payload in written.values():
             refuse_merge(payload)
         whole = {key: payload.dequantize(torch.float32) for key, payload in written.items()}
-        own: dict[int, Any] = {}  # what stands for a weight that is written, by identity
+        own: dict[int, Any] = {}  # id of a float32 part -> (part, weight that it represents)
 
         def plain(value: Any) -> Any:
             if not isinstance(value, QuantizableTensor):
@@ -244,16 +244,16 @@ class Float8FrozenWeight(QuantizableTensor):
 
 
 def frozen_parameter(payload: FrozenPayload) -> nn.Parameter:
-    """Return the Parameter of these bytes, which is a `Float8FrozenWeight`."""
+    """Return a Parameter of class `Float8FrozenWeight` over these bytes."""
     return nn.Parameter(Float8FrozenWeight(payload), requires_grad=False)
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Return whether a frozen weight is a module's Parameter, and no view."""
+    """Return whether a frozen weight is a Parameter, and not a view."""
     return bool(getattr(tensor, "_is_param", False))
 
 
-# Functions, for torch.compile takes a method of a tensor for an operator.
+# A function, because torch.compile would treat a method of a tensor as an operator.
 def frozen_payloads(
     weight: Float8FrozenWeight,
     spec: CastSpec,
@@ -261,13 +261,13 @@ def frozen_payloads(
     columnwise: bool,
     grad_output: Tensor | None,
 ) -> Payloads:
-    """Return the payload (R, C) with its scales, and the transpose (C, R) that dgrad multiplies.
+    """Return the payload (R, C), and its transpose (C, R), each one or None.
 
     Args:
         weight: whole weight (R, C).
-        spec: format and granularity that the layer asks for, which must be those of the weight.
-        rowwise, columnwise: whether the payload, and the transpose, is wanted; else it is None.
-        grad_output: gradient in a backward, or None; see `torch_fp8.ops.quantize.transposed`.
+        spec: format and granularity that the layer needs; they must be those of the weight.
+        rowwise, columnwise: whether to return the payload, and the transpose.
+        grad_output: gradient in backward, or None; see `torch_fp8.ops.quantize.transposed`.
     """
     stored = _stored(weight)
     if spec.granularity != stored.granularity:
@@ -285,7 +285,7 @@ def _stored(weight: Float8FrozenWeight) -> QuantizedTensor:
 
 @functools.cache
 def _makes_view(func: Any) -> bool:
-    """Whether an operator returns views of its first argument and writes nothing."""
+    """Return whether an operator returns views of its first argument and writes nothing."""
     schema = func._schema
     infos = [result.alias_info for result in schema.returns]
     if not infos or any(info is None or info.is_write for info in infos):
@@ -309,7 +309,7 @@ def _view(weight: Float8FrozenWeight, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _geometry(weight: Tensor) -> Tensor:
-    """A tensor without data that lies as `weight` does."""
+    """Return a meta tensor with the geometry of `weight`."""
     size, stride, offset = weight.shape, weight.stride(), weight.storage_offset()
     whole = torch.empty_strided(size, stride, dtype=DTYPE, device="meta")
     if not offset:
@@ -319,7 +319,7 @@ def _geometry(weight: Tensor) -> Tensor:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
-    """The frozen weights that an operator writes."""
+    """Return the frozen weights to which an operator writes."""
     written: list[Float8FrozenWeight] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.is_write or (argument.alias_info is not None and argument.alias_info.is_write):
@@ -330,12 +330,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
 
 
 def _has_form(x: Any, spec: CastSpec) -> bool:
-    """Whether `x` is a whole frozen weight that is cast as `spec` says."""
+    """Return whether `x` is a whole frozen weight with the cast `spec`."""
     return isinstance(x, Float8FrozenWeight) and not x.chain and x.payload.spec == spec
 
 
 def _same_bytes(target: Any, source: Any) -> bool:
-    """Copy one whole frozen weight to another of the same form; False: they differ."""
+    """Copy a whole frozen weight to another one of the same form; return False if they differ."""
     spec = target.payload.spec if isinstance(target, Float8FrozenWeight) else None
     if spec is None or not (_has_form(target, spec) and _has_form(source, spec)):
         return False

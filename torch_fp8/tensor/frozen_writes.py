@@ -1,8 +1,8 @@
-"""What is written to a weight in FP8 alone is never lost in silence.
+"""Checks of writes to weights that are stored as FP8 only, so that no change is silently lost.
 
-A copy leaves what FP8 makes of its source. A change (``add_``, ``mul_`` and the like) may be
-smaller than the steps of E4M3, which are 6 to 12 % of a value: then the weight stays as it was. An
-adapter's delta is such a change, and taking it away again would not give the bytes back.
+A copy rounds its source to FP8. A change (``add_``, ``mul_``, ...) may be smaller than the steps of
+E4M3, which are 6 to 12 % of a value, and then leaves the weight as it was. An adapter's delta is
+such a change, and subtracting it again would not restore the bytes.
 """
 
 import sys
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch_fp8.tensor.frozen_payload import FrozenPayload
 
 _MERGES = ("merge", "unmerge")
-"""The methods of PEFT's layers that write to the weight below them."""
+"""Methods of PEFT's layers that write to the weight of their base layer."""
 
 
 def refuse_merge(payload: FrozenPayload) -> None:
-    """Refuse to be written by an adapter that is merged by PEFT alone, before anything is changed.
+    """Refuse that PEFT alone merges an adapter into the weight, before anything changes.
 
-    With `accelerate_fp8` imported, the weight is in float32 by then.
+    If `accelerate_fp8` is imported, it has made the weight float32 before.
 
     Raises:
-        RuntimeError: the caller merges an adapter into the weight, or takes it out.
+        RuntimeError: the caller merges an adapter into the weight, or unmerges one.
     """
     owner = None if payload.owner is None else payload.owner()
     if owner is None:
@@ -48,13 +48,12 @@ def refuse_merge(payload: FrozenPayload) -> None:
 
 
 def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
-    """Write `values`, and warn where a change of the weight was smaller than FP8's steps.
+    """Write `values`, and warn if most of the change was smaller than FP8's steps.
 
     Args:
-        payload: what is written.
-        values: (R, C) float32.
-        func: the operator that has made them of the weight. What a copy leaves depends on its
-            source alone.
+        payload: payload to write to.
+        values: (R, C) float32, new values.
+        func: operator that computed `values` from the weight; copies are not checked.
     """
     if values.is_meta or "copy" in func.__name__:
         payload.write(values)
@@ -68,7 +67,7 @@ def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
 
 
 def _warn_of_loss(payload: FrozenPayload, func: Any) -> None:
-    """Say so once for all weights that were frozen together."""
+    """Warn once for all weights that were frozen together."""
     owner = None if payload.owner is None else payload.owner()
     notice = getattr(owner, "thaw_notice", None)
     if notice is not None and notice.lost:

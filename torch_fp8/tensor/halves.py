@@ -1,4 +1,4 @@
-"""`Halves`: memory of a float32 weight, a BF16 tensor and the bits below it."""
+"""`Halves`: storage of a float32 weight as a BF16 tensor and the bits below it."""
 
 import itertools
 import warnings
@@ -20,20 +20,20 @@ from torch_fp8.quantization.split_float import (
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
 
 EXACT_BITS = 16
-"""The residual bits with which a split is exact."""
+"""Number of residual bits with which a split is exact."""
 VERSIONS = itertools.count(1)
-"""Numbers of which each value of a weight has one of its own."""
+"""Counter of unique numbers, one for each value that any weight has had."""
 
 
 class Halves:
-    """Memory of a float32 weight; all aliases share it.
+    """Storage of a float32 weight, shared by all its aliases.
 
     Attributes:
         high: bfloat16, of the weight's shape, contiguous.
-        residual: residual as stored (`torch_fp8.quantization.split_float.pack`); None without bits.
-        bits: residual bits that are stored now.
-        step_bits: residual bits that a step of the optimizer leaves.
-        version: another number after each write, whoever wrote, and that of no other weight.
+        residual: packed residual (`torch_fp8.quantization.split_float.pack`); None: no bits.
+        bits: number of residual bits that are stored now.
+        step_bits: number of residual bits after a step of the optimizer.
+        version: unique number, renewed by each write.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Halves:
     @staticmethod
     @torch.no_grad()
     def of(weight: Tensor, bits: int) -> "Halves":
-        """Split a plain float32 tensor, rounded to nearest."""
+        """Split a plain float32 tensor, rounding to nearest."""
         return Halves(*split_matrix(weight, bits), bits)
 
     def join(self, device: torch.device | None = None) -> Tensor:
@@ -68,22 +68,22 @@ class Halves:
         return join_matrix(self.high, self.residual, self.bits, device, exact)
 
     def write(self, weight: Tensor) -> None:
-        """Take the float32 weight exactly."""
+        """Store a float32 weight exactly, with 16 residual bits."""
         high, residual = split_matrix(weight, EXACT_BITS)
         self.high.copy_(high)
         if self.bits == EXACT_BITS and self.residual is not None:
-            self.residual.copy_(residual)  # others may share it
+            self.residual.copy_(residual)  # in place: other processes may share it
         else:
             self.bits, self.residual = EXACT_BITS, residual
         self.version = next(VERSIONS)
 
     def settle(self, keys: tuple[int, int], origin: tuple[int, int, int] | None = None) -> None:
-        """Round what somebody has written to the bits of a step, stochastically.
+        """Round a weight that other code has written to `step_bits`, stochastically.
 
         Args:
-            keys: name the random bits, see `torch_fp8.quantization.stochastic_rounding`.
-            origin: row and column of the whole matrix where this shard starts, and its columns;
-                None: it is no shard.
+            keys: keys of the random bits, see `torch_fp8.quantization.stochastic_rounding`.
+            origin: row and column at which this shard starts in the whole matrix, and the number of
+                columns of the whole; None: not a shard.
         """
         if self.bits == self.step_bits:
             return
@@ -116,19 +116,19 @@ class Halves:
         self.residual, self.bits = residual, self.step_bits
 
     def adopt(self, residual: Tensor) -> bool:
-        """Take the residual of a file that has these weights as BF16; return whether they are.
+        """Take the residual from an optimizer's file; return whether the weight is BF16 now.
 
-        Until the next step it is taken again when the weight is loaded in BF16: the file of the
-        model may be read after that of the optimizer.
+        The file of the model may be loaded after that of the optimizer. So until the next step, the
+        residual is taken again whenever the weight is loaded in BF16.
 
         Args:
-            residual: as stored with `step_bits`.
+            residual: packed residual with `step_bits`.
         """
         self.awaited = residual.to(self.high.device)
         return self.take_awaited()
 
     def take_awaited(self) -> bool:
-        """Take the residual that waits for this weight, if the weight is BF16 and one does."""
+        """Take the residual of `adopt` if there is one and the weight has no other residual."""
         if self.awaited is None or (self.residual is not None and bool(self.residual.any())):
             return False
         self.residual, self.bits = self.awaited.clone(), self.step_bits
@@ -136,13 +136,13 @@ class Halves:
         return True
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Halves":
-        """Return a weight of what `function` makes of each half."""
+        """Return new halves, with `function` applied to each."""
         residual = None if self.residual is None else function(self.residual)
         return Halves(function(self.high), residual, self.bits, self.step_bits)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return what is stored."""
+        """The stored tensors: the BF16 half, and the residual if there is one."""
         return [self.high] if self.residual is None else [self.high, self.residual]
 
 
@@ -151,7 +151,7 @@ def _matrix_shape(x: Tensor) -> tuple[int, int]:
 
 
 def empty_residual(high: Tensor, bits: int) -> Tensor | None:
-    """Return memory for the residual of a weight; None without bits."""
+    """Allocate the packed residual of a weight; None for 0 bits or an empty weight."""
     if not bits or not high.numel():
         return None
     rows, cols = _matrix_shape(high)
@@ -160,10 +160,10 @@ def empty_residual(high: Tensor, bits: int) -> Tensor | None:
 
 
 def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Split a float32 tensor into BF16 of the same shape, contiguous, and its residual as stored.
+    """Split a float32 tensor into contiguous BF16 of the same shape, and the packed residual.
 
-    Rounding is to nearest, part by part, so that no temporary has the tensor's size. Numbers above
-    the largest that the halves hold become that.
+    It rounds to nearest, a few rows at a time, so that no temporary has the tensor's size. Finite
+    numbers beyond the largest that the halves hold saturate.
     """
     rows, cols = _matrix_shape(weight)
     high = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
@@ -187,12 +187,12 @@ def join_matrix(
     device: torch.device | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Join `split_matrix`'s parts to the float32 tensor, contiguous.
+    """Join the results of `split_matrix` to a contiguous float32 tensor.
 
     Args:
-        high, residual, bits: halves of the tensor.
+        high, residual, bits: BF16 half, packed residual and its number of bits.
         device: device of the result; None: that of the halves.
-        exact: whether the residual is certainly of this weight.
+        exact: whether the residual certainly belongs to this weight, see `split_float.join`.
     """
     device = device or high.device
     joined = high.new_empty(high.shape, dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """`Int8Momentum`: a momentum in linear int8.
 
-It is what ``optimizer.state[p]["momentum_buffer"]`` holds between the steps of a converted Muon.
-`torch_fp8.quantization.linear_int8` describes its codes. Writes of user code round to nearest.
+``optimizer.state[p]["momentum_buffer"]`` of a converted Muon holds it between steps.
+`torch_fp8.quantization.linear_int8` describes the codes. Writes by user code round to nearest.
 """
 
 import torch
@@ -29,12 +29,13 @@ class Int8Momentum(QuantizedState):
     def round_step(
         self, x: Tensor, counters: tuple[int, int, int], origin: tuple[int, int, int]
     ) -> None:
-        """Store the momentum of a step, rounded by the step's thresholds.
+        """Store the momentum after a step, rounded with the step's thresholds.
 
         Args:
-            x: momentum, of this shape.
+            x: momentum of this shape.
             counters: seed, step and index of the parameter.
-            origin: row and column where this shard starts in the whole matrix, and its columns.
+            origin: row and column at which this shard starts in the whole matrix, and the number of
+                columns of the whole.
         """
         row, col, row_length = origin
 
