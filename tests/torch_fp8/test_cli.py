@@ -140,8 +140,8 @@ def test_a_card_that_is_not_there_and_a_name_of_the_hub_have_a_way_out(
     (tmp_path / "tiny" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert "--device cuda: this torch was built" in run("tiny", "--device", "cuda")
     assert "--device cuda: " in run("tiny", "--device", "cuda")
-    assert "Take --device cpu" in run("tiny", "--device", "cuda")
-    assert "take cpu, cuda or cuda:0" in run("tiny", "--device", "gpu0")
+    assert "Use --device cpu" in run("tiny", "--device", "cuda")
+    assert "use cpu, cuda or cuda:0" in run("tiny", "--device", "gpu0")
 
 
 def test_a_machine_that_cannot_be_described_is_a_red_line(plant, monkeypatch, capsys):

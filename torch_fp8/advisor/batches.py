@@ -37,7 +37,7 @@ def batches_of_file(
             break
     if len(tokens) < length:
         raise ValueError(
-            f"{str(path)!r} has {len(tokens)} tokens, fewer than a sequence of {length}; name a "
+            f"{str(path)!r} has {len(tokens)} tokens, fewer than one sequence of {length}; use a "
             "longer file, or a smaller --sequence"
         )
     sequences = torch.tensor(tokens[: len(tokens) // length * length], dtype=torch.int64).view(
@@ -63,12 +63,12 @@ def _texts(path: Path, field: str) -> Iterator[str]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{str(path)!r}, line {number}, is no JSON: {error}") from error
+            raise ValueError(f"{str(path)!r}, line {number}, is not valid JSON: {error}") from error
         text = value.get(field) if isinstance(value, dict) else None
         if not isinstance(text, str):
             has = ", ".join(map(repr, value)) if isinstance(value, dict) else repr(value)[:60]
             raise ValueError(
-                f"{str(path)!r}, line {number}, has no text {field!r} (it has {has}); name the "
-                "field with --field"
+                f"{str(path)!r}, line {number}, has no text field {field!r} (it has {has}); set "
+                "the field with --field"
             )
         yield text

@@ -29,9 +29,9 @@ def check(options: argparse.Namespace) -> int:
     """Print the proposal for a model; returns the exit status."""
     output: Path | None = options.output
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        raise ValueError(f"--output {output}: no file can be written there")
+        raise ValueError(f"--output {output}: this file cannot be written")
     if options.data is not None and not options.data.is_file():
-        raise ValueError(f"DATA {str(options.data)!r} is no file")
+        raise ValueError(f"DATA {str(options.data)!r} is not a file")
     model = _model(options)
     batches = _batches(options, model)
     proposal = _proposal(model, batches, options)
@@ -45,7 +45,7 @@ def check(options: argparse.Namespace) -> int:
     if output is None:
         print(text)
     else:
-        print("TORCH_FP8_CONFIG, set to this file, has every plugin read the configuration:")
+        print("To use this configuration in every plugin, set TORCH_FP8_CONFIG to this file:")
         print(output)
     return 0
 
@@ -111,7 +111,9 @@ def _proposal(
 
 def _headline(model: nn.Module, batches: list[torch.Tensor], options: argparse.Namespace) -> str:
     tokens = sum(batch.numel() for batch in batches)
-    source = "random tokens, for no DATA was named" if options.data is None else str(options.data)
+    source = (
+        "random tokens, because no DATA was given" if options.data is None else str(options.data)
+    )
     return (
         f"{type(model).__name__}, {tokens} tokens in {len(batches)} batches ({source}); dB is the "
         "signal-to-noise ratio of the median token of a layer's output, 28.5 of Gaussian values"

@@ -13,7 +13,7 @@ def add_parser(commands: Any) -> None:
         "check",
         help="run a few batches through a model and propose a recipe for each layer",
         description=(
-            "Run a few batches through a model in BF16, try FP8's casts on what each layer gets, "
+            "Run a few batches through a model in BF16, try FP8 casts on the input of each layer, "
             "and propose a recipe for each, with reasons. Exit status: 0 proposed, 1 something "
             "failed, 2 a mistake in the call, 130 interrupted."
         ),

@@ -112,7 +112,7 @@ def _for_experts(found: LayerFindings) -> LayerProposal:
     reasons = []
     if found.without_tokens:
         of_all = f"{found.without_tokens} of {found.num_experts} experts"
-        reasons.append(f"no token came to {of_all}, which were not measured")
+        reasons.append(f"{of_all} got no token and were not measured")
     db = found.db[EXPERT_RECIPE]
     if not db < ENOUGH:  # nor NaN
         return LayerProposal(found, {}, tuple(reasons))
@@ -146,6 +146,6 @@ def _notes(findings: Sequence[LayerFindings]) -> list[str]:
         return []
     shown = ", ".join(map(str, odd[:3])) + (", ..." if len(odd) > 3 else "")
     return [
-        f"forwards of {shown} tokens are no multiple of 16: the product for the weight's gradient "
-        "is padded to one; a sequence length that is a multiple avoids that"
+        f"forwards of {shown} tokens are not a multiple of 16: the GEMM for the weight gradient is "
+        "padded; a sequence length that is a multiple of 16 avoids that"
     ]

@@ -30,8 +30,8 @@ def _entry_point() -> Result:
         SECTION,
         "entry point",
         FAILED,
-        "torch-fp8 is not installed in this environment, so that torch cannot call it: install it "
-        f"with pip. Until then {_EXPLICITLY}",
+        "torch-fp8 is not installed in this environment, so torch cannot load it: install it with "
+        f"pip. Until then {_EXPLICITLY}",
     )
 
 
@@ -39,7 +39,7 @@ def _variable() -> Result:
     value = os.environ.get(VARIABLE)
     if value is None or value == "1":
         return Result(SECTION, VARIABLE, OK, "not set" if value is None else "1")
-    detail = f"{value!r}: torch loads no extension, and the flag is off; {_EXPLICITLY}"
+    detail = f"{value!r}: torch loads no extension, so the flag has no effect; {_EXPLICITLY}"
     return Result(SECTION, VARIABLE, FAILED, detail)
 
 
@@ -50,7 +50,8 @@ def _finder() -> Result:
         SECTION,
         "this interpreter",
         FAILED,
-        f"no finder in sys.meta_path: hosts stay as they are, and the flag is off; {_EXPLICITLY}",
+        "no finder in sys.meta_path: hosts are not extended, so the flag has no effect; "
+        f"{_EXPLICITLY}",
     )
 
 

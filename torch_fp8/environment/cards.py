@@ -12,8 +12,7 @@ from torch_fp8.quantization.recipe import RECIPES
 
 CARDS, NATIVE = "cards", "recipes on cards"
 EMULATION = (
-    "in emulation: the same rounding and the same states, multiplied in float32, which is slower "
-    "than BF16"
+    "in emulation: the same rounding and states, multiplied in float32, which is slower than BF16"
 )
 
 
@@ -24,7 +23,7 @@ def cards() -> list[Result]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         why = _no_card([one_line(str(warning.message)) for warning in said])
-        cpu = f"every recipe runs {EMULATION}. For trying out, not for training"
+        cpu = f"every recipe runs {EMULATION}. Use it for trials, not for training"
         return [Result(CARDS, "none", INFO, why), Result(NATIVE, "CPU", INFO, cpu)]
     results, names = [], set()
     for index in range(count):
@@ -39,8 +38,8 @@ def cards() -> list[Result]:
                 CARDS,
                 "different kinds",
                 INFO,
-                "a recipe has to run on every card that takes part; name one, for 'auto' is "
-                "measured on one of them. The self-test runs on cuda:0: choose another by "
+                "a recipe must run on every card used; name one, because 'auto' is measured on "
+                "only one of them. The self-test runs on cuda:0: choose another with "
                 "CUDA_VISIBLE_DEVICES",
             )
         )
@@ -56,10 +55,10 @@ def usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device {name}: no device of torch; take cpu, cuda or cuda:0") from None
+        raise ValueError(f"--device {name}: not a torch device; use cpu, cuda or cuda:0") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         reason = _no_card([]) if not torch.cuda.device_count() else "there is no such card here"
-        raise ValueError(f"--device {name}: {reason}. Take --device cpu, which is the default")
+        raise ValueError(f"--device {name}: {reason}. Use --device cpu, the default")
     return device
 
 
@@ -71,8 +70,8 @@ def _card(device: torch.device) -> list[Result]:
     results = [Result(CARDS, str(device), INFO, detail)]
     if capability < MIN_CAPABILITY:
         detail = (
-            "no FP8 tensor cores, which come with sm_89 (Ada), sm_90 (Hopper) and later: BF16 is "
-            f"the precision for this card. FP8Config(emulate=True) runs every recipe {EMULATION}"
+            "no FP8 tensor cores, which come with sm_89 (Ada), sm_90 (Hopper) and later: use BF16 "
+            f"on this card. FP8Config(emulate=True) runs every recipe {EMULATION}"
         )
         return [*results, Result(NATIVE, str(device), INFO, detail)]
     for recipe in RECIPES:
@@ -90,7 +89,7 @@ def _no_card(said: list[str]) -> str:
     if torch.version.hip is not None:
         return "torch was built for ROCm: FP8 runs on NVIDIA cards of sm_89 and above"
     if torch.version.cuda is None:
-        return "this torch was built for the CPU; the CUDA build finds cards"
+        return "this torch was built for the CPU; install the CUDA build to use cards"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides all of them"

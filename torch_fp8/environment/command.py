@@ -12,17 +12,18 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to those of ``torch-fp8``."""
     env = commands.add_parser(
         "env",
-        help="versions, cards, recipes, autoload and hosts of this machine; --self-test tries all",
+        help="show versions, cards, recipes, autoload and hosts of this machine; --self-test tests "
+        "them",
         description=(
-            "What this machine has for FP8 training. Exit status: 0 all is well, 1 something "
-            "failed, 2 a mistake in the call."
+            "Show what this machine offers for FP8 training. Exit status: 0 all is well, 1 "
+            "something failed, 2 a mistake in the call."
         ),
     )
     env.add_argument(
         "--self-test",
         action="store_true",
-        help="try the kernels, the recipes, the hosts and the exchange between processes "
-        "(a few minutes)",
+        help="test the kernels, the recipes, the hosts and the exchange between processes (a few "
+        "minutes)",
     )
     env.add_argument(
         "--only",
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
     env.add_argument(
         "--all",
         action="store_true",
-        help="a line for everything, extension points of the hosts included",
+        help="print a line for everything, including the extension points of the hosts",
     )
     env.add_argument("--json", action="store_true", help="print JSON instead of tables")
     env.add_argument(

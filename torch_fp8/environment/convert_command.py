@@ -9,7 +9,7 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to those of ``torch-fp8``."""
     converted = commands.add_parser(
         "convert-optimizer",
-        help="make stock AdamW's format of an optimizer's 8-bit states",
+        help="convert an optimizer's 8-bit states to the format of stock AdamW",
         description=(
             "Write an optimizer's checkpoint, saved with FP8Config(checkpoint_states='fp8'), in "
             "the format of torch.optim.AdamW. Exit status: 0 all is well, 1 a file cannot be read "

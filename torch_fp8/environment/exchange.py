@@ -48,7 +48,7 @@ def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
     decibels = sqnr_db(torch.stack(gradients).double().mean(0), averages[0])
     if not decibels >= FLOOR_DB:
         raise RuntimeError(
-            f"the average has {decibels:.1f} dB, below its floor of {FLOOR_DB:.1f} dB"
+            f"the average reaches {decibels:.1f} dB, below its floor of {FLOOR_DB:.1f} dB"
         )
     return f"average of gradients {decibels:.1f} dB, equal on all ranks"
 

@@ -60,8 +60,8 @@ def model_class(checkpoint: Path) -> Any:
     file = checkpoint / "config.json"
     if not checkpoint.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
         raise ValueError(
-            f"{str(checkpoint)!r} is no folder here, nor in the cache of the Hugging Face hub. If "
-            f"it is a model of the hub, download it: hf download {checkpoint}"
+            f"{str(checkpoint)!r} is neither a folder nor a model in the Hugging Face hub cache. "
+            f"If it is a model on the hub, download it: hf download {checkpoint}"
         )
     try:
         names = json.loads(file.read_text()).get("architectures") or [None]
@@ -76,6 +76,6 @@ def model_class(checkpoint: Path) -> Any:
     if cls is None:
         raise ValueError(
             f"{str(file)!r} names the architecture {names[0]!r}, which transformers "
-            f"{transformers.__version__} has not; load the model and call torch_fp8.export"
+            f"{transformers.__version__} does not have; load the model and call torch_fp8.export"
         )
     return cls

@@ -62,11 +62,11 @@ class Evidence:
         """Raise unless this was a step of `level`."""
         self._hook.remove()
         if not self.calls or not self.states:
-            raise RuntimeError("no FP8 layer took part: the flag is silently off")
+            raise RuntimeError("no FP8 layer took part: the flag has no effect")
         wanted = (torch.float32 if level == "O1" else torch.bfloat16, level == "O3")
         if set(self.states) != {wanted}:
             kinds = sorted({f"{dtype}, 8-bit gradient: {is_fp8}" for dtype, is_fp8 in self.states})
-            raise RuntimeError(f"weights of level {level} are not of its kind: {'; '.join(kinds)}")
+            raise RuntimeError(f"weights at level {level} have the wrong kind: {'; '.join(kinds)}")
         if not torch.tensor(loss).isfinite():
             raise RuntimeError(f"the loss is {loss}")
         # A host may have moved the model back to the CPU.

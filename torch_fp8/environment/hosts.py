@@ -79,7 +79,7 @@ def _extended(host: str) -> list[Result]:
         for module, error in report["errors"].items()
     ]
     bad = sum(line.status == FAILED for line in lines)
-    held = f"{version}, {len(lines) - bad} of {len(lines)} extension points took hold"
+    held = f"{version}, {len(lines) - bad} of {len(lines)} extension points are active"
     told = [one_line(text) for text in report["warnings"] if not _is_about_a_point(host, text)]
     return [Result(SECTION, host, FAILED if bad else OK, "; ".join([held, *told])), *lines]
 
@@ -94,9 +94,9 @@ def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
         return Result(SECTION, full, OK, "extended", part=True)
     about = [one_line(warning) for warning in warnings if f" {module}:" in warning]
     if state == MOVED:
-        detail = "is not there in this version: the flag cannot work through it"
+        detail = "does not exist in this version, so the flag cannot work through it"
     else:
-        detail = "is as the host made it: the flag is off here"
+        detail = "is not extended: the flag has no effect here"
     return Result(SECTION, full, FAILED, "; ".join([detail, *about]))
 
 

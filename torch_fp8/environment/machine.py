@@ -98,7 +98,7 @@ def _report_path(options: argparse.Namespace) -> Path | None:
     if path is not None:
         path = path.absolute()
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            options.parser.error(f"--report {options.report}: no file can be written there")
+            options.parser.error(f"--report {options.report}: this file cannot be written")
         return path
     if not options.self_test:
         return None

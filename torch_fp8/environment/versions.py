@@ -86,7 +86,7 @@ def _cublas() -> str:
     if torch.version.cuda is None:
         return "none"
     version = distribution_version(*_CUBLAS)
-    return version or "comes with CUDA; torch does not tell its version"
+    return version or "included with CUDA; torch does not report its version"
 
 
 def _nccl() -> str:

@@ -34,7 +34,7 @@ DEFAULT_BOUNDS = (
     Bound("grad_output", "underflow", -INF, 0.5, "small values become zero"),
     Bound("input", "sqnr", 20.0, INF, "little is left of the values"),
     Bound("weight", "sqnr", 20.0, INF, "little is left of the values"),
-    Bound("grad_output", "direction_error", -INF, 0.1, "the gradient is turned"),
+    Bound("grad_output", "direction_error", -INF, 0.1, "the gradient's direction changed"),
     Bound("input", "amax", -INF, 3e38, "Inf or NaN"),
     Bound("grad_output", "amax", 1e-30, 3e38, "a gradient is zero, Inf or NaN"),
     Bound("input", "outliers", -INF, 500.0, "one channel is far larger than the others"),
@@ -42,7 +42,7 @@ DEFAULT_BOUNDS = (
         Bound("history", operand, -INF, 0.0, "delayed scaling left amaxes out, casts saturated")
         for operand in LEFT_OUT
     ),
-    Bound("update", "flushed", -INF, 1e-3, "v is zero beside a live m"),
+    Bound("update", "flushed", -INF, 1e-3, "v is zero while m is not"),
     Bound("update", "rms", -INF, 10.0, "v lags behind the gradient"),
     Bound("experts", "empty", -INF, 0.0, "experts had no token since the last measured step"),
     Bound("swiglu", "alignment", -INF, 0.98, "a channel's gate and up weights are parallel"),

@@ -14,7 +14,7 @@ def add_parser(commands: Any) -> None:
     """Add it to the sub-commands of the command."""
     report = commands.add_parser(
         "report",
-        help="one HTML page, and PNGs, of what a run's monitor has measured",
+        help="write an HTML page and PNGs of what a run's monitor measured",
         description=(
             "Draw what a run with FP8Config(monitor=N) has measured: the loss with its events, "
             "layers and steps as heat maps, the worst tensors, what fell back and why. Exit "
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="other runs whose losses are drawn, too; the first is what losses are compared with",
+        help="other runs whose losses are drawn too; losses are compared with the first one",
     )
     report.set_defaults(run=_report, failures=(ValueError, ImportError))
 
@@ -58,7 +58,7 @@ def _report(options: argparse.Namespace) -> int:
     folder = options.output or record.path.parent / f"fp8_report{model}"
     beside = dict(zip(names, others, strict=True))
     for other, run in beside.items():
-        lost = [] if run.losses else ["The run has no losses, and is not drawn."]
+        lost = [] if run.losses else ["The run has no losses, so nothing was drawn."]
         record.notes += [f"{other}: {note}" for note in (*run.notes, *lost)]
     written = write_report(record, folder, beside, name)
     for note in record.notes:

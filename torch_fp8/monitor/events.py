@@ -83,7 +83,7 @@ class Events:
                 what = (
                     f"{name.removeprefix(PREFIX)}: delayed scaling left out {count:.0f} amax(es) "
                     f"of the {operand} since step {max(step - every, 0)}, each more than "
-                    f"{OUTLIER:,.0f} times the largest of the history, whose scale cast it"
+                    f"{OUTLIER:,.0f} times the largest of the history that set the scale"
                 )
                 self.note(step, {"event": "left_out", "layer": layer, "what": what})
 
@@ -118,7 +118,7 @@ class Events:
         if not self.has_failed:
             self.has_failed = True
             warnings.warn(
-                f"the FP8 monitor failed at step {self.step + 1}, and goes on with what it can "
+                f"the FP8 monitor failed at step {self.step + 1}, and continues with what it can "
                 f"measure: {type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=2,

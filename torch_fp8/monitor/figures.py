@@ -236,7 +236,7 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"torch-fp8 report draws with matplotlib: pip install matplotlib ({error})"
+            f"torch-fp8 report needs matplotlib: pip install matplotlib ({error})"
         ) from error
 
 

@@ -51,8 +51,8 @@ TOPICS = (
         unit=" dB",
         lowest=0.0,
         highest=34.0,
-        meaning="Signal to quantization noise of a layer's input or weight, whichever has less. "
-        "Well-scaled E4M3 has 31.5 dB; below 20 dB little is left.",
+        meaning="Signal-to-quantization-noise ratio of a layer's input or weight, whichever is "
+        "lower. Well-scaled E4M3 has 31.5 dB; below 20 dB little is left.",
     ),
     Topic(
         "direction",
@@ -74,8 +74,8 @@ TOPICS = (
         unit=" %",
         lowest=1e-4,
         highest=1.0,
-        meaning="The share of elements other than zero that the cast makes zero, of the worst "
-        "tensor of a layer.",
+        meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor of "
+        "a layer.",
         is_share=True,
     ),
     Topic(
@@ -87,8 +87,8 @@ TOPICS = (
         unit="x",
         lowest=1.0,
         highest=1e4,
-        meaning="The largest channel of a layer's input over the median channel. One scale for the "
-        "whole tensor then leaves the other channels few of E4M3's steps.",
+        meaning="The largest channel of a layer's input over the median channel. With one scale "
+        "for the whole tensor, few E4M3 steps are left for the other channels.",
     ),
     Topic(
         "alignment",
@@ -110,8 +110,8 @@ TOPICS = (
         unit=" %",
         lowest=1e-5,
         highest=1.0,
-        meaning="The share of elements that are larger than the payload can say, of the worst "
-        "tensor of a layer: delayed scaling did not see them coming.",
+        meaning="The share of elements that are too large for the payload, in the worst tensor of "
+        "a layer: delayed scaling did not predict them.",
         is_share=True,
     ),
 )

@@ -79,9 +79,7 @@ def _page(
     body.append(_events(record))
     body.append(_worst(record))
     for heat in maps:
-        content = (
-            '<p class="quiet">As good as can be, in every layer and step that was measured.</p>'
-        )
+        content = '<p class="quiet">Ideal in every layer and step that was measured.</p>'
         if not heat.is_blank:
             alt = f"{heat.topic.title}, {len(heat.rows)} layers"
             content = _image(pictures[heat.topic.key], alt)
@@ -92,7 +90,7 @@ def _page(
             meaning += " A violet line through a layer: it was out of FP8."
         body.append(_section(heat.topic.title, content, meaning, heat.topic.key))
     if not maps:
-        body.append(_section("Layers", "<p>The run has no statistics of layers.</p>"))
+        body.append(_section("Layers", "<p>The run has no layer statistics.</p>"))
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
@@ -131,7 +129,7 @@ def _tiles(record: RunRecord) -> str:
 
 def _events(record: RunRecord) -> str:
     if not record.events:
-        return _section("What happened", '<p class="quiet">Nothing that needs a word.</p>')
+        return _section("What happened", '<p class="quiet">Nothing to report.</p>')
     rows = []
     for event in record.events[:_MOST_EVENTS]:
         colour, words = EVENTS.get(str(event["event"]), (FAINT, str(event["event"])))
@@ -188,7 +186,7 @@ def _worst(record: RunRecord) -> str:
     return _section(
         "Worst tensors",
         f'<table class="worst">{head}{"".join(rows)}</table>',
-        "The numbers that came nearest to their bound; the bar is full where it was crossed.",
+        "The numbers that came closest to their bound; a full bar means that it was crossed.",
     )
 
 

@@ -83,11 +83,11 @@ class Monitor:
         name: str = "",
     ) -> None:
         if not config.monitor:
-            raise ValueError("FP8Config(monitor=0) measures nothing; name monitor=100, say")
+            raise ValueError("FP8Config(monitor=0) measures nothing; set monitor=100, for example")
         if config.on_loss_spike == "restore" and restore is None:
             raise ValueError(
-                "FP8Config(on_loss_spike='restore') goes back to the host's last checkpoint, and "
-                "this host offers none; name 'skip' or 'bf16'"
+                "FP8Config(on_loss_spike='restore') goes back to the host's last checkpoint, but "
+                "this host offers none; use 'skip' or 'bf16'"
             )
         self.config, self.bounds, self.name = config, bounds, name
         self._log, self._restore, self._ddp = log, restore, ddp
@@ -95,7 +95,7 @@ class Monitor:
         self._is_joining = False
         self._optimizers = list(optimizers)
         if not self._optimizers:
-            raise ValueError("a monitor finds the end of a step by an optimizer; pass one")
+            raise ValueError("a monitor needs an optimizer to detect the end of a step; pass one")
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
         self._experts = ExpertModules(model)
@@ -211,8 +211,8 @@ class Monitor:
             self._is_joining = True
             warnings.warn(
                 f"the FP8 monitor measures nothing from step {self.step + 1} on: within "
-                "DistributedDataParallel.join() (join_uneven_inputs) ranks end one by one, and "
-                "their numbers cannot be joined",
+                "DistributedDataParallel.join() (join_uneven_inputs) ranks finish one by one, so "
+                "their numbers cannot be combined",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -329,9 +329,9 @@ class Monitor:
         name = self._restore()
         self.step = step  # the step count continues, and so does the data
         self._losses.go_on(losses)
-        what = f"the run goes on from {name}"
+        what = f"the run continues from {name}"
         if name is None:
-            what = "there is no checkpoint of this run yet to go back to"
+            what = "this run has no checkpoint to go back to yet"
         self._events.note(step, {"event": "restore", "layer": "", "what": what})
 
     @property
@@ -344,5 +344,5 @@ class Monitor:
     def _notice_compiled(self) -> None:
         if not self._eager:
             self._eager = True  # no layer was observed: the whole model is compiled
-            what = "as where the model is compiled; measured steps run eagerly from now on"
+            what = "probably because the model is compiled; measured steps run eagerly from now on"
             self._events.tell(f"FP8 monitor: no layer was seen in step {self.step + 1}, {what}")

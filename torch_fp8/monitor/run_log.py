@@ -100,8 +100,8 @@ class RunRecord:
                 raise ValueError(f"a file of format {line['format']!r}")
             if line["version"] != VERSION:
                 self.notes.append(
-                    f"The file is of version {line['version']} of this format, and this is "
-                    f"version {VERSION}: what both have in common is drawn."
+                    f"The file has version {line['version']} of this format, but this is version "
+                    f"{VERSION}: only what both have in common is drawn."
                 )
             self._names, self.config = list(line["names"]), dict(line.get("config", {}))
             self._forget(int(line.get("since", line.get("step", 1) - 1)))
@@ -125,7 +125,7 @@ class RunRecord:
             self.values[name] = {step: v for step, v in values.items() if step <= since}
         self.values = {name: values for name, values in self.values.items() if values}
         if begun and not (self.losses or self.values or self.events):
-            self.notes.append("The file begins with an earlier run, of which nothing is drawn.")
+            self.notes.append("The file begins with an earlier run, which is not drawn.")
 
 
 def read_run(run: Path) -> RunRecord:
@@ -149,12 +149,12 @@ def read_run(run: Path) -> RunRecord:
         except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad == [len(lines)] and not text.endswith("\n"):
-        record.notes.append("The last line was cut off, as where a run is ended; it is left out.")
+        record.notes.append("The last line was cut off, as when a run is stopped; it is ignored.")
     elif bad:
         shown = ", ".join(map(str, bad[:5])) + (" and more" if len(bad) > 5 else "")
         record.notes.append(f"{len(bad)} of {len(lines)} lines cannot be read (lines {shown}).")
     if not (record.values or record.losses or record.events):
-        raise ValueError(f"{record.path} holds no statistics that can be read")
+        raise ValueError(f"{record.path} holds no readable statistics")
     record.events.sort(key=lambda event: event["step"])
     others = sorted(path.name for path in record.path.parent.glob("fp8_monitor_*.jsonl"))
     if others and record.path.name == FILE_NAME:
@@ -180,7 +180,7 @@ def _find(run: Path) -> Path:
         )
     if len(paths) > 1:
         names = ", ".join(str(path.parent) for path in paths[:5])
-        raise ValueError(f"{run} holds the statistics of {len(paths)} runs; name one: {names}")
+        raise ValueError(f"{run} holds the statistics of {len(paths)} runs; choose one: {names}")
     return paths[0]
 
 

@@ -139,7 +139,7 @@ def _check_finer(name: str, layer: Float8Layer, config: FP8Config) -> None:
     if isinstance(layer.weight, DTensor):
         raise ValueError(
             f"FP8Config(on_alarm={config.on_alarm!r}): the weight of '{name}' is sharded, and is "
-            f"gathered as recipe {layer.fp8.recipe.name!r} wants it; name on_alarm='bf16'"
+            f"gathered for recipe {layer.fp8.recipe.name!r}; use on_alarm='bf16'"
         )
     check_device(layer.weight.device, config.on_alarm, config.emulate)
 

@@ -18,15 +18,15 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to those of ``torch-fp8``."""
     parser = commands.add_parser(
         "plan",
-        help="memory, bytes on the wire and time of a training run, before a GPU is rented",
+        help="estimate memory, communication and time of a training run before you rent a GPU",
         description=(
-            "What a training run needs of each GPU, in BF16 and at each level. Bytes are counted "
-            "by the code that trains, seconds are an estimate from data sheets. Exit status: 0 "
-            "planned, 1 no level fits, 2 a mistake in the call, 130 interrupted."
+            "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
+            "by the training code; seconds are estimated from data sheets. Exit status: 0 planned, "
+            "1 no level fits, 2 a mistake in the call, 130 interrupted."
         ),
         epilog=f"Presets: {', '.join(PRESETS)}.",
     )
-    parser.add_argument("model", help="a preset, a folder with a config.json, or such a file")
+    parser.add_argument("model", help="a preset, a folder with a config.json, or a config.json")
     parser.add_argument("--level", nargs="+", choices=LEVELS, metavar="LEVEL",
                         help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
     whole = {"type": int, "metavar": "N"}

@@ -33,8 +33,8 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
         return
     if dist.is_initialized():
         raise ValueError(
-            "this process is in a process group of torch.distributed, and planning for several "
-            "GPUs makes one of its own: plan before init_process_group, or in another process"
+            "this process is already in a torch.distributed process group, and planning for "
+            "several GPUs needs its own: plan before init_process_group, or in another process"
         )
     dist.init_process_group("fake", rank=0, world_size=number)
     try:

@@ -97,8 +97,9 @@ def read_config(model: Any) -> Any:
     missing = [n for n in _SIZES if not isinstance(getattr(text, n, None), int)]
     if missing:
         raise ValueError(
-            f"the configuration of {type(config).__name__} has no {', '.join(missing)}: what "
-            "repeats in it is not known. Plan a model of layers, as causal language models are"
+            f"the configuration of {type(config).__name__} has no {', '.join(missing)}, so its "
+            "repeated layers are unknown. Plan a model made of repeated layers, such as a causal "
+            "language model"
         )
     return config
 
@@ -110,7 +111,7 @@ def family_of(model: Any) -> tuple[str, ...]:
         if name == family or name in names:
             return names
     raise ValueError(
-        f"{model!r} is of no family of presets: {', '.join(FAMILIES)} are, and their members"
+        f"{model!r} is not a family of presets or a member of one: {', '.join(FAMILIES)}"
     )
 
 
@@ -181,8 +182,8 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
     plan = dict(getattr(model, "tp_plan", None) or {})
     if not plan:
         raise ValueError(
-            f"transformers knows no tensor-parallel plan for {type(model).__name__}: tensor=1, and "
-            "shard it with fsdp"
+            f"transformers has no tensor-parallel plan for {type(model).__name__}: use tensor=1 "
+            "and shard it with fsdp"
         )
     heads = _text(config).num_attention_heads
     if heads % degree:
@@ -213,7 +214,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _from_name(model: Any) -> Any:
     if not isinstance(model, (str, Path)):
         raise TypeError(
-            f"a model to plan is the name of a preset, a folder or a configuration, got {model!r}"
+            f"the model must be the name of a preset, a folder or a configuration, got {model!r}"
         )
     preset = PRESETS.get(str(model).lower())
     transformers = _transformers()
@@ -233,12 +234,13 @@ def _from_name(model: Any) -> Any:
         kind = fields.pop("model_type")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{file} is no configuration of a Hugging Face model: {type(error).__name__}: {error}"
+            f"{file} is not the configuration of a Hugging Face model: {type(error).__name__}: "
+            f"{error}"
         ) from error
     fields.pop("quantization_config", None)
     missing = [name for name in ("hidden_size", "n_embd", "d_model") if name in fields]
     if not missing:
-        raise ValueError(f"{file} has no hidden_size: the model's sizes are not known")
+        raise ValueError(f"{file} has no hidden_size, so the model's sizes are unknown")
     try:
         return transformers.AutoConfig.for_model(kind, **fields)
     except ImportError as error:

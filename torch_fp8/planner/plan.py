@@ -191,7 +191,7 @@ def _plan(
         left = dataclasses.replace(setup, skip=(SKIP,))
         in_bf16 = {level: _plan_level(left, level, {}) for level in levels}
         if _cost(in_bf16) < _cost(plans):
-            plans, planned, note = in_bf16, left, f"{note}, so that they are left in BF16"
+            plans, planned, note = in_bf16, left, f"{note}, so they stay in BF16"
     roles = {role: make_model(setup, role, BF16) for role in setup.roles}
     num_params = sum(p.numel() for m in roles.values() for p in m.parameters()) * setup.tensor
     return Plan(planned, plans, num_params, note)

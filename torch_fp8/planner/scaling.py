@@ -53,8 +53,8 @@ def scaling_text(plans: Sequence[Plan]) -> str:
         rows.append([_degrees(result), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
     parts.append(aligned(rows))
     parts.append(
-        "Bytes are counted by the code that trains, on up to 64 ranks; rings beyond are\n"
-        "arithmetic. Seconds are paper: data sheet rates, no card has measured them."
+        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated. "
+        "Seconds are estimates from data sheets, not measured on any card."
     )
     return "\n\n".join(parts)
 

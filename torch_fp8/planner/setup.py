@@ -162,7 +162,7 @@ def make_setup(
     for role in roles:
         _check_choice("roles", role, ROLES)
     if method == "rlhf" and "policy" not in roles:
-        raise ValueError("roles: RLHF trains a policy; name it among the roles")
+        raise ValueError("roles: RLHF trains a policy; add it to the roles")
     if pipeline > 1:
         accumulate = max(accumulate, pipeline)  # so that each stage has a micro-batch
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -87,9 +87,9 @@ def lines_of(plan: Plan) -> list[list[str]]:
 def notes(plan: Plan) -> list[str]:
     """Return notes on the numbers, and on which configuration to copy."""
     lines = [
-        "Bytes are counted by the code that trains; activations hold all that lives",
-        "within a step. The total is the sum; the peak is what lives at one time.",
-        "Seconds are paper: data sheet rates, no card has measured them.",
+        "Bytes are counted by the training code; activations are all tensors that live",
+        "within a step. The total is the sum; the peak is the most held at one time.",
+        "Seconds are estimates from data sheets, not measured on any card.",
     ]
     if plan.experts:
         lines += ["", f"{plan.experts}."]

@@ -84,7 +84,7 @@ def test_planted_faults_get_what_mends_them(faulty, tmp_path, capsys):
     assert "2 channels of gate and up are aligned" in flat
     assert "input channel 5 is" in flat
     assert "finer scales leave no more than" in flat
-    assert "random tokens, for no DATA was named" in flat
+    assert "random tokens, because no DATA was given" in flat
     assert "the others (10)" in flat
     assert "not in FP8: lm_head: skip='lm_head'" in flat
     model = LlamaForCausalLM.from_pretrained(faulty)
@@ -126,7 +126,7 @@ def test_a_text_awkward_shapes_and_odd_numbers_of_tokens(tmp_path, capsys):
     arguments = "--sequence", "33", "--micro-batch", "1", "--batches", "2", "--json"
     assert _check(tmp_path / "model", text, *arguments) == 0
     made = json.loads(capsys.readouterr().out)
-    assert "forwards of 33 tokens are no multiple of 16" in made["notes"][0]
+    assert "forwards of 33 tokens are not a multiple of 16" in made["notes"][0]
     q = next(layer for layer in made["layers"] if layer["name"].endswith("0.self_attn.q_proj"))
     assert q["options"] is None
     assert "64 x 36 is padded to multiples of 16, 33 % more work" in q["reasons"]
@@ -136,7 +136,7 @@ def test_a_text_awkward_shapes_and_odd_numbers_of_tokens(tmp_path, capsys):
     assert "line 1, has no text 'text' (it has 'txt')" in capsys.readouterr().err
     text.write_text('{"text": "w1"}\n')
     assert _check(tmp_path / "model", text) == 2
-    assert "has 1 tokens, fewer than a sequence of" in capsys.readouterr().err
+    assert "has 1 tokens, fewer than one sequence of" in capsys.readouterr().err
 
 
 def test_a_finer_recipe_where_that_is_enough():
@@ -189,10 +189,10 @@ def test_mistakes_are_named(faulty, tmp_path, capsys):
     (tmp_path / "text").write_text("a b c")
     for arguments, says in (
         ((tmp_path / "none",), "config.json' cannot be read"),
-        ((faulty, tmp_path / "none"), "none' is no file"),
+        ((faulty, tmp_path / "none"), "none' is not a file"),
         ((faulty, tmp_path / "text"), "has no tokenizer for DATA"),
         ((faulty, "--sequence", 100), "longer than the model's 64 positions"),
-        ((faulty, "--output", tmp_path), "no file can be written there"),
+        ((faulty, "--output", tmp_path), "this file cannot be written"),
     ):
         assert _check(*arguments) == 2, says
         assert says in capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_bad_calls_are_refused_and_leave_nothing(tmp_path):
     model = _trained("blockwise", steps=0)
     cases = {
         "format 'gguf' is unknown": (model, tmp_path / "out", "gguf"),
-        "no folder": (model, tmp_path / "no" / "out", "fine-grained"),
+        "is not a folder": (model, tmp_path / "no" / "out", "fine-grained"),
         "has no FP8 layer": (tiny_llama(), tmp_path / "out", "fine-grained"),
     }
     for message, call in cases.items():

@@ -39,7 +39,7 @@ def planted(tmp_path, monkeypatch, forked_python):
 
 def test_a_point_that_took_hold(planted):
     host, point = planted("def prepare_fsdp(model, accelerator): ...")
-    assert (host.status, host.detail) == ("ok", "9.9, 1 of 1 extension points took hold")
+    assert (host.status, host.detail) == ("ok", "9.9, 1 of 1 extension points are active")
     assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "ok")
 
 
@@ -57,9 +57,9 @@ def test_what_is_said_of_fp8_at_the_import_is_told(planted):
 
 def test_a_point_that_moved_is_red_by_name(planted):
     host, point = planted("def prepare_fsdp2(model, accelerator): ...")
-    assert (host.status, host.detail) == ("failed", "9.9, 0 of 1 extension points took hold")
+    assert (host.status, host.detail) == ("failed", "9.9, 0 of 1 extension points are active")
     assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "failed")
-    assert "is not there in this version" in point.detail
+    assert "does not exist in this version" in point.detail
     assert "AttributeError" in point.detail
 
 
@@ -67,7 +67,7 @@ def test_autoload_that_is_missing_is_red_at_each_point(planted, monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     host, point = planted("def prepare_fsdp(model, accelerator): ...", sys.executable)
     assert (host.status, point.status) == ("failed", "failed")
-    assert "the flag is off here" in point.detail
+    assert "the flag has no effect here" in point.detail
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_runs_beside_are_told_apart_and_compared_with_the_first(tmp_path, capsys
     status, _, err = _report(folders[0], capsys, "--beside", *folders[1:])
     assert status == 0
     assert (
-        err == "note: b/fp8: The last line was cut off, as where a run is ended; it is left out.\n"
+        err == "note: b/fp8: The last line was cut off, as when a run is stopped; it is ignored.\n"
     )
     page = (folders[0] / "fp8_report" / "report.html").read_text()
     assert "<h1>a/fp8</h1>" in page
@@ -182,7 +182,7 @@ def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
     (run / FILE_NAME).write_text("nothing\n")
     status, _, err = _report(run, capsys)
     assert status == 1
-    assert "no statistics that can be read" in err
+    assert "no readable statistics" in err
     _write(tmp_path / "two" / "a")
     _write(tmp_path / "two" / "b")
     status, _, err = _report(tmp_path / "two", capsys)

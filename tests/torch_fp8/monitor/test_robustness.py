@@ -333,7 +333,7 @@ def test_what_a_run_did_after_the_checkpoint_that_it_goes_on_from_holds_no_more(
     run({}, 3, outlier=0)
     record = read_run(tmp_path)
     assert (record.steps, sorted(record.losses)) == ([2], [1, 2, 3])
-    assert record.notes == ["The file begins with an earlier run, of which nothing is drawn."]
+    assert record.notes == ["The file begins with an earlier run, which is not drawn."]
 
 
 def test_a_run_that_goes_on_with_another_interval(tmp_path):

@@ -105,7 +105,7 @@ def test_more_rows_an_expert_pay():
 def test_experts_that_do_not_pay_are_planned_in_bf16():
     slow = plan(AutoConfig.for_model("qwen3_moe", **SIZES | ONE), sequence=64, levels=("O2",))
     assert "16 rows each of 8 experts; in FP8 their GEMMs and casts are 0." in str(slow)
-    assert slow.experts.endswith("so that they are left in BF16")
+    assert slow.experts.endswith("so they stay in BF16")
     assert json.loads(slow.levels["O2"].config)["skip"] == ["lm_head", SKIP]
     assert slow.as_dict()["experts"] == slow.experts
     wide = SIZES | ONE | {"hidden_size": 2048, "moe_intermediate_size": 8192}
@@ -137,7 +137,7 @@ def test_the_step_that_fits_and_is_faster_decides(monkeypatch, fits, seconds, le
     monkeypatch.setattr(module, "_plan_level", plan_level)
     planned = plan(CONFIG, sequence=64, levels=("O2",))
     assert planned.setup.skip == ((SKIP,) if left else ())
-    assert planned.experts.endswith("left in BF16") == left
+    assert planned.experts.endswith("stay in BF16") == left
 
 
 def test_a_dense_model_has_no_line_of_experts():

@@ -146,7 +146,7 @@ def test_models_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="neither a preset, nor a folder"):
         plan(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="no configuration of a Hugging Face model"):
+    with pytest.raises(ValueError, match="not the configuration of a Hugging Face model"):
         plan(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="has no hidden_size"):
@@ -193,7 +193,7 @@ def test_largest_takes_the_last_that_fits(monkeypatch):
     name, tried = largest("qwen3", level="O2", memory=16, sequence=128)
     assert name == "qwen3-0.6b"
     assert [made.fits for made in tried.values()] == [True, False]
-    with pytest.raises(ValueError, match="of no family"):
+    with pytest.raises(ValueError, match="not a family of presets"):
         largest("bert")
 
 
