@@ -1,5 +1,7 @@
 """A first moment in 4 bits: what is recorded, and a short run measured."""
 
+import statistics
+
 import pytest
 import torch
 
@@ -56,11 +58,41 @@ def test_what_is_recorded_is_what_is_measured():
     assert measured["exponent"][1] < 0.9
 
 
-def test_losses_of_ten_seeds_are_those_of_the_page(monkeypatch):
+def test_losses_of_ten_seeds_are_those_of_the_page():
     rows = read_rows(RESULTS / "four_bit_training.csv")
-    assert four_bit_training.table(rows) in (ROOT / "docs" / "results.md").read_text()
-    for (experiment, *_), (_, _, seeds) in four_bit_training.differences(rows).items():
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert four_bit_training.table(rows) in page
+    assert four_bit_training.table(rows, "exponent") in page
+    found = four_bit_training.differences(rows)
+    assert {experiment for experiment, *_ in found} == set(four_bit_training.SEEDS)
+    for (experiment, *_), (mean, error, seeds) in found.items():
         assert seeds == four_bit_training.SEEDS[experiment]
+        if experiment != "small-models":
+            losses = [
+                statistics.mean(
+                    float(r["loss"])
+                    for r in rows
+                    if r["experiment"] == experiment and r["moment_bits"] == bits
+                )
+                for bits in "84"
+            ]
+            spread = "" if seeds == 1 else f" ± {100 * error:.2f}"
+            cells = [
+                str(seeds),
+                *(f"{loss:.4f}" for loss in losses),
+                f"{100 * mean:+.2f}{spread} %",
+            ]
+            assert f"| {' | '.join(cells)} |" in page
+
+
+def test_a_step_of_fine_tuning_is_as_good_with_4_bits():
+    rows = [r for r in read_rows(RESULTS / "four_bit_training.csv") if r["cosine"]]
+    for column in ("cosine", "norm"):
+        means = [
+            statistics.mean(float(r[column]) for r in rows if r["moment_bits"] == bits)
+            for bits in "84"
+        ]
+        assert means[1] == pytest.approx(means[0], abs=0.003)
 
 
 def test_a_loss_is_measured(monkeypatch):
