@@ -81,8 +81,7 @@ class LogprobDifference:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, accelerator: Any) -> Measured | None:
-        """Return the sums of all ranks since the last call; None: there are none. All ranks call
-        it.
+        """Return all ranks' sums since the last call, or None; all ranks must call it.
 
         Args:
             accelerator: the ranks' Accelerator.

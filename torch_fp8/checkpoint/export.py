@@ -264,9 +264,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
 
 
 def warn_kept(report: ExportReport) -> None:
-    """Warn of layers that run in FP8 but are written in BF16, and of experts that were cast
-    again.
-    """
+    """Warn of FP8 layers that are written in BF16, and of experts that were cast again."""
     if report.kept:
         warnings.warn(
             f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "

@@ -34,9 +34,7 @@ read)``. It returns None if the layer has the tensor already.
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Create parameters, which have no values yet, on the meta device, but computed buffers
-    normally.
-    """
+    """Create parameters without values on the meta device, but computed buffers not."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -47,9 +47,7 @@ class DDPReport:
 
 
 def users_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of the user's communication hook, in Python or built in; None: there is
-    none.
-    """
+    """Return the name of the user's communication hook (Python or built in), or None."""
     for hook, _ in ddp._comm_hooks:
         if hook is not average_bucket:
             return str(getattr(hook, "__qualname__", hook))
@@ -122,9 +120,7 @@ class HookRegistration:
 
 
 class _JoinHook:
-    """A wrapper of ``ddp.join_hook`` that registers the hook if a rank joins before its first
-    forward.
-    """
+    """A wrapper of ``ddp.join_hook`` that registers the hook if no forward ran before."""
 
     def __init__(self, ddp: DistributedDataParallel, registration: HookRegistration) -> None:
         self._ddp, self._registration = weakref.ref(ddp), registration
