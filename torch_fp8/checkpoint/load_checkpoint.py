@@ -28,8 +28,8 @@ from torch_fp8.tensor.frozen_payload import freeze_tensor
 
 Read: TypeAlias = Tensor | FP8Weight
 Place = Callable[[str, nn.Module, Read], Tensor | None]
-"""The function that creates a layer's tensor from what was read: ``place(qualified name, layer,
-read)``. It returns None if the layer has the tensor already.
+"""The function that creates a layer's tensor from what was read:
+``place(qualified name, layer, read)``. It returns None if the layer has the tensor already.
 """
 
 

@@ -95,11 +95,11 @@ def layer_of(name: str) -> str:
 class LossSpikes:
     """Finds losses that are far above the previous ones, relative to their variation.
 
-    A loss is a spike if it is not finite, or above ``median + max(DEVIATIONS * spread, LEAST *
-    |median|)``. The spread is 1.4826 times the median distance from the median of the last `WINDOW`
-    losses that were not spikes, of which at least `MINIMUM` are needed. After `MOST` finite spikes
-    in a row their level counts as the run's new level. ``in_a_row`` counts the consecutive spikes
-    up to the last loss.
+    A loss is a spike if it is not finite, or above
+    ``median + max(DEVIATIONS * spread, LEAST * |median|)``. The spread is 1.4826 times the median
+    distance from the median of the last `WINDOW` losses that were not spikes, of which at least
+    `MINIMUM` are needed. After `MOST` finite spikes in a row their level counts as the run's new
+    level. ``in_a_row`` counts the consecutive spikes up to the last loss.
     """
 
     WINDOW, MINIMUM, MOST = 64, 16, 16
