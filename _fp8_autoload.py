@@ -1,10 +1,10 @@
 """Extends Lightning and Accelerate for FP8 when, and only when, they are imported.
 
 torch calls `load`, an entry point of ``torch.backends``, at the end of ``import torch``. A finder
-in front of ``sys.meta_path`` calls our function on each module of `EXTENSIONS` after its import.
+in front of ``sys.meta_path`` calls our function for each module of `EXTENSIONS` after its import.
 
-An exception here would break ``import torch`` for a whole environment. Hence: standard library
-only, nothing raises (a failure is one warning, no more), everything may be called twice.
+An exception here would break ``import torch`` in a whole environment, so this module only uses the
+standard library and raises nothing (a failure is one warning). It may be called twice.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended wh
 
 
 class ExtensionFinder:
-    """A finder; `status` says of a module: "waiting" (for its import), "extended" or an error."""
+    """A finder; `status` of a module is "waiting" (for its import), "extended", or an error."""
 
     def __init__(self) -> None:
         self.extensions: dict[str, str] = {}
@@ -58,14 +58,14 @@ class ExtensionFinder:
             if spec is not None:
                 self._extend_after_exec(spec)
             return spec
-        except Exception as error:  # the import system asks the others itself, and reports it
+        except Exception as error:  # the import system asks them itself, and reports it
             self.status[fullname] = f"{type(error).__name__}: {error}"
             return None
         finally:
             self._searching.discard(fullname)
 
     def _extend_after_exec(self, spec: Any) -> None:
-        """Set `exec_module` on the loader's instance: its type, and so get_source etc., stay."""
+        """Set `exec_module` on the loader's instance, which keeps its type, get_source etc."""
         loader, original = spec.loader, getattr(spec.loader, "exec_module", None)
         if original is None or not hasattr(loader, "__dict__"):
             self._extend_after_import(spec)
@@ -94,23 +94,23 @@ class ExtensionFinder:
             spec.__class__ = type(stock.__name__, (stock,), {**body, "__setattr__": __setattr__})
 
     def add(self, name: str, function: str) -> None:
-        """Have `function` extend module `name` when it is imported."""
+        """Have `function` extend module `name` when that is imported."""
         self.status.setdefault(name, "waiting")
         self.extensions.setdefault(name, function)
 
     def extend_imported(self) -> None:
-        """Extend what is imported already, or what is half imported at the end of its import."""
+        """Extend modules that are already imported, or that finish their import later."""
         for name in [name for name, status in self.status.items() if status == "waiting"]:
             module = sys.modules.get(name)
             spec = getattr(module, "__spec__", None)
             if getattr(spec, "_initializing", False):
                 self._extend_after_import(spec)
-            # An extension may have come here before; another thread may have ended the import.
+            # An extension may have fired already; another thread may have finished the import.
             if self.status[name] == "waiting" and not getattr(spec, "_initializing", False):
                 self.fire(name, module)
 
     def fire(self, name: str, module: Any) -> None:
-        """Extend `module`. A failure is a warning: the host then works as without us."""
+        """Extend `module`. A failure is a warning, and the host works as without this package."""
         if name not in self.extensions or module is None:
             return
         package, _, function = self.extensions[name].partition(":")
@@ -125,7 +125,7 @@ class ExtensionFinder:
 def _warn(message: str) -> None:
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-    except Exception:  # warnings were made errors
+    except Exception:  # warnings are configured as errors
         with contextlib.suppress(Exception):
             sys.stderr.write(f"{message}\n")
 
@@ -144,6 +144,6 @@ def load(package: str | None = None) -> None:
         _finder.extend_imported()
         asking = [v for v in os.environ.items() if v[0].endswith(("PRECISION", "FP8_CONFIG"))]
         if "fp8" in str(asking).lower() and "torch.optim" in sys.modules:
-            import_module("_fp8_check").install()  # its absence is not to be silent
+            import_module("_fp8_check").install()  # must not be missing silently
     except Exception as error:
         _warn(f"FP8 was not registered: {type(error).__name__}: {error}")

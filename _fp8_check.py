@@ -1,12 +1,12 @@
-"""A warning where FP8 was asked for outside of a script, and the script trains without it.
+"""A warning if FP8 was requested outside a script, and the script trains without it.
 
-A launcher's flag is lost in many ways: an argument of the script that wins over it, a version of a
-host that could not be extended, a model that nobody prepared. None of them may be silent. So this
-relies on none of our extensions: `_fp8_autoload` calls `install` where the environment asks for
-FP8, and a hook of torch's own looks, at the first step of any optimizer, whether there is a single
-FP8 layer in the process. If not, one warning on rank zero says why, and the way out.
+A launcher's flag can get lost in many ways: an argument of the script overrides it, a version of a
+host could not be extended, or the script never prepares the model. None of them may be silent. So
+this module depends on none of our extensions: `_fp8_autoload` calls `install` if the environment
+requests FP8, and one of torch's own hooks checks, at the first step of any optimizer, whether the
+process has a single FP8 layer. If not, one warning on rank zero gives the reason and a solution.
 
-Another backend's FP8 layers count as well: whoever chose it has what was asked for.
+Another backend's FP8 layers count as well, because they also fulfil the request.
 """
 
 import functools
@@ -26,7 +26,7 @@ _LAUNCHER = "ACCELERATE_MIXED_PRECISION"
 _BACKEND = "ACCELERATE_FP8_BACKEND"
 _NOTEBOOK = "MIXED_PRECISION"
 
-# Where the classes of FP8 layers are defined: ours and those of Accelerate's other backends.
+# Modules that define FP8 layers: ours and those of Accelerate's other backends.
 _FP8_LAYERS = ("torch_fp8.", "transformer_engine.", "torchao.float8.", "msamp.")
 _HOSTS = {
     "accelerate": ("accelerate", "transformers", "trl"),
@@ -36,14 +36,12 @@ _HOSTS = {
 
 @functools.cache
 def install() -> None:
-    """Look once, at the first step of an optimizer; a second call changes nothing."""
+    """Check once, at the first step of an optimizer; a second call changes nothing."""
     import_module("torch.optim.optimizer").register_optimizer_step_pre_hook(_FirstStep())
 
 
 class _FirstStep:
-    """The hook of the first step. torch walks through its hooks as they run, so it cannot remove
-    itself.
-    """
+    """The hook for the first step. It stays, because torch iterates over its hooks."""
 
     looked = False
 
@@ -61,11 +59,10 @@ class _FirstStep:
 
 
 def complaint(asked: tuple[str, str] | None) -> str | None:
-    """Explain why FP8 that was asked for does not run, and the way out; None if all is as asked
-    for.
+    """Explain why requested FP8 does not run, with a solution; None if nothing is wrong.
 
     Args:
-        asked: as `_asked_by` returns it.
+        asked: the result of `_asked_by`.
     """
     if asked is None or _has_fp8_layer() or _was_told():
         return None
@@ -80,7 +77,7 @@ def complaint(asked: tuple[str, str] | None) -> str | None:
 
 
 def _asked_by() -> tuple[str, str] | None:
-    """Return who asked for FP8, and for which host; "" for none in particular."""
+    """Return what requested FP8, and for which host ("" for none in particular)."""
     if os.environ.get(_LAUNCHER, "").lower() == "fp8":
         return f"accelerate launch --mixed_precision fp8 ({_LAUNCHER})", "accelerate"
     if os.environ.get(_NOTEBOOK, "").lower() == "fp8":
@@ -96,7 +93,7 @@ def _asked_by() -> tuple[str, str] | None:
 
 def _has_fp8_layer() -> bool:
     if gc.get_freeze_count() and "torch_fp8.nn.linear" in sys.modules:
-        return True  # gc.freeze() hides what is alive, and somebody has used the engine
+        return True  # gc.freeze() hides objects, but the engine was used
     module = sys.modules["torch"].nn.Module
     return any(
         issubclass(kind, module)
@@ -106,7 +103,7 @@ def _has_fp8_layer() -> bool:
 
 
 def _was_told() -> bool:
-    """Return whether a model was converted that has no layer for FP8, whose summary says why."""
+    """Return whether a summary already explained that a converted model has no FP8 layer."""
     return any(
         type(thing).__name__ == "ConversionReport"
         and type(thing).__module__.startswith("torch_fp8.")
@@ -116,7 +113,7 @@ def _was_told() -> bool:
 
 
 def _failed_extension(host: str) -> str | None:
-    """Return what `_fp8_autoload` knows of the host's modules that are not as they should be."""
+    """Return what `_fp8_autoload` knows of the host's modules that could not be extended."""
     for name, status in _fp8_autoload._finder.status.items():
         package = name.partition(".")[0]
         if package not in _HOSTS[host] or name not in sys.modules or status == "extended":

@@ -1,7 +1,7 @@
 """The console script ``torch-fp8``: starts `torch_fp8.cli`, or says in one line why it cannot.
 
-A module of its own because importing anything of ``torch_fp8`` imports torch, which a broken
-installation does not survive: who asks this command what is wrong with a machine wants an answer.
+It is a separate module because importing anything from ``torch_fp8`` imports torch, which fails in
+a broken installation, and this command must still explain what is wrong with a machine.
 """
 
 import sys

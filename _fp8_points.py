@@ -1,7 +1,7 @@
-"""The names of the hosts that `lightning_fp8` and `accelerate_fp8` extend: the one list of them.
+"""The names of the hosts that `lightning_fp8` and `accelerate_fp8` extend, in a single list.
 
-Both packages read here what they wrap, and ``torch-fp8 env`` what has to be there. Nothing is
-imported, since the hosts are half imported when this is read.
+Both packages read here what they wrap, and ``torch-fp8 env`` what must be present. This module
+imports nothing, because the hosts are half imported when it is read.
 """
 
 _CONNECTOR = {"__init__": "", "_check_and_init_precision": ""}
@@ -64,10 +64,11 @@ POINTS: dict[str, dict[str, str]] = {
         for name in ("GRPO", "RLOO")
     },
 }
-"""Module: the dotted names in it, each with our function that runs instead and is given the
-original; empty where a name is a copy or is extended in another way."""
+"""The dotted names in each module, each with our function that replaces it and receives the
+original; empty if a name is a copy or is extended in another way.
+"""
 
 
 def wrapped(module: str) -> dict[str, str]:
-    """Return the names of a module for which a function of ours runs."""
+    """Return the names in a module that our functions replace."""
     return {name: ours for name, ours in POINTS[module].items() if ours}

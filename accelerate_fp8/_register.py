@@ -84,9 +84,7 @@ def extend_state(module: ModuleType) -> None:
 
 
 def extend_accelerator(module: ModuleType) -> None:
-    """Extend Accelerator's methods that choose the FP8 backend and prepare models and
-    optimizers.
-    """
+    """Extend Accelerator's choice of FP8 backend and preparation of models and optimizers."""
     cls = module.Accelerator
     refusal = too_old("accelerate")
     if refusal is not None:
@@ -129,9 +127,7 @@ def extend_config_questions(module: ModuleType) -> None:
 
 
 def extend_training_args(module: ModuleType) -> None:
-    """Extend ``TrainingArguments.__post_init__``: ``bf16=True`` does not override the launcher's
-    FP8.
-    """
+    """Extend ``TrainingArguments.__post_init__``: ``bf16=True`` must not override FP8."""
     refusal = too_old("transformers")
     if refusal is not None:
         refuse_when_asked(module.TrainingArguments, "__post_init__", refusal, asks_for_fp8)
@@ -145,9 +141,7 @@ def extend_training_args(module: ModuleType) -> None:
 
 
 def extend_trainer(module: ModuleType) -> None:
-    """Extend the Trainer's Accelerator, its checkpoints (saved without ``save_state``) and
-    DataParallel.
-    """
+    """Extend the Trainer's Accelerator, DataParallel, and checkpoints, saved on their own."""
     if too_old("transformers"):
         return
     wrap(
@@ -221,9 +215,7 @@ def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def extend_trl_models(module: ModuleType) -> None:
-    """Extend ``prepare_fsdp``, with which TRL shards reference and teacher models past
-    Accelerate.
-    """
+    """Extend TRL's ``prepare_fsdp``, which shards reference models past Accelerate."""
     if too_old("trl"):
         return
     original: Any = module.prepare_fsdp

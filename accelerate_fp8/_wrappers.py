@@ -75,8 +75,9 @@ def wrap(
     package: str,
     wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
 ) -> None:
-    """Wrap methods and functions with ``package.function(original, self, ...)``; all of them or
-    none.
+    """Wrap methods and functions with ``package.function(original, self, ...)``.
+
+    If one of the names is missing, none is wrapped.
 
     Args:
         holder: the module or class of the host.

@@ -138,9 +138,7 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Extend ``Accelerator.prepare_model``: convert before autocast, DDP, FSDP or compilation wraps
-    it.
-    """
+    """Extend ``Accelerator.prepare_model``: convert before the model is wrapped."""
     preparation = preparation_of(self)
     if preparation is None:
         return original(self, model, device_placement, evaluation_mode)
@@ -249,9 +247,7 @@ def get_state_dict(
 
 
 def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.save_model``: export the model if ``FP8Config(save_format=...)`` is
-    set.
-    """
+    """Extend ``Accelerator.save_model``: export with ``FP8Config(save_format=...)``."""
     preparation = preparation_of(self)
     if preparation is not None:
         given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
@@ -262,9 +258,7 @@ def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
-    """Extend ``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect
-    afterwards.
-    """
+    """Extend ``Accelerator._prepare_fsdp2``: convert before sharding, connect after it."""
     preparation = preparation_of(self)
     if preparation is None:
         return original(self, *args)

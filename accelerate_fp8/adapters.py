@@ -26,9 +26,7 @@ def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bytes, which are not needed
-    again.
-    """
+    """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bases' bytes."""
     merges = bound_arguments(inspect.signature(original), self, *args, **kwargs).get("merge")
     modules: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
     held = [m for m in modules if m.fp8.frozen is not None]

@@ -62,9 +62,7 @@ def _is_handed_over(generation: Any) -> bool:
 
 
 def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights for a server; a colocated engine gets all of them here, and none is
-    yielded.
-    """
+    """Yield the weights for a server; a colocated engine gets all of them here instead."""
     if generation.mode == "server":
         if generation.accelerator.is_main_process:
             config = generation.vllm_client.get_server_info().get("model_config", {})

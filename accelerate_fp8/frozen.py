@@ -61,8 +61,7 @@ class EvaluationModels:
         return reports
 
     def share(self, trained: Iterable[nn.Module]) -> str | None:
-        """Store equal frozen weights once, for example the bases of a LoRA policy and its
-        reference.
+        """Store equal frozen weights once, for example a LoRA policy's and its reference's.
 
         Args:
             trained: the models that were prepared for training.

@@ -48,9 +48,7 @@ def prepare_sharded(
 
 
 def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
-    """Load residuals (older folders) and optimizer step counts that the hosts' loading leaves
-    out.
-    """
+    """Load residuals (older folders) and step counts that the hosts do not load."""
     sharded = [m for m in models if any(isinstance(part, FSDPModule) for part in m.modules())]
     for model in sharded:
         adopt_residuals(folder, model)

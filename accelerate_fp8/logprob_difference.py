@@ -4,8 +4,9 @@ Let d be the mean absolute difference per token. If log-ratios are independent a
 standard deviation is ``s = d sqrt(pi / 2)``. The log-ratio of a sequence of T tokens then has a
 deviation of ``s sqrt(T)``, and its mean under the rollouts is ``-T s^2 / 2``. TRL's sequence-level
 correction multiplies a sequence's gradient by the ratio, and drops the sequence if the ratio is
-above a cap C. The share of the gradients' weight that remains is ``Phi((log C - T s^2 / 2) / (s
-sqrt(T)))``. Real differences are correlated, so this is only a guide.
+above a cap C. The share of the gradients' weight that remains is
+``Phi((log C - T s^2 / 2) / (s sqrt(T)))``. Real differences are correlated, so this is only
+a guide.
 """
 
 import math
@@ -81,8 +82,7 @@ class LogprobDifference:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, accelerator: Any) -> Measured | None:
-        """Return the sums of all ranks since the last call; None: there are none. All ranks call
-        it.
+        """Return all ranks' sums since the last call, or None; all ranks must call it.
 
         Args:
             accelerator: the ranks' Accelerator.

@@ -25,9 +25,7 @@ from torch_fp8.optim.state import is_large
 
 
 class WeakKeys(WeakKeyDictionary[Any, Any]):
-    """A WeakKeyDictionary that is pickled together with its keys; the stock one cannot be
-    pickled.
-    """
+    """A WeakKeyDictionary that is pickled with its keys, which the stock one cannot be."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (), None, None, iter(list(self.items()))
@@ -123,9 +121,7 @@ class PreparedOptimizers:
         return lines
 
     def that_train(self, accelerator: Any, model: nn.Module) -> list[Optimizer]:
-        """Return the user's own optimizers with a parameter of `model`, including those just
-        converted.
-        """
+        """Return the user's own optimizers with a parameter of `model`, new ones included."""
         parameters = set(model.parameters())
         prepared = dict.fromkeys([*map(bare, accelerator._optimizers), *self._unannounced])
         return [o for o in prepared if not parameters.isdisjoint(_parameters(o))]
@@ -159,9 +155,7 @@ class PreparedOptimizers:
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the user's own optimizer, without Accelerate's wrapper but with the user's
-    wrappers.
-    """
+    """Return the user's own optimizer without Accelerate's wrapper; the user's wrappers stay."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 

@@ -167,8 +167,7 @@ class Preparation:
     def connect_sharded(
         self, model: nn.Module, sharded: nn.Module, evaluation_mode: bool = False
     ) -> None:
-        """Have FSDP2 gather the weights and reduce-scatter the gradients of a converted model in
-        FP8.
+        """Have FSDP2 gather weights and reduce-scatter gradients of a converted model in FP8.
 
         Args:
             model: the model given to `convert`.
@@ -192,9 +191,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def collected(self, accelerator: Any) -> Iterator[None]:
-        """Log the summaries of models converted in this context at its end, when optimizers are
-        known.
-        """
+        """Log the summaries of models converted in this context at its end."""
         outermost, self._collecting = not self._collecting, True
         try:
             yield
@@ -241,9 +238,7 @@ class Preparation:
 
 
 class Saving:
-    """A link from a model to the Preparation that knows its weights' residuals; dropped in
-    copies.
-    """
+    """A link from a model to the Preparation with its residuals; dropped in copies."""
 
     def __init__(self, preparation: Preparation) -> None:
         self._preparation = ref(preparation)

@@ -63,9 +63,7 @@ class RolloutState:
 
 
 def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``_generate_single_turn``: sample with the FP8 of training, and record
-    log-probabilities.
-    """
+    """Extend ``_generate_single_turn``: sample in training's FP8; record log-probabilities."""
     if preparation_of(self.accelerator) is None:
         return original(self, *args, **kwargs)
     state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
@@ -93,9 +91,7 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 
 @contextlib.contextmanager
 def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
-    """Make vLLM return the log-probabilities of its tokens in this context, if the trainer does
-    not.
-    """
+    """Make vLLM return its tokens' log-probabilities in this context, unless the trainer does."""
     generation = trainer.vllm_generation
     if getattr(generation, "logprobs", 0) is not None:
         yield

@@ -51,8 +51,7 @@ def post_init(original: Any, self: Any) -> None:
 
 
 def create_accelerator(original: Any, self: Any) -> None:
-    """Extend ``Trainer.create_accelerator_and_postprocess``: choose ``auto`` for rollouts if it
-    samples.
+    """Extend ``Trainer.create_accelerator_and_postprocess``: choose ``auto`` for rollouts.
 
     A trainer samples if its arguments have a temperature and a completion length, as TRL's do.
     """
@@ -98,8 +97,7 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
 
 
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``PreTrainedModel.save_pretrained``: save joined weights, with their dtype in
-    ``config.json``.
+    """Extend ``PreTrainedModel.save_pretrained``: save joined weights and their dtype.
 
     With ``FP8Config(save_format=...)`` the model is exported instead. A model that transformers
     dequantized is not quantized again, even if it was never prepared (for example after a merge of

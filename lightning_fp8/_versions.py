@@ -17,9 +17,7 @@ _DISTRIBUTIONS = {
 
 
 def refusal(package: str) -> str | None:
-    """Return one line on a top-level package that is too old; None if it is supported or
-    unknown.
-    """
+    """Return one line on a package that is too old; None if it is supported or unknown."""
     for distribution in _DISTRIBUTIONS.get(package, ()):
         try:
             installed = version(distribution)

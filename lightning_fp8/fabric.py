@@ -27,9 +27,7 @@ _METHODS = (
 
 
 class FabricPrecision(MonitoredPrecision, HostPrecision):
-    """The part of Fabric's plugins, in which models are set up one by one and optimizers come
-    later.
-    """
+    """The part of Fabric's plugins: models come one by one, and optimizers later."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,8 +45,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         return error.reason
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Run the host's hook, and at the first backward, when all modules are known, check for
-        FP8.
+        """Run the host's hook; at the first backward also check that some module runs FP8.
 
         Raises:
             ValueError: modules were set up, and none of them can run in FP8.
@@ -58,9 +55,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         return super().pre_backward(tensor, module)
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does, and observe modules and optimizers of
-        `strategy`.
-        """
+        """Attach as `HostPrecision.attach` does; also observe modules and optimizers."""
         super().attach(strategy, accelerator)
         for name in _METHODS:
             # Only picklable functions, because ddp_spawn pickles the strategy.

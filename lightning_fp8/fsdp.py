@@ -101,9 +101,7 @@ def register_as_strategy() -> None:
 
 
 class HostStrategy(FP8FSDPStrategy):
-    """The common part of all hosts' strategies; a ``ModelParallelStrategy`` follows it in the
-    bases.
-    """
+    """The common part of all hosts' strategies, a mixin before ``ModelParallelStrategy``."""
 
     warn: Any
     # Attributes of ModelParallelStrategy.
@@ -132,8 +130,7 @@ class HostStrategy(FP8FSDPStrategy):
         super().setup_environment()  # type: ignore[misc]
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
-        """Apply ``fully_shard`` to the blocks of `model` and to those `roots` that are not sharded
-        yet.
+        """Apply ``fully_shard`` to the model's blocks and roots that are not sharded yet.
 
         Raises:
             ValueError: no module has a class in ``blocks``.

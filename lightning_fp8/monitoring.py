@@ -34,8 +34,7 @@ class MonitoredPrecision:
         self.config = dataclasses.replace(self.config, **options)
 
     def watch(self, module: nn.Module | None, optimizers: Iterable[Any], trainer: Any) -> None:
-        """Watch a model from now on, after its optimizers are known; a repeated call changes
-        nothing.
+        """Watch a model from now on, after its optimizers are known; may be called again.
 
         Args:
             module: the converted model.

@@ -143,9 +143,7 @@ class HostPrecision(FP8Precision):
             check_same_config(self.config)
 
     def _load_checkpoint(self, strategy: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as the strategy does; then adopt the residuals of an older folder, and step
-        counts.
-        """
+        """Load as the strategy does; then adopt older residuals, and step counts."""
         loaded = type(strategy).load_checkpoint(strategy, path, *args, **kwargs)
         if _shards(strategy):
             path, trusted = strategy.broadcast(path), kwargs.get("weights_only") is False
@@ -345,7 +343,5 @@ class HostPrecision(FP8Precision):
 
 
 def _shards(strategy: Any) -> bool:
-    """Return whether the strategy, or the user in ``configure_model``, shards weights with
-    FSDP2.
-    """
+    """Return whether the strategy, or the user's ``configure_model``, uses FSDP2."""
     return any(cls.__name__ == "ModelParallelStrategy" for cls in type(strategy).__mro__)

@@ -21,9 +21,7 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does, and wrap the function with which `strategy` saves
-        weights.
-        """
+        """Attach as `HostPrecision.attach` does; also wrap how `strategy` saves weights."""
         super().attach(strategy, accelerator)
         # Only picklable functions, because ddp_spawn pickles the strategy.
         strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)

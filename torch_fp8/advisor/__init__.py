@@ -1,1 +1,1 @@
-"""What a model's own tokens say of FP8 before a run: a recipe for each layer, with reasons."""
+"""Analysis of a model on its own tokens before a run: a recipe for each layer, with reasons."""

@@ -1,4 +1,4 @@
-"""The batches that a model is looked at with: from a text or JSONL file, or random tokens."""
+"""The batches for an analysis of a model: from a text or JSONL file, or random tokens."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _MOST_CHARACTERS = 4_000_000
-"""The most of a file that is read: a few batches need no more."""
+"""The maximum number of characters read from a file; a few batches need no more."""
 
 
 def random_batches(vocab_size: int, count: int, rows: int, length: int, seed: int) -> list[Tensor]:
@@ -21,14 +21,16 @@ def random_batches(vocab_size: int, count: int, rows: int, length: int, seed: in
 def batches_of_file(
     path: Path, tokenizer: Any, count: int, rows: int, length: int, field: str
 ) -> list[Tensor]:
-    """Return batches (rows, length) of the tokens of a file, fewer if it has not as many.
+    """Return batches (rows, length) of a file's tokens, fewer if the file is too short.
 
     Args:
-        path: text, or JSONL if its name ends so, whose objects have the text in `field`.
-        tokenizer: the tokenizer of the model.
-        count: the most batches.
+        path: a text file, or JSONL (by the name's ending) whose objects have the text in `field`.
+        tokenizer: the model's tokenizer.
+        count: the maximum number of batches.
+        rows, length: the sequences of a batch, and the tokens of a sequence.
+        field: the name of the text field in JSONL.
     Raises:
-        ValueError: it cannot be read, is no JSONL, has no such field or too few tokens.
+        ValueError: the file cannot be read, is not JSONL, has no such field, or too few tokens.
     """
     tokens: list[int] = []
     for text in _texts(path, field):

@@ -1,4 +1,4 @@
-"""A model's layers are measured on batches, and a recipe is proposed for each."""
+"""``torch-fp8 check``: measure a model's layers on batches, and propose a recipe for each."""
 
 import argparse
 import importlib
@@ -22,7 +22,7 @@ from torch_fp8.environment.host_models import model_class, model_folder
 
 _DEFAULTS = FP8Config()
 _LENGTH = 512
-"""The tokens of a sequence, where nothing else is said."""
+"""The default number of tokens of a sequence."""
 
 
 def check(options: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def changed_options(config: FP8Config) -> dict[str, Any]:
-    """Return the options of a configuration that are not the defaults, as its JSON has them."""
+    """Return the options of a configuration that differ from the defaults, as its JSON has them."""
     defaults = asdict(_DEFAULTS)
     return {name: value for name, value in asdict(config).items() if value != defaults[name]}
 
@@ -64,7 +64,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
         model: nn.Module = cls.from_pretrained(folder, dtype=torch.bfloat16)
     except (OSError, ImportError):
         raise
-    except Exception as error:  # whatever transformers finds in broken sizes, weights or indices
+    except Exception as error:  # transformers raises many kinds for broken models
         line = (str(error).strip().splitlines() or [""])[0][:200]
         raise ValueError(
             f"{str(folder)!r} cannot be loaded: {type(error).__name__}: {line}"
@@ -74,7 +74,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
 
 def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
     limit = getattr(model.config, "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) else None  # some models have none
+    limit = limit if isinstance(limit, int) else None  # some models have no limit
     length = options.sequence or min(_LENGTH, limit or _LENGTH)
     if limit is not None and length > limit:
         raise ValueError(f"--sequence {length} is longer than the model's {limit} positions")
@@ -85,7 +85,7 @@ def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
     auto = importlib.import_module("transformers").AutoTokenizer
     try:
         tokenizer = auto.from_pretrained(model_folder(options.model) or options.model)
-    except Exception as error:  # whatever a tokenizer of whatever class cannot find
+    except Exception as error:  # tokenizers raise many kinds of errors
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{str(options.model)!r} has no tokenizer for DATA ({line[:120]}); save one there, or "

@@ -1,9 +1,9 @@
-"""What a few batches show of each linear layer: how its product survives the casts of each recipe.
+"""Measurement of each linear layer on a few batches: the error of its product under each recipe.
 
-Of each layer's input some rows are kept. Their product with the weight is compared with that of the
-casts, by the signal-to-noise ratio of the median row: over the whole matrix one row of outliers
-would hide what the others lose. Gaussian operands have
-28.5 dB in E4M3 (benchmarks/results/numerics.csv).
+A sample of rows of each layer's input is kept. Their exact product with the weight is compared with
+the product of the casts, by the signal-to-noise ratio of the median row, because over the whole
+matrix one row of outliers would hide the error of the others. Gaussian operands have 28.5 dB in
+E4M3 (benchmarks/results/numerics.csv).
 
 Legend: M rows (tokens), K in, N out.
 """
@@ -24,28 +24,28 @@ from torch_fp8.ops.smooth import column_amax, smooth_factors
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 
 ROWS = 256
-"""The rows of a layer's input that are kept, at most."""
+"""The maximum number of rows kept of a layer's input."""
 ALIGNED = 0.9
-"""The |cos| of a channel's gate and up rows from which they count as aligned."""
+"""The |cos| of a channel's gate and up rows from which it counts as aligned."""
 DEAD_ROW = 1e-20
 EXPERT_RECIPE = "rowwise"
 
 
 @dataclass
 class LayerFindings:
-    """What was found of a linear layer.
+    """The measurements of a linear layer, or of a module of experts.
 
     Attributes:
-        name: qualified.
-        num_in, num_out: K and N.
-        calls: the tokens of each forward.
-        ratio: the largest input channel's amax, in multiples of the median channel's.
-        channel: its index.
+        name: the qualified name.
+        num_in, num_out: the sizes K and N.
+        calls: the number of tokens in each forward.
+        ratio: the largest input channel's amax, relative to the median channel's.
+        channel: the index of this channel.
         db: the median row's SQNR of the product, by the name of a recipe or ``smooth_swiglu``.
         aligned: the number of aligned channels of gate and up, for a down projection.
         is_down: whether it is the down projection of a gated MLP.
-        num_experts: the number of fused experts; 0: it is a linear layer.
-        without_tokens: how many of these no token came to.
+        num_experts: the number of fused experts; 0 for a linear layer.
+        without_tokens: the number of experts that received no token.
         worst: the weight and expert with the lowest SQNR.
     """
 
@@ -63,12 +63,12 @@ class LayerFindings:
     worst: str = ""
 
     def recipe(self, of_model: str) -> str:
-        """Return the recipe that it runs: experts have one, whatever the model's is."""
+        """Return the layer's recipe; experts have their own, independent of the model's."""
         return EXPERT_RECIPE if self.num_experts else of_model
 
 
 class _Kept:
-    """The rows that are kept of one layer's input, and the amaxes of its channels."""
+    """The rows kept of one layer's input, and the amaxes of its channels."""
 
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
@@ -76,7 +76,7 @@ class _Kept:
         self.calls: list[int] = []
 
     def add(self, x: Tensor) -> None:
-        x = x.detach().reshape(-1, x.shape[-1])
+        x = x.detach().reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
         self.calls.append(x.shape[0])
         amax = column_amax(x)
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
@@ -94,14 +94,14 @@ def measure(
     forward: Callable[[nn.Module, Any], Any],
     recipes: Sequence[str],
 ) -> list[LayerFindings]:
-    """Run batches through a model that is not converted, and return what each layer shows.
+    """Run batches through a model that is not converted, and return the measurements of each layer.
 
     Args:
-        model: in evaluation or training mode, as it is to be looked at.
-        names: qualified, of the layers to look at.
-        batches: what `forward` takes, one after the other.
-        forward: runs the model on a batch.
-        recipes: whose casts are tried.
+        model: the model, in evaluation or training mode.
+        names: the qualified names of the layers to measure.
+        batches: the inputs of `forward`, one after another.
+        forward: a function that runs the model on a batch.
+        recipes: the names of the recipes whose casts are tried.
     """
     modules = dict(model.named_modules())
     statistics = {name: _Kept() for name in names}
@@ -128,7 +128,7 @@ def _hook(kept: _Kept) -> Callable[..., None]:
 
 
 def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the down projections, and how many channels in front of each are aligned."""
+    """Return the down projections with the number of aligned channels of gate and up."""
     mlps: dict[nn.Module, int] = {}
     for _, module, spec in gated_mlps(model):
         down = getattr(module, spec.down)
@@ -165,7 +165,7 @@ def _findings(
     findings.channel = int(kept.amax.argmax())
     findings.ratio = float(kept.amax[findings.channel] / median)
     x, weight = torch.cat(kept.rows), _weight(layer)
-    exact = x @ weight.t()
+    exact = x @ weight.t()  # (M, K) @ (K, N)
     for recipe in recipes:
         findings.db[recipe] = median_db(exact, product(x, weight, make_recipe(recipe)))
     if findings.is_down:
@@ -176,13 +176,13 @@ def _findings(
 
 
 def product(x: Tensor, weight: Tensor, casts: Recipe) -> Tensor:
-    """Return the product (M, N) of what a recipe casts of (M, K) and of a weight (N, K)."""
+    """Return the product (M, N) of a recipe's casts of x (M, K) and a weight (N, K)."""
     a, b = quantize(x, casts.input), quantize(weight, casts.weight)
     return dequantize(a)[: len(x)] @ dequantize(b)[: len(weight)].t()
 
 
 def median_db(exact: Tensor, product: Tensor) -> float:
-    """Return the SQNR of the median row; infinite where all rows are zero."""
+    """Return the SQNR of the median row; infinite if all rows are zero."""
     signal = exact.square().sum(1)
     noise = (product - exact).square().sum(1)
     alive = signal > DEAD_ROW

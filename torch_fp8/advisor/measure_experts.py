@@ -1,8 +1,8 @@
-"""What a few batches show of fused experts: how both products of each survive the casts.
+"""Measurement of fused experts on a few batches: the error of both products of each expert.
 
-Of the tokens that come to an expert some are kept. Their products with the expert's weights are
-compared with those of the casts that experts run (`torch_fp8.nn.experts.expert_recipe`), and the
-worst expert stands for its module, which runs in FP8 as a whole or not at all.
+A sample of the tokens of each expert is kept. Their products with the expert's weights are compared
+with those of the experts' casts (`torch_fp8.nn.experts.expert_recipe`). The worst expert represents
+its module, which runs in FP8 as a whole or not at all.
 
 Legend: E experts, T tokens, k experts of a token, K in, N out.
 """
@@ -20,16 +20,16 @@ from torch_fp8.conversion.expert_layers import is_batched
 from torch_fp8.nn.experts import expert_recipe
 
 ROWS = 32
-"""The tokens that are kept of each expert, at most."""
+"""The maximum number of tokens kept of each expert."""
 
 
 class ExpertRows:
-    """The tokens that come to the experts of one module, and how many there are.
+    """The tokens of one module's experts, and their numbers.
 
     Args:
-        name: qualified name of the module.
-        module: the module itself, which is not converted.
-        weights: names of its two weights.
+        name: the module's qualified name.
+        module: the module, which is not converted.
+        weights: the names of its two weights.
     """
 
     def __init__(self, name: str, module: nn.Module, weights: tuple[str, ...]) -> None:
@@ -39,7 +39,7 @@ class ExpertRows:
         self.counts, self.calls = [0] * self.size, list[int]()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Take the arguments of a forward: tokens, and their experts where it has these."""
+        """Record the arguments of a forward: tokens, and their experts if they are an argument."""
         if is_batched(module):
             x = args[0].detach().unflatten(0, (self.size, -1))  # (E, T, K)
             self.calls.append(x.shape[1])
@@ -58,7 +58,7 @@ class ExpertRows:
             self.rows[expert].append(rows[:left].float())
 
     def findings(self) -> LayerFindings:
-        """Return what the worst expert shows."""
+        """Return the worst expert's measurements."""
         shape = self._weight(0, 0).shape
         findings = LayerFindings(self.name, shape[1], shape[0], self.calls, num_experts=self.size)
         findings.without_tokens = self.counts.count(0)
@@ -75,7 +75,7 @@ class ExpertRows:
         recipe = expert_recipe(FP8Config())
         for place, name in enumerate(self.weights):
             weight = self._weight(place, expert)
-            exact = x @ weight.t()
+            exact = x @ weight.t()  # (T, K) @ (K, N)
             yield median_db(exact, product(x, weight, recipe))
             bias = getattr(self.module, f"{name}_bias", None)
             exact = exact if bias is None else exact + bias[expert].float()
@@ -99,11 +99,11 @@ class ExpertRows:
 
 @contextlib.contextmanager
 def watched_experts(model: nn.Module, names: Iterable[str]) -> Iterator[list[ExpertRows]]:
-    """Keep tokens of experts while a model runs within.
+    """Keep tokens of experts while a model runs in this context.
 
     Args:
-        model: not converted.
-        names: qualified names of the fused weights that FP8 can take.
+        model: the model, not converted.
+        names: the qualified names of the fused weights that FP8 supports.
     """
     weights: dict[str, list[str]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""The recipe that is proposed for each layer, why, and all of them as one `FP8Config`."""
+"""The proposed recipe of each layer with reasons, and all of them as one `FP8Config`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,22 +8,22 @@ from torch_fp8.advisor.measure import EXPERT_RECIPE, LayerFindings
 from torch_fp8.config import FP8Config
 
 ENOUGH = 24.0
-"""The dB of a product's median row that are enough: 4.5 below those of Gaussian operands, three
+"""The sufficient SQNR of a product's median row in dB: 4.5 below that of Gaussian operands, three
 quarters of a bit.
 """
 FINER = "blockwise"
-"""The recipe for layers whose outliers one scale cannot hold."""
+"""The recipe for layers with outliers that a single scale cannot represent."""
 PADDED = 0.25
-"""The share of padding in a GEMM from which a layer had better stay in high precision."""
+"""The share of padding in a GEMM from which a layer should stay in high precision."""
 _MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class LayerProposal:
-    """What is proposed for a layer.
+    """The proposal for a layer.
 
     Attributes:
-        found: what it rests on.
+        found: the measurements it is based on.
         options: an entry of `FP8Config.overrides`; empty: the model's recipe; None: high precision.
         reasons: sentences without a full stop.
     """
@@ -35,13 +35,13 @@ class LayerProposal:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What is proposed for a model.
+    """The proposal for a model.
 
     Attributes:
         config: the configuration, with its overrides.
         layers: the proposal of each layer.
-        notes: what concerns the whole run.
-        skipped: the reasons why FP8 does not take layers by itself, by qualified name.
+        notes: notes on the whole run.
+        skipped: the reasons why layers cannot run in FP8 anyway, by qualified name.
     """
 
     config: FP8Config
@@ -54,9 +54,9 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
     """Propose a configuration.
 
     Args:
-        findings: the findings for all layers that FP8 can take.
-        recipe: the model's recipe, whose casts were tried, and those of `FINER`.
-        skipped: why FP8 does not take others.
+        findings: the measurements of all layers that FP8 supports.
+        recipe: the model's recipe, whose casts were measured, as were those of `FINER`.
+        skipped: the reasons why FP8 does not support other layers.
     """
     layers = tuple(_for_layer(finding, recipe) for finding in findings)
     smooth = [p for p in layers if p.options == {"smooth_swiglu": True}]
@@ -106,7 +106,7 @@ def _for_layer(found: LayerFindings, recipe: str) -> LayerProposal:
 
 
 def _for_experts(found: LayerFindings) -> LayerProposal:
-    """Propose FP8 or high precision for a module of experts, whose casts have one recipe."""
+    """Propose FP8 or high precision for a module of experts, whose casts have a fixed recipe."""
     if not found.db:
         return LayerProposal(found, {}, ("no token came by: nothing was measured",))
     reasons = []
@@ -121,7 +121,7 @@ def _for_experts(found: LayerFindings) -> LayerProposal:
 
 
 def _padding(found: LayerFindings) -> float:
-    """Return the share of work that padding adds to a GEMM of the layer."""
+    """Return the share of a layer's GEMM work that padding adds."""
     padded = [-(-size // _MULTIPLE) * _MULTIPLE for size in (found.num_in, found.num_out)]
     return padded[0] * padded[1] / max(1, found.num_in * found.num_out) - 1
 
@@ -129,7 +129,7 @@ def _padding(found: LayerFindings) -> float:
 def _overrides(
     different: Sequence[LayerProposal], layers: Sequence[LayerProposal]
 ) -> dict[str, dict[str, Any] | None]:
-    """Return the overrides of some layers; one for all layers of a name that want the same."""
+    """Return the overrides for some layers, one for all of a name if their options agree."""
     overrides: dict[str, dict[str, Any] | None] = {}
     for proposal in different:
         kind = proposal.found.name.rpartition(".")[2]

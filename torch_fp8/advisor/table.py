@@ -11,10 +11,11 @@ _NAME, _DB = 44, 8
 
 
 def text_of(proposal: Proposal, headline: str) -> str:
-    """Return a headline, a row for each layer that wants something else, and a line for the rest.
+    """Return a headline, a row for each layer with its own recipe, and a line for the rest.
 
     Args:
-        headline: what was looked at.
+        proposal: the proposal.
+        headline: a description of the measured model.
     """
     return "\n".join([*_wrapped(headline), "", *_lines(proposal)]) + "\n"
 

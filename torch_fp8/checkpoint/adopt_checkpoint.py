@@ -133,6 +133,7 @@ class _Source:
             read_scale(self.files, self.scales[key][0], block, shape)
             for key, shape in zip(keys, shapes, strict=True)
         ]
+        # (E, R, C) -> (E * R, C); the scales of all matrices one after another
         return bytes_behind(weight.reshape(-1, weight.shape[-1]), torch.cat(scales), block)
 
 
@@ -183,8 +184,7 @@ def take_over(
 def adopt_checkpoints(
     model: nn.Module, config: FP8Config, *, trained: bool = True
 ) -> list[AdoptedCheckpoint]:
-    """Give trained BF16 weights the exact values of their FP8 checkpoint, and other weights its
-    scales.
+    """Give trained BF16 weights their FP8 checkpoint's exact values, others its scales.
 
     Call it before the optimizer is converted, and before DistributedDataParallel or ``fully_shard``
     wraps the model. Without residuals (level O1, or ``split_weights=False``) it does nothing.

@@ -69,9 +69,7 @@ def adopt_residuals(path: str | Path, model: nn.Module, weights_only: bool = Tru
 def _read(
     path: Path, weights: Mapping[str, Tensor], names: Sequence[str], weights_only: bool
 ) -> Iterator[tuple[str, tuple[Tensor, int] | None]]:
-    """Yield (name, (this rank's part of the residual, its bits)) of weights; None: the shape
-    differs.
-    """
+    """Yield weights' names with this rank's part of the residual and its bits, or None."""
     files = [path] if path.is_file() else sorted(path.glob("optimizer*.bin"))
     for file in filter(zipfile.is_zipfile, files):  # torch.save writes zip files
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)

@@ -63,8 +63,7 @@ class CheckpointFormat:
     """Whether scales stored as uint8 are exponents, 2 ** (byte - 127)."""
 
     def block_of(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return the block (rows, columns) that shares a scale in a weight of `shape` with scales
-        of shape `grid`.
+        """Return the (rows, columns) that share a scale in a weight with a `grid` of scales.
 
         None if no declared block fits.
         """
@@ -138,8 +137,7 @@ def check_scales(
 def read_scales(
     files: SafetensorsFiles,
 ) -> tuple[dict[str, tuple[str, tuple[int, int]]], set[str]]:
-    """Return the result of `check_scales` for a checkpoint in its own format, and the companion
-    keys.
+    """Return `check_scales` of a checkpoint in its own format, and the companion keys.
 
     Companion keys are those of tensors that only belong to a weight: its scales, and those of its
     input.

@@ -107,8 +107,8 @@ def export(
             blockwise, mxfp8) or ``modelopt`` (delayed).
         tokenizer: an object with ``save_pretrained``; None: the tokenizer files of the folder that
             the model was loaded from, if there are any.
-        adapters: the treatment of PEFT adapters, required if the model has any. ``merge`` casts ``W
-            + delta`` in BF16, as ``merge_and_unload`` computes it; parts of a small delta below
+        adapters: the treatment of PEFT adapters, required if the model has any. ``merge`` casts
+            ``W + delta`` in BF16, as ``merge_and_unload`` computes it; parts of a small delta below
             FP8's resolution are lost. ``apart`` writes only the base; save the adapter with
             ``model.save_pretrained`` for engines that serve both.
         max_shard_size: the maximum size of tensors in one file: bytes, or a string such as
@@ -264,9 +264,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
 
 
 def warn_kept(report: ExportReport) -> None:
-    """Warn of layers that run in FP8 but are written in BF16, and of experts that were cast
-    again.
-    """
+    """Warn of FP8 layers that are written in BF16, and of experts that were cast again."""
     if report.kept:
         warnings.warn(
             f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "

@@ -126,7 +126,7 @@ class ExportFormat:
         if self.recipe == "mxfp8":
             scale = scale.contiguous().to(torch.float8_e8m0fnu).view(torch.uint8)
         elif self.name == "compressed-tensors" and scale.ndim == 0:
-            scale = scale.reshape(1)
+            scale = scale.reshape(1)  # () -> (1,)
         if not self.is_static:
             return payload.qdata, scale
         assert input_scale is not None

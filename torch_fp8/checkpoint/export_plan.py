@@ -38,9 +38,7 @@ from torch_fp8.tensor.split_weight import stored
 
 
 class ModelTensors:
-    """The values of a model's tensors, read from the model itself; subclasses read other
-    sources.
-    """
+    """The values of a model's tensors, from the model; subclasses read other sources."""
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor's values are stored.

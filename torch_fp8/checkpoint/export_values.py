@@ -93,7 +93,7 @@ def in_bf16(
                 "exactly, because its scales are not powers of two. Convert the model with "
                 "recipe='blockwise' or 'rowwise', or with this layer in skip"
             )
-        return (value.t() if layer.fp8.transposed else value,)
+        return (value.t() if layer.fp8.transposed else value,)  # (N, K) -> as stored
 
     return TensorGroup((PlannedTensor(key, PLAIN, shape),), make)
 

@@ -35,9 +35,7 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 
 def why_not_folded(model: nn.Module) -> str | None:
-    """Return why a model's adapters are not matrices that are added to weights; None if they
-    are.
-    """
+    """Return why a model's adapters are not matrices added to weights; None if they are."""
     for name, module in model.named_modules():
         if "base_layer" not in module._modules:
             continue

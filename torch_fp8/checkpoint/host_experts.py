@@ -58,14 +58,14 @@ def take_over_experts(
         for key, weight, scale in _weights(module):
             block = _block_of(name, weight, scale)
             scale.requires_grad_(False)  # an optimizer may have it
-            codes = weight.detach().reshape(-1, weight.shape[2])
+            codes = weight.detach().reshape(-1, weight.shape[2])  # (E, R, C) -> (E * R, C)
             stored = FP8Weight(codes, scale.detach().float().reshape(-1, scale.shape[2]), block)
             if trained and weight.requires_grad:
                 continue_exactly(weight, stored, config, residuals)
                 stock._parameters[key] = weight
                 exact += 1
             else:
-                values = stored.dequantize(torch.bfloat16).view(weight.shape)
+                values = stored.dequantize(torch.bfloat16).view(weight.shape)  # (E, R, C)
                 stock._parameters[key] = nn.Parameter(values, requires_grad=False)
                 anew += 1
         stock.train(module.training)

@@ -28,15 +28,13 @@ from torch_fp8.tensor.frozen_payload import freeze_tensor
 
 Read: TypeAlias = Tensor | FP8Weight
 Place = Callable[[str, nn.Module, Read], Tensor | None]
-"""The function that creates a layer's tensor from what was read: ``place(qualified name, layer,
-read)``. It returns None if the layer has the tensor already.
+"""The function that creates a layer's tensor from what was read:
+``place(qualified name, layer, read)``. It returns None if the layer has the tensor already.
 """
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Create parameters, which have no values yet, on the meta device, but computed buffers
-    normally.
-    """
+    """Create parameters without values on the meta device, but computed buffers not."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -46,9 +46,7 @@ def save_dequantized(model: nn.Module) -> int:
 
 
 def _without_scales(conversion: Any, operations: list[Any]) -> Any:
-    """Return a transformers conversion (for example one that merges experts) that reads no
-    scales.
-    """
+    """Return a transformers conversion, for example a merge of experts, without scales."""
     scales = ("_scale_inv", "activation_scale")
     sources = [s for s in conversion._original_source_patterns if not s.endswith(scales)]
     return conversion.copy(sources, conversion._original_target_patterns, operations=operations)

@@ -71,7 +71,7 @@ def stored_parts(
 
 def _of_fused(key: str, shape: torch.Size, revert: Any, model: nn.Module) -> list[StoredPart]:
     """Return the parts of a fused weight (E, R, C)."""
-    numbers = torch.arange(shape[:2].numel()).view(*shape[:2], 1)
+    numbers = torch.arange(shape[:2].numel()).view(*shape[:2], 1)  # (E, R, 1)
     parts = []
     for name, converted in revert(model, {key: numbers}).items():
         rows = converted.flatten()

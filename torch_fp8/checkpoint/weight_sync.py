@@ -113,9 +113,7 @@ def _in_values_of_fp8(
 def _folded(
     root: nn.Module, fold: AdapterFold
 ) -> Iterator[tuple[str, nn.Module, Tensor, torch.dtype, list[StoredPart]]]:
-    """Yield (name, module, values, dtype for the engine, parts in checkpoints) of each tensor
-    once.
-    """
+    """Yield (name, module, values, dtype for the engine, checkpoint parts) of tensors."""
     places = list(fold.walk(root))
     parts = model_parts(root, places)
     seen: set[int] = set()

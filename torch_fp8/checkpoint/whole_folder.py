@@ -100,9 +100,7 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path`, which is renamed to `path` at the end, or removed on
-    error.
-    """
+    """Yield a temporary file, which is renamed to `path` at the end or removed on error."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     partial = Path(name)

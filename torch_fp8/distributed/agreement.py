@@ -167,9 +167,7 @@ class _Meeting:
         return name, result
 
     def _stay(self, name: str, came: int) -> None:
-        """Let all ranks read a bad result before the leader exits, because it may host the
-        store.
-        """
+        """Let all ranks read a bad result before the leader, which may host the store, exits."""
         self._store.add(f"{name}/read", 1)
         deadline = time.monotonic() + (_GRACE if self._index == 0 else 0)
         while time.monotonic() < deadline and self._store.add(f"{name}/read", 0) < came:

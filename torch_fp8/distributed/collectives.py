@@ -57,9 +57,7 @@ class CommunicationStream:
         self._stream: Any = None
 
     def beside(self, device: torch.device) -> Any:
-        """Queue the CUDA work in this context on the stream, after the computation queued so
-        far.
-        """
+        """Queue CUDA work on this stream in this context, after the computation so far."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if self._stream is None:

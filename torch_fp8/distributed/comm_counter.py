@@ -161,9 +161,7 @@ class CommunicationCount:
         dtype: torch.dtype | None = None,
         ranks: int | None = None,
     ) -> "CommunicationCount":
-        """Return a count with only the rows of this kind, dtype and number of ranks; None matches
-        any.
-        """
+        """Return a count with only the rows of this kind, dtype and ranks; None matches any."""
         return CommunicationCount(
             row
             for row in self.rows

@@ -35,8 +35,7 @@ _MOST_HOSTS = 4
 
 
 def check_same_config(config: FP8Config, group: Any = None) -> None:
-    """Raise on every rank if the ranks of a process group have different configurations or
-    versions.
+    """Raise on every rank if a process group's ranks differ in configuration or version.
 
     All ranks must call it the same number of times. A rank that does not, because it uses no FP8 or
     another backend, counts as missing after ``config.agreement_timeout``, and the other ranks

@@ -128,9 +128,7 @@ def choose_exchanges(
 def measured_groups(
     config: FP8Config, groups: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """Return the groups in which `choose_exchanges` measures, or adopts a measurement of a
-    checkpoint.
-    """
+    """Return the groups in which `choose_exchanges` measures or adopts a measurement."""
     if config.communication != "auto" or config.opt_level == "O3":
         return {}
     return {kind: group for kind, group in groups.items() if _is_measured(group, device)}

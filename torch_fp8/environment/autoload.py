@@ -1,4 +1,4 @@
-"""Checks whether the flag is registered in this interpreter."""
+"""Checks that the precision flag is registered in this interpreter."""
 
 import os
 import sys
@@ -14,9 +14,7 @@ _EXPLICITLY = "`import lightning_fp8` or `import accelerate_fp8` registers it ex
 
 
 def autoload() -> list[Result]:
-    """Check the entry point, the variable that turns it off, the finder and
-    ``TORCH_FP8_CONFIG``.
-    """
+    """Check entry point, the variable that disables it, finder, and ``TORCH_FP8_CONFIG``."""
     return [_entry_point(), _variable(), _finder(), _configuration()]
 
 

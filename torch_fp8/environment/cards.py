@@ -1,4 +1,4 @@
-"""The cards of this machine, and which recipes run natively on each."""
+"""The GPUs of this machine, and the recipes that run natively on each."""
 
 import os
 import warnings
@@ -17,7 +17,7 @@ EMULATION = (
 
 
 def cards() -> list[Result]:
-    """Describe each card: compute capability, memory, and what each recipe needs of it."""
+    """Describe each GPU: compute capability, memory, and what is missing for each recipe."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -30,7 +30,7 @@ def cards() -> list[Result]:
         try:
             results += _card(torch.device("cuda", index))
             names.add(torch.cuda.get_device_name(index))
-        except Exception as error:  # a card that has fallen off the bus
+        except Exception as error:  # for example a GPU that has fallen off the bus
             results.append(Result(CARDS, f"cuda:{index}", "failed", last_line(error)))
     if len(names) > 1:
         results.append(
@@ -47,10 +47,12 @@ def cards() -> list[Result]:
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the device that ``--device`` of a command names.
+    """Return the device for a command's ``--device``.
 
+    Args:
+        name: the value of the option.
     Raises:
-        ValueError: there is no such device here; the message says why, and what to take.
+        ValueError: the device does not exist here; the message gives the reason and an alternative.
     """
     try:
         device = torch.device(name)

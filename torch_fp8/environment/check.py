@@ -9,18 +9,18 @@ from torch_fp8.environment.result import NotRun, last_line
 
 @dataclass(frozen=True)
 class Check:
-    """A function to call in a process of its own, and how long it may take.
+    """A function to call in its own process, with a time limit.
 
     Attributes:
-        section, name: under which its result is shown.
+        section, name: the section and the name of its result.
         function: ``"module:function"``. It returns one line of detail, raises
-            `torch_fp8.environment.result.NotRun` where it cannot run, and anything else where
-            something is wrong.
-        arguments: arguments of the function, which JSON can hold.
-        limit_s: seconds after which it has failed; the start of its process does not count.
-        not_run: why it cannot run here; empty: it runs.
+            `torch_fp8.environment.result.NotRun` if it cannot run here, and any other exception if
+            the check fails.
+        arguments: the arguments of the function, in JSON types.
+        limit_s: the seconds after which it fails; the start of its process does not count.
+        not_run: the reason why it cannot run here; empty if it can.
         is_alone: whether it runs after all others have finished, because it measures times.
-        sees_every_card: whether it sees all cards; other checks see the first.
+        sees_every_card: whether it sees all GPUs; other checks see only the first.
     """
 
     section: str
@@ -37,7 +37,7 @@ def run_parts(parts: Mapping[str, Callable[[], str]]) -> str:
     """Run all parts of a check and return their details in one line.
 
     Raises:
-        RuntimeError: parts have failed; it names each with its error.
+        RuntimeError: parts have failed; the message has each part's error.
     """
     details, failures = [], []
     for name, part in parts.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = ("kernels", "recipes", "speed", "hosts", "exchange")
-"""The parts of the self-test that can be asked for alone."""
+"""The parts of the self-test that can be requested separately."""
 
 
 def add_parser(commands: Any) -> None:

@@ -1,4 +1,6 @@
-"""Tables, progress and the report: with rich on a terminal that has it, in plain text otherwise."""
+"""Tables, progress and the report: with rich on a terminal if it is installed, otherwise plain
+text.
+"""
 
 import datetime
 import importlib
@@ -18,7 +20,7 @@ _MOST_NAME_WIDTH = 48
 
 
 def use_rich(stream: TextIO) -> bool:
-    """Return whether `stream` is a terminal, and rich is installed."""
+    """Return whether `stream` is a terminal and rich is installed."""
     if not stream.isatty():
         return False
     try:
@@ -32,6 +34,8 @@ def show(results: Sequence[Result], stream: TextIO, *, rich: bool) -> None:
     """Write tables of `results` to `stream`, one for each section.
 
     Args:
+        results: the results.
+        stream: the output.
         rich: whether to use rich's tables and colours.
     """
     if not rich:
@@ -57,7 +61,7 @@ def show(results: Sequence[Result], stream: TextIO, *, rich: bool) -> None:
 
 
 def plain_text(results: Sequence[Result], width: int = 100) -> str:
-    """Format `results` as text of at most `width` columns, where words allow it."""
+    """Format `results` as text of at most `width` columns, unless a word is longer."""
     parts = []
     for section, lines in _sections(results):
         parts.append(f"{section}\n")
@@ -76,7 +80,7 @@ def brief_text(results: Sequence[Result], width: int = 80) -> str:
     parts = []
     for section, lines in _sections(results):
         parts.append(section)
-        names: dict[str, list[str]] = {}  # by detail: cards have the same
+        names: dict[str, list[str]] = {}  # detail -> names: several cards share a detail
         for line in lines:
             if line.status != FAILED and not line.part:
                 names.setdefault(line.detail, []).append(line.name)
@@ -119,9 +123,7 @@ def as_json(results: Sequence[Result], report: Path | None) -> str:
 
 
 def report_text(results: Sequence[Result], command: str) -> str:
-    """Return the text of a report file: the tables, and below them what each failed check
-    printed.
-    """
+    """Return the text of a report file: the tables, followed by the output of each failed check."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     parts = [f"{command}\n{now}\n\n{plain_text(results)}"]
     for result in results:
@@ -132,7 +134,7 @@ def report_text(results: Sequence[Result], command: str) -> str:
 
 
 class Progress:
-    """Progress on standard error: rich's bar, or a line for each check that is done.
+    """Progress on standard error: rich's bar, or a line for each finished check.
 
     Args:
         total: the number of checks.
@@ -164,7 +166,7 @@ class Progress:
             self._bar.stop()
 
     def begin(self, name: str) -> None:
-        """Say what is being done now."""
+        """Show the name of the check that starts."""
         if self._bar is not None:
             self._bar.update(self._task, description=name)
 

@@ -1,4 +1,4 @@
-"""A check in which two processes average the gradients of a model in FP8, over NCCL or gloo."""
+"""A check in which two processes average a model's gradients in FP8, over NCCL or gloo."""
 
 import copy
 import tempfile
@@ -18,8 +18,8 @@ from torch_fp8.quantization.metrics import sqnr_db
 
 RANKS = 2
 FLOOR_DB = 35.0
-"""The floor of the SQNR in dB: two roundings in the format of gradients keep 36.2 dB of Gaussian
-values (benchmarks/results/wire.csv).
+"""The minimum SQNR in dB; two roundings in the format of gradients keep 36.2 dB of Gaussian values
+(benchmarks/results/wire.csv).
 """
 _LIMIT_S = 100
 
@@ -37,7 +37,7 @@ def check_exchange() -> str:
 
 
 def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
-    """Raise unless all ranks have the same average, as near to the exact one as 8 bits allow.
+    """Raise unless all ranks have the same average, as exact as 8 bits allow.
 
     Args:
         averages: the average on each rank.
@@ -84,7 +84,7 @@ def _rank(rank: int, folder: str, backend: str) -> None:
 
 
 def _gathered(model: nn.Module) -> list[Tensor]:
-    """Gather the gradients of each rank's model, as one tensor for each rank."""
+    """Gather the gradients of each rank's model; returns one tensor for each rank."""
     parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     mine = torch.cat(parts)
     everyones = [torch.empty_like(mine) for _ in range(RANKS)]

@@ -1,4 +1,4 @@
-"""`model_folder` and `model_class`: where a model of transformers lies, and its class."""
+"""`model_folder` and `model_class`: the local folder of a transformers model, and its class."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def imported(package: str, why: str) -> Any:
-    """Return an imported package; raise ImportError, with `why` it is needed, without it."""
+    """Import and return a package; if it is missing, raise ImportError with `why` it is needed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -19,9 +19,9 @@ def missing_package(package: str, why: str, error: BaseException) -> ImportError
     """Return an error that says what to install.
 
     Args:
-        package: name of the package that cannot be imported.
-        why: purpose for which it is needed.
-        error: the failure: this package is missing, or one that it imports.
+        package: the name of the package that cannot be imported.
+        why: the purpose for which it is needed.
+        error: the failure; this package is missing, or one that it imports.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -32,10 +32,10 @@ def missing_package(package: str, why: str, error: BaseException) -> ImportError
 def model_folder(name: str | Path) -> Path | None:
     """Return the folder of a model: `name` itself, or the hub's cache of it on this machine.
 
-    Nothing is downloaded. None: there is no such folder, and no such model in the cache.
+    Nothing is downloaded. None if there is no such folder and no such model in the cache.
 
     Args:
-        name: a folder, or the name of a model of the Hugging Face hub such as ``org/model``.
+        name: a folder, or the name of a model on the Hugging Face hub such as ``org/model``.
     """
     folder = Path(name)
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
@@ -70,7 +70,7 @@ def model_class(checkpoint: Path) -> Any:
     why = "transformers builds the model of a checkpoint"
     transformers = imported("transformers", why)
     try:
-        cls = getattr(transformers, str(names[0]), None)  # its module is imported now
+        cls = getattr(transformers, str(names[0]), None)  # imports the class's module
     except ImportError as error:
         raise missing_package("transformers", why, error) from error
     if cls is None:

@@ -1,8 +1,8 @@
-"""Which points of a host are extended, and whether that took hold; run as a process of its own.
+"""Reports which extension points of a host are extended; runs in its own process.
 
 ``python -m torch_fp8.environment.host_points MODULE ...`` imports torch and these modules of one
-host, as a script would, and prints as JSON what became of the points below. A host that is broken,
-or that ends the process, then breaks nothing else.
+host, as a script would, and prints the state of the points below as JSON. So a broken host, or one
+that ends the process, affects nothing else.
 """
 
 import importlib
@@ -27,7 +27,7 @@ HELD, NOT_EXTENDED, MOVED = "held", "not extended", "moved"
 
 
 def state_of(module: Any, name: str) -> str:
-    """Return whether the point of this dotted name is extended, present, or missing."""
+    """Return whether the name (dotted) in a module is extended, present, or missing."""
     value: Any = module
     for part in name.split("."):
         try:
@@ -40,9 +40,7 @@ def state_of(module: Any, name: str) -> str:
 
 
 def extended_names(module: ModuleType) -> list[str]:
-    """Return the dotted names of all that carries ``_fp8_original`` in a module and in its
-    classes.
-    """
+    """Return the dotted names of everything with ``_fp8_original`` in a module and its classes."""
     names = []
     for name, value in list(vars(module).items()):
         if _is_ours(value):
@@ -59,9 +57,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def inspect_host(modules: list[str]) -> dict[str, Any]:
-    """Return what `python -m` prints: version, error, warnings about the flag, state of each
-    point.
-    """
+    """Return what `python -m` prints: version, error, warnings, and state of each point."""
     report: dict[str, Any] = {"version": None, "errors": {}, "warnings": [], "points": {}}
     host = modules[0].partition(".")[0]
     points = POINTS[host]
@@ -70,7 +66,7 @@ def inspect_host(modules: list[str]) -> dict[str, Any]:
         for name in modules:
             try:
                 module = importlib.import_module(name)
-            except BaseException as error:  # a host may do anything
+            except BaseException as error:  # a host may raise anything
                 report["errors"][name] = last_line(error)
                 continue
             states = {point: state_of(module, point) for point in points[name]}
@@ -82,5 +78,5 @@ def inspect_host(modules: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    output, sys.stdout = sys.stdout, sys.stderr  # hosts print what they like
+    output, sys.stdout = sys.stdout, sys.stderr  # keep hosts' prints off stdout
     json.dump(inspect_host(sys.argv[1:]), output)

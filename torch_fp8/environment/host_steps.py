@@ -1,8 +1,8 @@
-"""One training step at each level through each host, of a tiny model that is made here.
+"""One training step at each level through each host, with a tiny model.
 
-What a step leaves behind says whether FP8 took part, not what the host reports: converted layers
-were called, and between backward and the optimizer's step weights and gradients are what the level
-makes of them. Hosts are imported by name where a step begins; the flag does the rest.
+The check is based on the state after a step, not on the host's messages: converted layers were
+called, and between backward and the optimizer's step weights and gradients have the form that the
+level gives them. Hosts are imported by name when a step starts; the flag does the rest.
 """
 
 import os
@@ -31,13 +31,13 @@ FEATURES, TOKENS, VOCABULARY = 64, 32, 64
 
 
 class Evidence:
-    """Observations of a model while it is trained.
+    """Observations of a model during training.
 
     Attributes:
-        calls: forwards of converted layers.
-        states: the dtype of each weight before the optimizer steps, and whether its gradient
-            has 8 bits.
-        before: values of those weights at that time.
+        calls: the number of forwards of converted layers.
+        states: the dtype of each weight before the optimizer steps, and whether its gradient is
+            8-bit.
+        before: the values of those weights at that time.
     """
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Evidence:
 
 
 def steps(host: str) -> str:
-    """Run a step of each level through a host of `STEPS`."""
+    """Run a step of each level through one of the hosts in `STEPS`."""
     return run_parts({level: partial(step, host, level) for level in LEVELS})
 
 
 def step(host: str, level: str) -> str:
-    """Run one step of a level through a host of `STEPS`, and return what was observed."""
+    """Run one step of a level through one of the hosts in `STEPS`; return a description."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         evidence = Evidence()
@@ -89,7 +89,7 @@ def step(host: str, level: str) -> str:
 
 
 def run(host: str, level: str, evidence: Evidence, folder: str) -> float:
-    """Return the loss of one step with the host's own flag, and all else from the environment."""
+    """Return the loss of one step with the host's flag and options of the environment."""
     emulate = not runs_natively(device_at_hand(), "tensorwise")
     config = FP8Config(opt_level=level, recipe="tensorwise", emulate=emulate)
     variables = {ENV_VAR: config.to_json(), _LAUNCHED: "fp8"}
@@ -207,7 +207,7 @@ def _trl(evidence: Evidence, folder: str) -> float:
 
 
 def _launched(arguments: Any, folder: str, **options: Any) -> Any:
-    """Build a host's training arguments as under ``accelerate launch --mixed_precision fp8``."""
+    """Create a host's training arguments as under ``accelerate launch --mixed_precision fp8``."""
     _forget_accelerate()
     return arguments(
         output_dir=folder,
@@ -265,7 +265,7 @@ def _tokenizer() -> Any:
 
 
 def _forget_accelerate() -> None:
-    """Reset Accelerate's state, which it keeps for a process; each level needs its own."""
+    """Reset Accelerate's process-wide state, because each level needs its own."""
     import_module("accelerate.state").AcceleratorState._reset_state(True)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the installed hosts: their versions, and which of their extension points took hold."""
+"""Checks of the installed hosts: their versions, and the state of their extension points."""
 
 import importlib.util
 import json
@@ -27,12 +27,12 @@ _DISTRIBUTIONS = {
     "transformer_engine": ("transformer-engine", "transformer-engine-torch"),
     "torchao": ("torchao",),
 }
-"""The distributions that provide each top-level module."""
+"""The distributions that contain each top-level module."""
 _LIMIT_S = 120
 
 
 def is_installed(host: str) -> bool:
-    """Return whether a top-level module of this name can be found, without importing it."""
+    """Return whether a top-level module can be found, without importing it."""
     try:
         return importlib.util.find_spec(host) is not None
     except (ImportError, ValueError):
@@ -40,7 +40,7 @@ def is_installed(host: str) -> bool:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment of a process that is to find this very package."""
+    """Return the environment for a process that must find this very package."""
     root = str(Path(torch_fp8.__file__).parent.parent)
     installed = {*site.getsitepackages(), site.getusersitepackages()}
     first = [] if root in installed else [root]
@@ -101,7 +101,7 @@ def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
 
 
 def _look(host: str) -> dict[str, Any] | str:
-    """Return what `host_points` prints, or in words why it printed nothing."""
+    """Return the output of `host_points`, or a text that says why there is none."""
     try:
         process = subprocess.run(
             [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]],

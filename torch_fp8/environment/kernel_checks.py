@@ -1,7 +1,7 @@
-"""Smoke checks of the kernels: a call of each family on a card, beside its reference on the CPU.
+"""Smoke checks of the kernels: one call of each family on a GPU, compared with the CPU reference.
 
-They tell a card, a driver and a compiler that work from those that do not. All shapes, formats and
-edge cases are compared by ``pytest -m gpu``.
+They detect a GPU, a driver or a compiler that does not work. ``pytest -m gpu`` compares all shapes,
+formats and edge cases.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +24,10 @@ GRANULARITIES: tuple[Granularity, ...] = (
     *("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32"),
 )
 SHAPE = (129, 272)
-"""Rows and columns that are no multiples of a tile."""
+"""Rows and columns that are not multiples of a tile."""
 NEIGHBOURS = 0.01
-"""The share of results in 16 bits that may be the neighbours of the reference's: sums have another
-order, of which float32 shows the last bits.
+"""The share of 16-bit results that may be the reference's neighbouring values, because sums run in
+another order, which changes the last bits of float32.
 """
 
 
@@ -86,8 +86,8 @@ def check_optimizer(device: str) -> str:
 
 
 def check_messages(device: str) -> str:
-    """Check what ranks exchange: packed, reduced and summed."""
-    # Groups and plain values fill their messages: what pads them is whatever memory held.
+    """Check the exchange between ranks: messages packed, reduced and summed."""
+    # Groups and plain values fill their messages, because padding is uninitialized memory.
     layout, plain = messages.Layout(512, 8), torch.linspace(-1, 1, 4 * 8)
     values = _matrix((512, 128)).flatten()
     packed = messages.pack_flat(values, plain, layout, 4)
@@ -100,7 +100,7 @@ def check_messages(device: str) -> str:
 
 
 def _matrix(shape: tuple[int, int] = SHAPE, seed: int = 0) -> Tensor:
-    """Return BF16 rows of different size."""
+    """Return BF16 rows of different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     return (x * 2.0 ** torch.randint(-4, 5, (shape[0], 1), generator=generator)).to(BF16)
@@ -135,7 +135,7 @@ def _compare(
     references: Sequence[Tensor | None],
     exact: bool = False,
 ) -> None:
-    """Raise unless results have the references' bits or, rarely and if not `exact`, neighbours."""
+    """Raise unless results equal the references or (if not `exact`) a few are neighbours."""
     for i, (result, reference) in enumerate(zip(results, references, strict=True)):
         absent = [x is None or not x.numel() for x in (result, reference)]
         if absent[0] != absent[1]:

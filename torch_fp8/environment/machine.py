@@ -1,4 +1,4 @@
-"""What a machine has for FP8 training: described, tried and printed."""
+"""``torch-fp8 env``: describe, test and print what a machine has for FP8 training."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ INTERRUPTED = 130
 
 
 def describe(options: argparse.Namespace) -> int:
-    """Describe this machine, run the self-test if it is asked for; returns the exit status."""
+    """Describe this machine, and run the self-test if requested; returns the exit status."""
     if options.only and not options.self_test:
         options.parser.error("--only chooses parts of --self-test")
     report = _report_path(options)
@@ -67,7 +67,7 @@ def describe(options: argparse.Namespace) -> int:
 
 
 def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
-    """Describe a part of the machine; where that fails, the failure is the result."""
+    """Describe a part of the machine; if that fails, the failure is the result."""
     try:
         return describe()
     except Exception as error:
@@ -91,9 +91,7 @@ def _print(results: Sequence[Result], options: argparse.Namespace, report: Path 
 
 
 def _report_path(options: argparse.Namespace) -> Path | None:
-    """Return where the report goes, None for nowhere; raise at once for a folder that cannot take
-    it.
-    """
+    """Return the report's path or None; raise at once if its folder is not writable."""
     path: Path | None = options.report
     if path is not None:
         path = path.absolute()

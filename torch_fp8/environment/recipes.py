@@ -1,9 +1,10 @@
-"""Checks of each recipe on this device: its three GEMMs against float32, eager and compiled, with
-few tokens, and with a frozen weight; its speed.
+"""Checks of each recipe on this device: its three GEMMs against float32, and its speed.
 
-The floors are those of Gaussian data (benchmarks/results/numerics.csv), 28.5 dB where E4M3 meets
-E4M3 and 24.6 dB where E5M2 does, less half a dB: an operand in the wrong format lies below. The
-worst of a few hundred rows lies within 2.5 dB of the whole.
+GEMMs run eager and compiled, with few tokens, and with a frozen weight.
+
+The floors are those of Gaussian data (benchmarks/results/numerics.csv), 28.5 dB for E4M3 with E4M3
+and 24.6 dB for E5M2 with E4M3, minus half a dB. An operand in the wrong format is below them. The
+worst of a few hundred rows is within 2.5 dB of the whole.
 """
 
 from collections.abc import Callable
@@ -29,21 +30,21 @@ E4M3_FLOOR_DB, E5M2_FLOOR_DB = 28.0, 24.0
 ROW_ALLOWANCE_DB = 2.5
 FEATURES_IN, FEATURES_OUT = 256, 384
 TOKENS = (256, 99)
-"""Numbers of tokens: a multiple of 16, and one that is none, so that padding is seen, too."""
+"""Numbers of tokens: a multiple of 16, and another one, which needs padding."""
 FEW_TOKENS = (99, 16, 1)
 LARGE = (4096, 4096)
-"""Features of the layers that are checked with few tokens: a card refuses GEMMs by their size."""
+"""The features of the layers checked with few tokens, because a GPU refuses GEMMs by their size."""
 TIMED_TOKENS, TIMED_FEATURES = 8192, 4096
 
 
 def floor_db(gemm: Gemm) -> float:
-    """Return the least SQNR in dB of a GEMM of Gaussian operands."""
+    """Return the minimum SQNR in dB of a GEMM of Gaussian operands."""
     is_e4m3 = gemm.a.format == gemm.b.format == E4M3
     return E4M3_FLOOR_DB if is_e4m3 else E5M2_FLOOR_DB
 
 
 def device_at_hand() -> torch.device:
-    """Return the first card, or the CPU."""
+    """Return the first GPU, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -59,16 +60,16 @@ def check_recipe(recipe: str) -> str:
 
 
 def check_gemms(recipe: str) -> str:
-    """Check output and both gradients of an eager layer, and return their SQNRs."""
+    """Check the output and both gradients of an eager layer, and return their SQNRs."""
     layer, path = _layer(recipe)
     return f"{_measured(layer, layer, recipe)}, {path}"
 
 
 def check_compiled(recipe: str) -> str:
-    """Check the compiled layer likewise, which must be one graph for each shape without a break."""
+    """Check the compiled layer in the same way; it must be one graph per shape without a break."""
     layer, path = _layer(recipe)
     torch.compiler.reset()
-    # On a CPU the graph is run as it is traced: compiling it would take minutes and show no more.
+    # On a CPU the traced graph runs eagerly: compiling it would take minutes and show no more.
     backend = _Counting("aot_eager" if layer.weight.device.type == "cpu" else "inductor")
     compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
     measured = _measured(layer, compiled, recipe)
@@ -79,13 +80,13 @@ def check_compiled(recipe: str) -> str:
 
 
 def check_few_tokens(recipe: str) -> str:
-    """Check output and gradients of a large layer with few tokens, and a token that it decodes."""
+    """Check the output and gradients of a large layer with few tokens, and with a single token."""
     layer, path = _layer(recipe, large=True)
     return f"{_few_tokens(layer, recipe)}, {path}"
 
 
 def check_frozen() -> str:
-    """Check the same of a layer whose weight is held in FP8 alone, as the base of adapters is."""
+    """Check a layer with a weight stored only in FP8, like the base of adapters."""
     layer, path = _layer("tensorwise", large=True)
     weight = layer.weight.detach().clone()
     recipe = freeze(layer).recipe
@@ -94,7 +95,7 @@ def check_frozen() -> str:
 
 
 def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) -> str:
-    """Hold each GEMM to the floor of a row: of one token it is one, or consists of scaled ones."""
+    """Compare each GEMM with a row's floor: one token is one row, or scaled copies of it."""
     floors = {
         name: floor_db(gemm) - ROW_ALLOWANCE_DB
         for name, gemm in zip(GEMMS, make_recipe(recipe).gemms, strict=True)
@@ -128,7 +129,7 @@ def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) 
 
 
 def time_recipe(recipe: str) -> str:
-    """Time forward and backward of a large layer, casts included, beside BF16."""
+    """Time forward and backward of a large layer, including casts, against BF16."""
     device = device_at_hand()
     reason = _reason(device, recipe)
     if reason is not None:
@@ -144,7 +145,7 @@ def time_recipe(recipe: str) -> str:
 
 
 class _Counting:
-    """A backend of torch.compile that counts the graphs it is given."""
+    """A backend of torch.compile that counts its graphs."""
 
     def __init__(self, name: str) -> None:
         self.name, self.graphs = name, 0
@@ -155,7 +156,7 @@ class _Counting:
 
 
 def _layer(recipe: str, large: bool = False) -> tuple[Float8Linear, str]:
-    """Return a converted layer, and in words how its GEMMs run."""
+    """Return a converted layer, and a description of how its GEMMs run."""
     device = device_at_hand()
     reason = "the CPU has no tensor cores" if device.type == "cpu" else _reason(device, recipe)
     torch.manual_seed(0)
@@ -174,9 +175,7 @@ def _reason(device: torch.device, recipe: str) -> str | None:
 
 
 def _measured(layer: nn.Linear, run: Callable[[Tensor], Tensor], recipe: str) -> str:
-    """Return the SQNRs of all shapes, the least of each GEMM; raise where one is below its
-    floor.
-    """
+    """Return the lowest SQNR of each GEMM over all shapes; raise if one is below its floor."""
     gemms = make_recipe(recipe).gemms
     least = {name: (float("inf"), float("inf")) for name in GEMMS}
     for tokens in TOKENS:
@@ -203,7 +202,7 @@ def _results(
     tokens: int,
     frozen: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return output, input gradient and, unless frozen, weight gradient: ours, and exact."""
+    """Return (computed, exact) of output, input gradient and, unless frozen, weight gradient."""
     weight = layer.weight.detach() if frozen is None else frozen
     x, grad = (_gaussian(layer, tokens, features) for features in reversed(weight.shape))
     leaf = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""A line of what ``torch-fp8 env`` reports."""
+"""A line of the report of ``torch-fp8 env``."""
 
 import re
 import traceback
@@ -11,16 +11,16 @@ _MAX_MESSAGE = 300
 
 @dataclass(frozen=True)
 class Result:
-    """What was found out about one thing.
+    """The result of one check or description.
 
     Attributes:
-        section: under which it is shown.
-        name: the name of the thing.
+        section: the section of the report.
+        name: the name of the subject.
         status: `INFO`, `OK`, `FAILED` or `NOT_RUN`.
-        detail: one line.
-        seconds: the time that it took, in seconds; 0 if it was not measured.
-        log: a traceback and what was printed, for the report.
-        part: whether another line sums it up; the brief list leaves it out then, unless it failed.
+        detail: one line of text.
+        seconds: the duration in seconds; 0 if it was not measured.
+        log: a traceback and the printed output, for the report.
+        part: whether another line summarizes it; the brief list then omits it, unless it failed.
     """
 
     section: str
@@ -39,7 +39,7 @@ class Result:
 
 
 class NotRun(Exception):
-    """A check cannot run here and says why, though nothing is wrong."""
+    """Raised by a check that cannot run here, with the reason, though nothing is wrong."""
 
 
 def exit_status(results: Iterable[Result]) -> int:
@@ -48,12 +48,12 @@ def exit_status(results: Iterable[Result]) -> int:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the type of an exception and its message, in one line that is not too long."""
+    """Return the type and message of an exception in one line, shortened if it is too long."""
     text = traceback.format_exception_only(type(error), error)[-1]
     return one_line(text)
 
 
 def one_line(text: str) -> str:
-    """Return the text without line ends and control characters, cut off where it is too long."""
+    """Return the text without line ends and control characters, shortened if it is too long."""
     text = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text)).strip()
     return text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}..."

@@ -1,7 +1,7 @@
-"""Runs checks, each in a process of its own.
+"""Runs checks, each in its own process.
 
-A check that raises, hangs, or ends its process turns its own line red and no other. Processes and
-temporary folders are gone when the last check is done, and when this process is interrupted.
+A check that raises, hangs, or ends its process only fails its own line. Processes and temporary
+folders are removed when the last check is done, and when this process is interrupted.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch_fp8.environment.result import FAILED, NOT_RUN, Result, last_line
 
 _START_LIMIT_S = 180.0
 _LOG_CHARACTERS = 8000
-# What a launcher or a scheduler has set is for the user's run, not for checks in one process.
+# Variables of a launcher or scheduler are for the user's run, not for single-process checks.
 _NOT_INHERITED = (
     *("ACCELERATE_", "FSDP_", "PL_", "SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCH_FP8_CONFIG"),
@@ -35,11 +35,11 @@ _NOT_INHERITED = (
 def run_checks(
     checks: Sequence[Check], begin: Callable[[str], None] = lambda name: None
 ) -> Generator[Result, None, None]:
-    """Yield the result of each check as it ends; several processes work at a time.
+    """Yield the result of each check when it ends; several processes run at a time.
 
     Args:
-        checks: the checks; those that are to be alone run when all others are done.
-        begin: called with the name of each before it runs, from any thread.
+        checks: the checks; those with `is_alone` run when all others are done.
+        begin: a function called with the name of each check before it runs, from any thread.
     """
     with tempfile.TemporaryDirectory(prefix="torch-fp8-", ignore_cleanup_errors=True) as folder:
         for is_alone in (False, True):
@@ -65,17 +65,17 @@ class _Processes:
         self._is_over = False
 
     def result(self, check: Check) -> Result:
-        """Run a check; whatever goes wrong with its process is a failure of the check."""
+        """Run a check; any failure of its process is a failure of the check."""
         self._begin(f"{check.section}: {check.name}")
         if check.not_run:
             return Result(check.section, check.name, NOT_RUN, check.not_run)
         try:
             return self._run(check, Path(tempfile.mkdtemp(dir=self._folder)))
-        except Exception as error:  # no memory for another process
+        except Exception as error:  # for example no memory for another process
             return Result(check.section, check.name, FAILED, last_line(error))
 
     def stop(self) -> None:
-        """End what still runs, and start nothing more."""
+        """End the running processes, and start no more."""
         with self._lock:
             self._is_over = True
             for process in self._running:
@@ -90,7 +90,7 @@ class _Processes:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _kill(process)  # and all that it has started
+            _kill(process)  # and its children
             process.wait()
             with self._lock:
                 self._running.discard(process)
@@ -120,20 +120,20 @@ class _Processes:
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env=_environment(folder, check),
-                start_new_session=True,  # with all its children it can be ended at once
+                start_new_session=True,  # so that it can be killed with its children
             )
             self._running.add(process)
         return process
 
 
 def _at_a_time() -> int:
-    """Return how many processes work at a time: compiling kernels takes a core each."""
+    """Return the number of simultaneous processes; compiling kernels needs a core each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(4, max(1, (cores or 1) // 2))
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGKILL to the process and all that it has started."""
+    """Send SIGKILL to the process and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -145,7 +145,7 @@ def _end(status: int) -> str:
 
 
 def _environment(folder: Path, check: Check) -> dict[str, str]:
-    if not check.sees_every_card and torch.cuda.device_count() > 1:  # hosts would use all of them
+    if not check.sees_every_card and torch.cuda.device_count() > 1:  # a host would use all GPUs
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         cards = {"CUDA_VISIBLE_DEVICES": first}
     else:
@@ -156,7 +156,7 @@ def _environment(folder: Path, check: Check) -> dict[str, str]:
         if not name.startswith(_NOT_INHERITED)
     }
     return {
-        "OMP_NUM_THREADS": "1",  # tiny models; threads that wait would spin
+        "OMP_NUM_THREADS": "1",  # models are tiny, and idle threads spin
         "TOKENIZERS_PARALLELISM": "false",
         **inherited,
         **cards,

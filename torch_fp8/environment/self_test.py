@@ -12,7 +12,7 @@ from torch_fp8.quantization.recipe import RECIPES
 
 _HERE = __name__.rpartition(".")[0]
 KERNELS = ("casts", "norm", "swiglu", "optimizer", "messages")
-"""Checks of `torch_fp8.environment.kernel_checks`, each the function ``check_<name>``."""
+"""The checks of `torch_fp8.environment.kernel_checks`, each the function ``check_<name>``."""
 HOSTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "Lightning Trainer": (("lightning",), ("pytorch_lightning",)),
     "Lightning Fabric": (("lightning",), ("lightning_fabric",)),
@@ -20,7 +20,7 @@ HOSTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "transformers Trainer": (("transformers", "accelerate"),),
     "TRL SFT": (("trl", "datasets", "transformers", "accelerate"),),
 }
-"""Groups of modules, one of which a host's training step needs, by host."""
+"""Alternative groups of modules for each host's training step, one of which must be installed."""
 
 
 def self_test(only: Sequence[str] | None = None) -> list[Check]:
@@ -37,7 +37,7 @@ def _kernels() -> Iterator[Check]:
 
 
 def _no_kernel() -> str:
-    """Return why no kernel can run here, empty if they can."""
+    """Return why no kernel can run here; empty if kernels can run."""
     if not torch.cuda.is_available():
         return "no card"
     if torch.cuda.get_device_capability() < MIN_CAPABILITY:

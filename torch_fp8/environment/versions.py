@@ -1,4 +1,4 @@
-"""Versions of the software that FP8 runs on."""
+"""Versions of the software that FP8 depends on."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> list[Result]:
-    """List the versions of this package, Python, torch and the libraries that torch brings."""
+    """List the versions of this package, Python, torch and the libraries that torch depends on."""
     known = {
         "torch-fp8": f"{torch_fp8.__version__} in {Path(torch_fp8.__file__).parent}",
         "Python": f"{platform.python_version()} at {sys.executable}",
@@ -41,7 +41,7 @@ def distribution_version(*names: str) -> str | None:
     for name in names:
         try:
             return metadata.version(name)
-        except Exception:  # not installed, or metadata that is broken
+        except Exception:  # not installed, or its metadata is broken
             continue
     return None
 
@@ -64,7 +64,7 @@ def driver() -> str | None:
 
 
 def _compiler() -> Result:
-    """Report what Triton compiles with: a failure only if it's a card's first kernel that fails."""
+    """Report Triton's compiler; it fails only if the first kernel on a GPU would fail."""
     try:
         if torch.cuda.is_available():
             check_driver(torch.device("cuda"))

@@ -1,7 +1,7 @@
 """The process of one check: ``python -m torch_fp8.environment.worker REQUEST``.
 
 The request is JSON: the function, its arguments, its limit in seconds, and the file for the
-outcome, which is JSON, too. Standard output and error belong to what is checked.
+outcome, which is JSON, too. Standard output and error are left to the checked function.
 """
 
 import faulthandler

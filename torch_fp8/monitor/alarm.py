@@ -1,7 +1,7 @@
-"""Bounds: which numbers say that a layer, or the run, is not well.
+"""Bounds on statistics that show that a layer, or the run, is unhealthy.
 
-The default bounds were measured: healthy runs stay on this side of them by the factor that
-docs/monitoring.md shows, and a planted fault of each kind crosses one.
+The default bounds were measured: healthy runs stay below them by the factor that docs/monitoring.md
+shows, and a planted fault of each kind crosses one.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch_fp8.monitor.statistics import LEFT_OUT
 
 
 class Bound(NamedTuple):
-    """A bound of one statistic of one kind of tensor; `why` is what crossing it means."""
+    """A bound of one statistic of one kind of tensor; `why` says what crossing it means."""
 
     kind: str
     statistic: str
@@ -71,11 +71,11 @@ class Crossing(NamedTuple):
 def crossings(
     series: Mapping[str, float], bounds: Sequence[Bound] = DEFAULT_BOUNDS
 ) -> list[Crossing]:
-    """Return the numbers of `series` that cross a bound, in its order.
+    """Return the numbers of `series` that cross a bound, in the order of `series`.
 
     Args:
-        series: name to number, as `Series.named` returns them.
-        bounds: one for a kind and a statistic.
+        series: numbers by name, as `Series.named` returns them.
+        bounds: the bounds, each for a kind and a statistic.
     """
     of = {(bound.kind, bound.statistic): bound for bound in bounds}
     crossed = []
@@ -88,17 +88,18 @@ def crossings(
 
 
 def layer_of(name: str) -> str:
-    """Return the qualified layer in a series' name."""
+    """Return the qualified name of the layer in a series' name."""
     return name.removeprefix(PREFIX).rpartition("/")[0].rpartition("/")[0]
 
 
 class LossSpikes:
-    """Finds losses that jump: far above the last ones, in units of how much these vary.
+    """Finds losses that are far above the previous ones, relative to their variation.
 
-    A loss is a spike if it is not finite, or above ``median + max(DEVIATIONS * spread, LEAST *
-    |median|)``. The spread is 1.4826 times the median distance from the median of the last `WINDOW`
-    losses that were no spikes, at least `MINIMUM` of them. After `MOST` finite ones in a row the
-    level is taken for the run's new one. ``in_a_row`` counts spikes up to the last loss.
+    A loss is a spike if it is not finite, or above
+    ``median + max(DEVIATIONS * spread, LEAST * |median|)``. The spread is 1.4826 times the median
+    distance from the median of the last `WINDOW` losses that were not spikes, of which at least
+    `MINIMUM` are needed. After `MOST` finite spikes in a row their level counts as the run's new
+    level. ``in_a_row`` counts the consecutive spikes up to the last loss.
     """
 
     WINDOW, MINIMUM, MOST = 64, 16, 16
@@ -109,7 +110,7 @@ class LossSpikes:
         self.in_a_row = self._far = 0
 
     def add(self, loss: float) -> bool:
-        """Take the loss of a step; return whether it is a spike."""
+        """Add the loss of a step; return whether it is a spike."""
         self.in_a_row += 1
         if not math.isfinite(loss):
             return True
@@ -123,7 +124,7 @@ class LossSpikes:
         return False
 
     def count(self, loss: float) -> int:
-        """Take the loss of a step; return how many losses up to it are spikes, in a row."""
+        """Add the loss of a step; return how many consecutive losses up to it are spikes."""
         return self.in_a_row if self.add(loss) else 0
 
     def _is_far(self, loss: float) -> bool:

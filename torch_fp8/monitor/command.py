@@ -11,7 +11,7 @@ from torch_fp8.monitor.run_log import FILE_NAME, read_run
 
 
 def add_parser(commands: Any) -> None:
-    """Add it to the sub-commands of the command."""
+    """Add the sub-command to those of ``torch-fp8``."""
     report = commands.add_parser(
         "report",
         help="write an HTML page and PNGs of what a run's monitor measured",
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest names that tell folders apart: their last parts."""
+    """Return the shortest distinct names of folders: their last parts."""
     most = max(len(folder.parts) for folder in folders)
     for count in range(1, most + 1):
         names = ["/".join(folder.parts[-count:]) or "run" for folder in folders]
@@ -47,7 +47,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _named(file: Path) -> Path:
-    """Return the folder of a run; of a further model of it, the file."""
+    """Return the folder of a run, or the file of a further model in it."""
     return file.parent if file.name == FILE_NAME else file.with_suffix("")
 
 

@@ -1,4 +1,4 @@
-"""`Events`: what has happened in a run, and who is told of it."""
+"""`Events`: the events of a run, and where they are reported."""
 
 import math
 import warnings
@@ -15,17 +15,19 @@ from torch_fp8.quantization.scaling import OUTLIER
 from torch_fp8.quantization.wording import first_of
 
 _NAMED = 5
-"""Names in a warning, at most."""
+"""The maximum number of names in a warning."""
 _QUIET = 20
-"""Measured steps without a crossing after which the same one is worth a warning again."""
+"""The number of measured steps without a crossing after which the same crossing is reported
+again.
+"""
 
 
 class Events:
-    """The events of a model's run: in a list, in the run's file, as warnings, in the host's log.
+    """A run's events: in a list, in its file, as warnings, and in the host's log.
 
     Args:
-        name: the model's name, where a run trains several.
-        say: called on every rank with an event's text.
+        name: the model's name if a run trains several.
+        say: a function called on every rank with an event's text.
         file: the file of rank zero, or None.
     """
 
@@ -36,14 +38,14 @@ class Events:
         self.file, self.has_failed = file, False
         self.of_model = f" of {name}" if name else ""
         self.step = 0
-        """The last step that has ended."""
+        """The last finished step."""
         self._say = say
         self._warned: dict[str, int] = {}
 
     def note(self, step: int, event: dict[str, Any], warn: bool | None = None) -> None:
-        """Keep an event and tell it: as a warning of rank zero, or in the host's log."""
+        """Store an event and report it: as a warning of rank zero, or in the host's log."""
         self.happened.append({"step": step, **event})
-        with guarded(self.failed):  # what one rank cannot tell, all have to do
+        with guarded(self.failed):  # an error on one rank must not stop the others
             self._publish(step, event, warn)
 
     def _publish(self, step: int, event: dict[str, Any], warn: bool | None) -> None:
@@ -57,10 +59,12 @@ class Events:
             self.file.write(step, **event)
 
     def note_crossings(self, step: int, crossed: list[Crossing], every: int) -> None:
-        """Tell those crossings that were not told lately.
+        """Report the crossings that were not reported lately.
 
         Args:
-            every: the steps from one measured step to the next.
+            step: the measured step.
+            crossed: the crossings.
+            every: the number of steps between measured steps.
         """
         quiet = _QUIET * every
         new = [c for c in crossed if step - self._warned.get(c.name, -quiet - 1) > quiet]
@@ -70,11 +74,12 @@ class Events:
             self.note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
 
     def note_left_out(self, step: int, series: Mapping[str, float], every: int) -> None:
-        """Tell which amaxes the histories of delayed scaling have left out.
+        """Report which amaxes the histories of delayed scaling have left out.
 
         Args:
-            series: name to number of a measured step.
-            every: the steps from one measured step to the next.
+            step: the measured step.
+            series: its numbers by name.
+            every: the number of steps between measured steps.
         """
         for name, count in series.items():
             place, _, operand = name.rpartition("/")
@@ -94,11 +99,13 @@ class Events:
         series: Mapping[str, float] | None,
         losses: list[tuple[int, float]],
     ) -> None:
-        """Write what was measured at a step, and losses up to it, as long as the file takes them.
+        """Write a step's measurements, and losses up to it, as long as the file can be written.
 
         Args:
-            names: the numbers that a measured step has.
-            series: their values; None: the step was not measured.
+            step: the step.
+            names: the names of the numbers of a measured step.
+            series: the numbers by name; None: the step was not measured.
+            losses: pairs of step and loss.
         """
         if self.file is None or self.has_failed:
             return
@@ -109,12 +116,12 @@ class Events:
         self.file.write(step, values=values, losses=losses)
 
     def tell(self, text: str) -> None:
-        """Write a line in the host's log."""
+        """Write a line to the host's log."""
         if self._say is not None:
             self._say(text)
 
     def failed(self, error: Exception) -> None:
-        """Warn once, with the reason; the run goes on."""
+        """Warn once with the reason; the run continues."""
         if not self.has_failed:
             self.has_failed = True
             warnings.warn(
@@ -125,7 +132,7 @@ class Events:
             )
 
     def summary(self, fallen: Collection[str]) -> str:
-        """Return what has happened so far, in a sentence.
+        """Return one sentence on the events so far.
 
         Args:
             fallen: the layers that are out of FP8 now.

@@ -1,8 +1,8 @@
-"""What the monitor sees of modules of fused experts: `ExpertObserver` and `TokenCounter`.
+"""Observation of fused experts for the monitor: `ExpertObserver` and `TokenCounter`.
 
 In a measured step the grouped GEMMs show their operands, as layers do
-(`torch_fp8.monitor.layer_observer`). The router's choices are counted in every step, without a wait
-for the device, so that an expert without a token is one that had none since the last measured step.
+(`torch_fp8.monitor.layer_observer`). The router's choices are counted in every step without waiting
+for the device, so an expert without a token had none since the last measured step.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,27 +41,27 @@ from torch_fp8.tensor.split_weight import stored
 
 EXPERTS, ROUTING = "experts", "routing"
 _NAMED = 8
-"""Experts that an event names, at most."""
+"""The maximum number of experts in an event."""
 
 
 class ExpertWeight(NamedTuple):
-    """A fused weight under its qualified name, for statistics of its update."""
+    """A fused weight with its qualified name, for statistics of its update."""
 
     module: Float8Experts
     name: str
 
     @property
     def weight(self) -> Any:
-        """The Parameter of the moment."""
+        """The present Parameter."""
         return self.module._parameters[self.name]
 
 
 class ExpertObserver:
-    """Looks at the operands of one fused weight's GEMMs.
+    """Observes the operands of one fused weight's GEMMs.
 
     Args:
-        step: observation that it belongs to.
-        name: qualified name of the weight.
+        step: the observation that it belongs to.
+        name: the weight's qualified name.
     """
 
     def __init__(self, step: Observation, name: str) -> None:
@@ -74,12 +74,12 @@ class ExpertObserver:
         offs: Tensor,
         token: Tensor | None,
     ) -> None:
-        """Look at the rows that forward multiplies.
+        """Observe the rows that forward multiplies.
 
         Args:
-            x: source, or what computes it; see `rows_statistics`.
-            payload: what was cast of it.
-            offs, token: order of rows.
+            x: the source, or a function that computes it; see `rows_statistics`.
+            payload: the source in FP8.
+            offs, token: the order of rows.
         """
         self._look(INPUT, lambda: rows_statistics(_source(x), payload, offs, token))
 
@@ -90,20 +90,20 @@ class ExpertObserver:
         offs: Tensor,
         token: Tensor | None,
     ) -> None:
-        """Look at the rows that backward multiplies; see `input`."""
+        """Observe the rows that backward multiplies; see `input`."""
         self._look(GRAD_OUTPUT, lambda: rows_statistics(_source(grad), payload, offs, token))
 
     def weight(self, weight: Tensor, payload: QuantizedTensor, flip: bool) -> None:
-        """Look at the weights of all experts, or of those that this rank casts.
+        """Observe the weights of all experts, or of those that this rank casts.
 
         Args:
-            weight: (E, R, C) source, as it is stored.
-            payload: what was cast of it, or with `flip` of its transpose.
-            flip: whether it was transposed.
+            weight: the source (E, R, C), as it is stored.
+            payload: the source in FP8, or with `flip` its transpose.
+            flip: whether the payload is transposed.
         """
         if not isinstance(weight, QuantizableTensor | Float8FrozenWeight):
             values = stored(weight)
-            values = values.transpose(1, 2) if flip else values
+            values = values.transpose(1, 2) if flip else values  # (E, R, C) -> (E, C, R)
             self._look(WEIGHT, lambda: weight_statistics(values, payload))
 
     def _look(self, kind: str, statistics: Callable[[], Tensor]) -> None:
@@ -115,18 +115,18 @@ class ExpertObserver:
 
 
 class ExpertObservers(dict[str, ExpertObserver]):
-    """The observers of a module's weights by name. Copies and files of the module have none."""
+    """The observers of a module's weights by name; dropped when the module is copied or pickled."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 class TokenCounter:
-    """Counts the tokens of each expert of one module. Copies and files of the module have none.
+    """Counts the tokens of each expert of one module; dropped when the module is copied or pickled.
 
     Args:
-        name: qualified name of the module.
-        module: the module itself.
+        name: the module's qualified name.
+        module: the module.
     """
 
     def __init__(self, name: str, module: Float8Experts) -> None:
@@ -136,7 +136,7 @@ class TokenCounter:
         self.decisions: Tensor | None = None
 
     def add(self, top_k_index: Tensor) -> None:
-        """Count a router's choice; E and above are no experts of this rank."""
+        """Count a router's choice; values of E and above belong to no expert of this rank."""
         with apart():
             index = top_k_index.detach().reshape(-1).long().clamp(max=self.size)
             counts = index.new_zeros(self.size + 1)
@@ -146,7 +146,7 @@ class TokenCounter:
         """Count the tokens that are not zero.
 
         Args:
-            x: (E, T, H) tokens of each expert.
+            x: the tokens (E, T, H) of each expert.
         """
         with apart():
             self._add(nn.functional.pad(x.detach().any(-1).sum(1), (0, 1)))
@@ -155,17 +155,17 @@ class TokenCounter:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def add_decisions(self, differing: Tensor, decisions: Tensor) -> None:
-        """Count how many decisions a routing replay has changed, () each."""
+        """Count decisions, and those that a routing replay has changed, () each."""
         both = torch.stack([differing, decisions]).detach()
         self.decisions = both if self.decisions is None else self.decisions + both
 
     def taken_share(self) -> Tensor | None:
-        """Return the share of changed decisions so far, (1,), and begin anew; None: no replay."""
+        """Return the share (1,) of changed decisions, and reset it; None without a replay."""
         both, self.decisions = self.decisions, None
         return None if both is None else (both[0] / both[1].clamp(min=1))[None]
 
     def taken(self, device: torch.device) -> Tensor:
-        """Return the counts (E,) so far, and begin anew."""
+        """Return the counts (E,) so far, and reset them."""
         counts, self.counts = self.counts, None
         if counts is None:
             return torch.zeros(self.size, dtype=torch.int64, device=device)
@@ -179,10 +179,9 @@ class ExpertModules:
     """The modules of fused experts of a monitored model.
 
     Args:
-        model: converted, not wrapped.
-
+        model: the converted model, not wrapped.
     Attributes:
-        weights: qualified name and weight of each fused weight.
+        weights: (qualified name, weight) of each fused weight.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -199,15 +198,15 @@ class ExpertModules:
         for counter in self._counters:
             counter.module.fp8.tokens = counter
         self.counts: list[Tensor] = []
-        """The tokens of each module's experts in the last measured step, of all ranks."""
+        """The tokens of each module's experts in the last measured step, over all ranks."""
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the weights, or None without experts."""
+        """The device of the weights; None without experts."""
         return self.weights[0][1].weight.device if self.weights else None
 
     def kinds(self) -> dict[str, tuple[str, ...]]:
-        """Return what is measured; see `torch_fp8.monitor.parameters.kinds_of`."""
+        """Return the measured kinds; see `torch_fp8.monitor.parameters.kinds_of`."""
         kinds: dict[str, tuple[str, ...]] = {}
         for name, of_weight in self.weights:
             kinds[f"{name}/{INPUT}"] = kinds[f"{name}/{GRAD_OUTPUT}"] = WORST
@@ -220,9 +219,9 @@ class ExpertModules:
         return kinds
 
     def observe(self, step: Observation | None) -> None:
-        """Show the operands of the GEMMs to an observation from now on; None: to nobody."""
+        """Show the GEMMs' operands to an observation from now on; None stops it."""
         for name, module in self._named:
-            if isinstance(module, Float8Experts):  # nobody has reverted it meanwhile
+            if isinstance(module, Float8Experts):  # it may have been reverted meanwhile
                 module.fp8.observers = None
                 if step is not None:
                     keys = module.fp8_weight_names
@@ -230,16 +229,16 @@ class ExpertModules:
                     module.fp8.observers = ExpertObservers(named)
 
     def remove(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         for counter in self._counters:
             if isinstance(counter.module, Float8Experts):
                 counter.module.fp8.tokens = None
 
     def look_at_tokens(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield how tokens were spread since the last call; collective, of all ranks together.
+        """Yield the distribution of tokens since the last call; a collective of all ranks.
 
-        Under expert parallelism ranks have other experts, whose counts are not added up. Where
-        compiled steps have counted nothing, there is nothing to yield.
+        Under expert parallelism ranks have different experts, whose counts are not added up. If
+        compiled steps have counted nothing, nothing is yielded.
         """
         counted = [counter.counts is not None for counter in self._counters]
         taken = [counter.taken(device) for counter in self._counters]
@@ -257,7 +256,7 @@ class ExpertModules:
                 yield f"{counter.name}/{ROUTING}", share
 
     def empty(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each module with experts without a token, and which these are."""
+        """Yield (module's name, list of experts) for modules with experts without a token."""
         for counter, counts in zip(self._counters, self.counts, strict=False):
             tokens: list[int] = counts.tolist()
             none = [str(i) for i, count in enumerate(tokens) if not count]
@@ -270,7 +269,7 @@ def _source(x: Tensor | Callable[[], Tensor]) -> Tensor:
 
 
 def _is_parallel(module: Any) -> bool:
-    """Return whether ranks have other experts: a weight counts all, the module its own."""
+    """Return whether ranks have different experts, fewer than the weight counts."""
     return bool(getattr(module, module.fp8_weight_names[0]).shape[0] != _num_experts(module))
 
 

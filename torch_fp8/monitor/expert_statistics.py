@@ -1,7 +1,7 @@
-"""Statistics of fused experts, on their device: of the worst expert and of a router's choice.
+"""Statistics of fused experts, computed on their device: the worst expert, and the router's choice.
 
-Each function returns a float32 vector that nobody has waited for. `WORST` and `TOKENS` name the
-elements. An expert without rows in a pass has no part in the worst of it.
+Each function returns a float32 vector without waiting for the device. `WORST` and `TOKENS` name its
+elements. An expert without rows in a pass is not considered for the worst expert.
 
 Legend: E experts, N rows of an expert's weight, K columns, T tokens, R rows of all experts.
 """
@@ -16,11 +16,11 @@ from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import format_of
 
 WORST = ("amax", "scale", "underflow", "saturation", "sqnr", "direction_error")
-"""The statistics of an operand of a grouped GEMM, as `torch_fp8.monitor.statistics.OPERAND` has
-them: amax and scale of all experts, each of the others of the expert where it is worst.
+"""The statistics of a grouped GEMM's operand, named as in `torch_fp8.monitor.statistics.OPERAND`:
+amax and scale over all experts, each of the others from the expert where it is worst.
 """
 TOKENS = ("tokens_least", "tokens_most", "tokens_variation", "empty")
-"""The statistics of a router's choice:
+"""The statistics of a router's choice of experts:
 
     tokens_least, tokens_most  tokens of the expert with the fewest, and the most
     tokens_variation           standard deviation over the mean of the experts' tokens
@@ -29,21 +29,21 @@ TOKENS = ("tokens_least", "tokens_most", "tokens_variation", "empty")
 REPLAYED = ("differing",)
 """The share of a router's decisions that a routing replay has changed."""
 ENOUGH = 16
-"""The mean tokens of an expert from which one without any is no accident."""
+"""The mean number of tokens per expert at which an expert without any is no accident."""
 _LEAST_ROWS = 16
-"""Rows of each expert's weight that the statistics are taken of, at least."""
+"""The minimum number of rows of each expert's weight that the statistics sample."""
 
 
 def rows_statistics(
     x: Tensor, payload: QuantizedTensor, offs: Tensor, token: Tensor | None
 ) -> Tensor:
-    """Measure what the rows of each expert keep of their source, (len(WORST),) float32.
+    """Measure what the cast preserves of each expert's rows, (len(WORST),) float32.
 
     Args:
-        x: (T, K) source, or (R, K) where `token` is None.
-        payload: what was cast of it, with a scale a row.
+        x: the source, (T, K), or (R, K) if `token` is None.
+        payload: the source in FP8, with a scale for each row.
         offs: (E,) ends of the experts' rows.
-        token: (R,) token of each row, T for a row of padding; or None.
+        token: (R,) token of each row, T for padding; or None.
     """
     sums = _row_sums(x, payload)
     if token is not None:
@@ -52,16 +52,17 @@ def rows_statistics(
 
 
 def weight_statistics(weight: Tensor, payload: QuantizedTensor) -> Tensor:
-    """Measure what each expert's weight keeps, (len(WORST),) float32, of a sample of its rows.
+    """Measure what the cast preserves of experts' weights, (len(WORST),), from some rows.
 
     Args:
-        weight: (E, N, K) source.
-        payload: what was cast of it, (E, N, K) with scales (E, N, 1).
+        weight: the source (E, N, K).
+        payload: the source in FP8, (E, N, K) with scales (E, N, 1).
     """
     experts, rows, cols = weight.shape
     count = min(rows, max(_LEAST_ROWS, SAMPLE // max(experts * cols, 1)))
     of_expert = torch.arange(count, device=weight.device) * rows // count
     codes = payload.qdata.view(torch.uint8)
+    # (E, N, ...) -> (E * count, ...)
     parts = (t[:, of_expert].flatten(0, 1) for t in (weight, codes, payload.scale))
     x, codes, scale = parts
     sample = payload._replace(qdata=codes.view(payload.qdata.dtype), scale=scale)
@@ -70,7 +71,7 @@ def weight_statistics(weight: Tensor, payload: QuantizedTensor) -> Tensor:
 
 
 def token_statistics(counts: Tensor) -> Tensor:
-    """Measure how a router has spread tokens, (len(TOKENS),) float32.
+    """Measure how a router has distributed tokens, (len(TOKENS),) float32.
 
     Args:
         counts: (E,) tokens of each expert.
@@ -83,7 +84,7 @@ def token_statistics(counts: Tensor) -> Tensor:
 
 
 def _row_sums(x: Tensor, payload: QuantizedTensor) -> Tensor:
-    """Return what the statistics need of each row, (rows, 7) float32, a part of them at a time."""
+    """Return the sums of each row for the statistics, (rows, 7) float32, in parts."""
     step = max(1, SAMPLE // max(x.shape[1], 1))
     format = format_of(payload.qdata.dtype)
     parts = []
@@ -104,14 +105,14 @@ def _row_sums(x: Tensor, payload: QuantizedTensor) -> Tensor:
 def _worst(
     x: Tensor, payload: QuantizedTensor, sums: Tensor, group: Tensor, experts: int
 ) -> Tensor:
-    """Join the rows of each expert, and take the worst of them.
+    """Combine the rows of each expert, and return the worst expert's statistics.
 
     Args:
-        x: source.
-        payload: what was cast of it.
-        sums: (rows, 7) see `_row_sums`.
+        x: the source.
+        payload: the source in FP8.
+        sums: (rows, 7), see `_row_sums`.
         group: (rows,) expert of each row, E for none.
-        experts: E.
+        experts: the number of experts, E.
     """
     joined = sums.new_zeros(experts + 1, sums.shape[1]).index_add_(0, group, sums)[:experts]
     nonzero, flushed, beyond, count, signal, power, noise = joined.unbind(1)

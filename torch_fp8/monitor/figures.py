@@ -1,4 +1,4 @@
-"""The pictures of a run's report, drawn with matplotlib, which is imported when one is drawn."""
+"""The figures of a run's report, drawn with matplotlib, which is imported only then."""
 
 import importlib
 import io
@@ -20,11 +20,13 @@ EVENTS = {
     "restore": ("#c05621", "back to a checkpoint"),
     "return": (GREEN, "back to FP8"),
 }
-"""Kind of event to colour and words."""
+"""Colour and label of each kind of event."""
 _BESIDE = (INK, GREEN, "#c05621", AWAY)
 _MOST_LABELS, _MOST_LETTERS = 48, 44
 _RED, _APART = 0.8, 0.09
-"""The place where red begins among a map's colours, and the least distance of labels, of 1."""
+"""The position where red starts in a map's colours, and the minimum distance of labels, both from 0
+to 1.
+"""
 _DPI = 150
 
 
@@ -34,15 +36,15 @@ def draw_loss(
     beside: Mapping[str, Mapping[int, float]],
     name: str,
 ) -> bytes:
-    """Draw the losses of a run, smoothed over those as measured, with its events marked, as a PNG.
+    """Draw a run's losses, smoothed over the raw values, with its events marked, as a PNG.
 
-    Beside other runs, a second panel below has how far each run's loss lies from the first of
-    these, which runs that lie on each other in the first panel do not show.
+    If other runs are given, a second panel below shows the difference of each run's loss to the
+    first of these, because in the first panel the curves overlap.
 
     Args:
-        losses: step to loss.
+        losses: the loss of each step.
         events: the events of the run.
-        beside: name to losses of other runs, to compare; the first is the one to compare with.
+        beside: other runs to compare, name to losses; differences are relative to the first one.
         name: the name of the run.
     """
     differences = _differences(losses, beside, name)
@@ -85,7 +87,7 @@ def draw_loss(
 def _differences(
     losses: Mapping[int, float], beside: Mapping[str, Mapping[int, float]], name: str
 ) -> dict[str, tuple[float, tuple[list[int], list[float]]]]:
-    """Return of each run how far it is from the first one beside, at the end and smoothed, in %."""
+    """Return each run's difference to the first run of `beside` in %, at the end and as a curve."""
     if not beside:
         return {}
     first, *_ = beside
@@ -105,7 +107,7 @@ def _differences(
 
 
 def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
-    """Mark a run's events: a line at each step, and above each other a mark for each kind."""
+    """Mark a run's events with a line at each step, and stacked marks for each kind."""
     kinds: dict[str, list[int]] = {}
     for event in events:
         kinds.setdefault(str(event["event"]), []).append(int(event["step"]))
@@ -130,13 +132,13 @@ def _dress(axes: Any) -> None:
 
 
 def _short(value: float) -> str:
-    """Format a tick in at most five digits, which leave room for the axis' name."""
+    """Format a tick in at most five digits, which leaves room for the axis' name."""
     text = f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
     return text.replace("e+0", "e").replace("e-0", "e-")
 
 
 def draw_map(heat: HeatMap) -> bytes:
-    """Draw a map of layers and steps, as a PNG; the colour bar has a line at each bound."""
+    """Draw a map of layers and steps as a PNG; the colour bar has a line at each bound."""
     rows, columns = len(heat.rows), len(heat.columns)
     labels = [_cut(name) for name in heat.rows]
     tall = min(max(0.19 * rows, 0.9), 8.5)
@@ -164,7 +166,7 @@ def draw_map(heat: HeatMap) -> bytes:
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    for row in range(1, rows if each == 1 else 0):  # of many thin rows it would hide the most
+    for row in range(1, rows if each == 1 else 0):  # lines would hide thin rows
         axes.axhline(row - 0.5, color="white", linewidth=0.8)
     thick = min(2.2, 0.35 * 72 * tall / rows)
     for row, first, last in heat.away:
@@ -184,7 +186,7 @@ def draw_map(heat: HeatMap) -> bytes:
 
 
 def _places(heat: HeatMap) -> tuple[Any, Any]:
-    """Return where a value lies among the colours, and back: red begins at the strictest bound."""
+    """Return functions from values to colours and back; red starts at the strictest bound."""
     numpy = _imported("numpy")
     topic = heat.topic
     values = [topic.lowest, topic.highest]
@@ -208,7 +210,7 @@ def _places(heat: HeatMap) -> tuple[Any, Any]:
 
 
 def _set_bar_ticks(bar: Any, topic: Topic, place: Any) -> None:
-    """Label the colours of a map with round numbers that do not lie on each other."""
+    """Label a map's colour bar with round numbers that do not overlap."""
     low, high = topic.lowest, topic.highest
     if topic.logarithmic:
         decades = range(math.ceil(math.log10(low)), round(math.log10(high)) + 1)
@@ -217,7 +219,7 @@ def _set_bar_ticks(bar: Any, topic: Topic, place: Any) -> None:
         each = 5 if high > 10 else 0.2
         ticks = [low + each * i for i in range(int((high - low) / each + 1e-9) + 1)]
     labelled: list[float] = []
-    for tick in ticks if topic.small_is_bad else reversed(ticks):  # the bad end is labelled first
+    for tick in ticks if topic.small_is_bad else reversed(ticks):  # label the bad end first
         if not labelled or abs(place(tick) - place(labelled[-1])) > _APART:
             labelled.append(tick)
     factor = 100 if topic.is_share else 1
@@ -226,12 +228,12 @@ def _set_bar_ticks(bar: Any, topic: Topic, place: Any) -> None:
 
 
 def _cut(name: str) -> str:
-    """Return a layer's name, without its beginning where it is too long to stand beside a map."""
+    """Return a layer's name, cut at the start if it is too long for the map."""
     return name if len(name) <= _MOST_LETTERS else "\u2026" + name[1 - _MOST_LETTERS :]
 
 
 def _imported(name: str) -> Any:
-    """Import matplotlib, or numpy, which it brings."""
+    """Import matplotlib, or numpy, which matplotlib depends on."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -252,17 +254,17 @@ def _figure(
 
 
 def _finished(figure: Any) -> bytes:
-    image = _imported("PIL.Image")  # which matplotlib writes PNGs with
+    image = _imported("PIL.Image")  # matplotlib depends on it
     file, drawn = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
-    with image.open(drawn) as whole:  # a palette takes fewer bytes
+    with image.open(drawn) as whole:  # a palette needs fewer bytes
         few = whole.convert("RGB").quantize(256, method=image.Quantize.MAXCOVERAGE, dither=0)
     few.save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
 def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Return the means of about a hundredth of the run each, centred, without what is no number."""
+    """Return centred means over about a hundredth of the run each, without non-finite losses."""
     steps = [s for s in sorted(losses) if math.isfinite(losses[s])]
     half = max(1, len(steps) // 200)
     sums = [0.0]
@@ -276,7 +278,7 @@ def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
 
 
 def _set_loss_limits(axes: Any, runs: Sequence[Mapping[int, float]]) -> None:
-    """Leave out what lies far above almost all losses: a spike would flatten the rest."""
+    """Cut off losses far above almost all others: a spike would flatten the rest."""
     values = sorted(v for losses in runs for v in losses.values() if math.isfinite(v))
     if len(values) > 20:
         low, high = values[0], values[int(0.995 * (len(values) - 1))]
@@ -284,7 +286,7 @@ def _set_loss_limits(axes: Any, runs: Sequence[Mapping[int, float]]) -> None:
 
 
 def _set_difference_limits(axes: Any, runs: Sequence[Sequence[float]]) -> None:
-    """Have 0 in the panel, and leave out what is far off: a run's first steps, a spike."""
+    """Include 0 in the panel, and cut off outliers: a run's first steps, or a spike."""
     values = sorted(v for run in runs for v in run)
     cut = len(values) // 100
     low, high = min(values[cut], 0.0), max(values[len(values) - 1 - cut], 0.0)

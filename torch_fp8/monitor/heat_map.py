@@ -1,4 +1,4 @@
-"""`HeatMap`: one statistic of all layers over a run, ready to be drawn."""
+"""`HeatMap`: the values of one statistic of all layers over a run, for a drawing."""
 
 import math
 from collections.abc import Sequence
@@ -9,22 +9,23 @@ from torch_fp8.monitor.run_log import RunRecord
 from torch_fp8.monitor.series import PREFIX
 
 MOST_COLUMNS = 200
-"""Columns of a map, at most: of steps that share one, the worst is drawn."""
+"""The maximum number of columns of a map; steps that share a column show the worst value."""
 
 
 class Topic(NamedTuple):
-    """What a map shows.
+    """The subject of a map.
 
     Attributes:
-        key: for file names.
-        title: above it.
-        statistic, kinds: what is drawn; of several kinds of a layer, the worst.
-        lowest, highest: the ends of the colours.
+        key: the name in file names.
+        title: the title above it.
+        statistic, kinds: the statistic and the kinds of tensors; of several kinds of a layer the
+            worst is drawn.
+        small_is_bad: whether small values are the bad ones.
+        logarithmic: whether the colour scale is logarithmic.
+        unit: the unit after numbers.
+        lowest, highest: the ends of the colour scale.
         meaning: a sentence below the title.
-        unit: behind numbers.
-        small_is_bad: which end is the worst.
-        logarithmic: the scale of its colours.
-        is_share: numbers are shares, told in percent.
+        is_share: whether values are shares, shown in percent.
     """
 
     key: str
@@ -118,15 +119,15 @@ TOPICS = (
 
 
 class HeatMap(NamedTuple):
-    """The numbers of a map.
+    """The values of a map.
 
     Attributes:
-        topic: what it shows.
-        rows: names of layers.
+        topic: the subject.
+        rows: the names of layers.
         columns: the first step of each column.
-        values: row by row; NaN where nothing was measured.
+        values: the values row by row; NaN if not measured.
         bounds: the bounds of the alarm, each once.
-        away: row, first and last column of each time that a layer was out of FP8.
+        away: (row, first column, last column) of each time that a layer was out of FP8.
     """
 
     topic: Topic
@@ -138,7 +139,7 @@ class HeatMap(NamedTuple):
 
     @property
     def is_blank(self) -> bool:
-        """Return whether no number lies within the colours: all is as well as can be."""
+        """Return whether no value is within the colour scale, because all are perfectly healthy."""
         topic = self.topic
         best = topic.highest if topic.small_is_bad else topic.lowest
         seen = [v for row in self.values for v in row if not math.isnan(v)]
@@ -146,7 +147,7 @@ class HeatMap(NamedTuple):
 
 
 def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
-    """Return the map of a topic; None where the run has no such numbers."""
+    """Return the map of a topic; None if the run has no such values."""
     columns = _columns(record.steps)
     column_of = {step: i for i, (_, steps) in enumerate(columns) for step in steps}
     layers: dict[str, list[float]] = {}
@@ -194,7 +195,7 @@ def _away(
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return names of layers without the components that all of them begin with."""
+    """Return the names of layers without the components that they all start with."""
     parts = [name.split(".") for name in names]
     shared = 0
     while len(names) > 1 and all(len(p) > shared + 1 for p in parts):

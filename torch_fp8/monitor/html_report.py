@@ -1,7 +1,7 @@
-"""The page of a run: one HTML file that needs nothing else, and its pictures as PNGs.
+"""The report of a run: one self-contained HTML file, and its figures as PNGs.
 
-The loss with events, maps of layers and steps, the tensors nearest to a bound, and what happened
-and why.
+It shows the loss with events, maps of layers and steps, the tensors closest to a bound, and the
+events with their reasons.
 """
 
 import base64
@@ -27,7 +27,7 @@ _BAD = {
     **{"alarm": "alarm", "loss_spike": "loss spike"},
     **{"fallback": "fallback", "restore": "return to a checkpoint"},
 }
-"""The events that the verdict counts, and their words."""
+"""The events that the verdict counts, with labels."""
 _BEST_DECIBEL = E4M3.cast_sqnr_db
 
 
@@ -37,12 +37,13 @@ def write_report(
     beside: Mapping[str, RunRecord] | None = None,
     name: str = "run",
 ) -> list[Path]:
-    """Write ``report.html``, and a PNG for each picture in it.
+    """Write ``report.html``, and a PNG for each of its figures.
 
     Args:
         record: the record of the run.
-        folder: where they are written; made if it is not there.
-        beside: name to other runs, whose losses are drawn, too; the first is compared with.
+        folder: the folder for the files; it is created if it does not exist.
+        beside: other runs by name, whose losses are drawn, too; differences are relative to the
+            first.
         name: the name of the run.
     Returns:
         The files, the page first.
@@ -191,14 +192,14 @@ def _worst(record: RunRecord) -> str:
 
 
 def _nearness(value: float, bound: Bound) -> float:
-    """Return 1 at the bound, above 1 where it is crossed, less the farther away."""
+    """Return 1 at the bound, above 1 beyond it, and less the farther a value is from it."""
     if math.isnan(value):
         return 0.0
     if value < bound.least:
         return 1.0 + (bound.least - value) / max(abs(bound.least), 1e-30)
-    if math.isinf(bound.most):  # decibels above the bound, of those that a good cast has
+    if math.isinf(bound.most):  # dB above the bound, relative to a good cast's
         return max(0.0, 1.0 - (value - bound.least) / (_BEST_DECIBEL - bound.least))
-    if bound.most > 1e30 or not bound.most:  # crossed or not, and nothing between
+    if bound.most > 1e30 or not bound.most:  # only crossed or not
         return 2.0 if value > bound.most else 0.0
     return value / bound.most
 
@@ -227,7 +228,7 @@ def _out_of_fp8(record: RunRecord) -> list[str]:
 
 
 def _breakable(text: str) -> str:
-    """Return text for the page whose names may go on in the next line behind a point or a slash."""
+    """Return text for the page in which names may wrap after a dot or a slash."""
     return re.sub(r"([\w\]][./])(?=[A-Za-z_\d])", r"\1<wbr>", html.escape(text))
 
 

@@ -1,4 +1,4 @@
-"""`LayerObserver`: looks at the operands that one layer's GEMMs multiply in a measured step."""
+"""`LayerObserver`: observes the operands that one layer's GEMMs multiply in a measured step."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,16 +22,15 @@ INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
 
 
 class Observation:
-    """What is seen of the layers in one step.
+    """The observations of all layers in one step.
 
     Args:
         clip_search: whether to search the clip of gradients.
-        failed: called with an error in an observation.
-
+        failed: a function called with an error in an observation.
     Attributes:
-        seen: place to statistics, of forwards with gradients and of their backwards.
-        idle: the same of forwards without gradients in training mode.
-        goes_on: whether the step has not ended.
+        seen: statistics by place, from forwards with gradients and their backwards.
+        idle: the same from forwards without gradients in training mode.
+        goes_on: whether the step is still running.
     """
 
     def __init__(self, clip_search: bool, failed: Callable[[Exception], None]) -> None:
@@ -42,13 +41,13 @@ class Observation:
 
 
 class LayerObserver:
-    """Looks at the operands of one layer's GEMMs. Copies and files of the layer have none.
+    """Observes the operands of one layer's GEMMs; dropped when the layer is copied or pickled.
 
     Args:
-        step: observation that it belongs to.
-        name: qualified name of the layer.
-        layer: the layer itself.
-        seen: where statistics are left.
+        step: the observation that it belongs to.
+        name: the layer's qualified name.
+        layer: the layer.
+        seen: the dict for the statistics.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class LayerObserver:
         self._idle: LayerObserver | None = None
 
     def without_gradients(self, training: bool) -> "LayerObserver | None":
-        """Return the observer of a forward without gradients; None: it belongs to no step.
+        """Return the observer for a forward without gradients; None if that is not part of a step.
 
         Args:
             training: whether the layer is in training mode.
@@ -75,22 +74,22 @@ class LayerObserver:
         col: QuantizedTensor | None,
         factors: Tensor | None = None,
     ) -> None:
-        """Look at the input.
+        """Observe the input.
 
         Args:
-            x: source (..., K).
-            row, col: operands (M, K) of fprop and (K, M) of wgrad; or None.
-            factors: factors (K,) of the source's channels in the operands; or None.
+            x: the source (..., K).
+            row, col: the operands (M, K) of fprop and (K, M) of wgrad; or None.
+            factors: factors (K,) by which the operands' channels differ from the source's; or None.
         """
         self._look(INPUT, x, row, col, factors)
 
     def weight(self, weight: Tensor, row: QuantizedTensor, factors: Tensor | None = None) -> None:
-        """Look at the weight.
+        """Observe the weight.
 
         Args:
-            weight: source, as it is stored.
-            row: operand (N, K) of fprop.
-            factors: factors (K,) of the source's channels in the operand; or None.
+            weight: the source, as it is stored.
+            row: the operand (N, K) of fprop.
+            factors: factors (K,) by which the operand's channels differ from the source's; or None.
         """
         self._look(WEIGHT, stored(weight), *self._as_stored(row, None), factors)
 
@@ -102,13 +101,13 @@ class LayerObserver:
         weight: Tensor | None,
         weight_col: QuantizedTensor | None,
     ) -> None:
-        """Look at the operands that backward adds.
+        """Observe the operands of backward.
 
         Args:
-            grad_output: source (..., N).
-            row, col: operands (M, N) of dgrad and (N, M) of wgrad; or None.
-            weight: source, as it is stored; or None.
-            weight_col: operand (K, N) of dgrad; or None.
+            grad_output: the source (..., N).
+            row, col: the operands (M, N) of dgrad and (N, M) of wgrad; or None.
+            weight: the source, as it is stored; or None.
+            weight_col: the operand (K, N) of dgrad; or None.
         """
         self._look(GRAD_OUTPUT, grad_output, row, col)
         if weight is not None:
@@ -154,7 +153,7 @@ class LayerObserver:
 
     @staticmethod
     def _key(kind: str, payload: QuantizedTensor, turned: bool, factors: Tensor | None) -> Any:
-        """Return what tells payloads apart; where scales are square, the transpose is the same."""
+        """Return a key for a payload; with square scale blocks the transpose has the same key."""
         return kind, turned and payload.granularity not in SQUARE, factors is None
 
     def _keep(
@@ -168,10 +167,10 @@ class LayerObserver:
         before = self.seen.get(place)
         self.seen[place] = statistics if before is None else worst(before, statistics)
 
-    # ---- a layer that is out of FP8 --------------------------------------------------------------
+    # ---- a layer that has left FP8 ---------------------------------------------------------------
 
     def before_paused(self, layer: Float8Layer, args: Any) -> None:
-        """Look at input and weight before the forward of a paused layer."""
+        """Observe input and weight before the forward of a paused layer."""
         if trains() and args:
             recipe, factors = layer.fp8.recipe, None
             with apart(), guarded(self.step.failed):
@@ -183,7 +182,7 @@ class LayerObserver:
                     self._look_as_if(WEIGHT, weight, recipe.weight)
 
     def after_paused(self, layer: Float8Layer, args: Any, output: Any) -> None:
-        """Have the gradient of a paused layer's output looked at."""
+        """Register an observation of the gradient of a paused layer's output."""
         if trains() and isinstance(output, Tensor) and output.requires_grad:
             spec = layer.fp8.recipe.grad_output
             output.register_hook(lambda grad: self._look_as_if(GRAD_OUTPUT, grad, spec))
@@ -201,9 +200,7 @@ class LayerObserver:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Operators in here leave nothing for autograd, and no dispatch mode of a checkpoint or of
-    another watcher sees them.
-    """
+    """Run operators outside autograd and outside checkpoints' and watchers' dispatch modes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if not is_traced():
@@ -212,23 +209,25 @@ def apart() -> Iterator[None]:
 
 
 def trains() -> bool:
-    """Whether this forward belongs to a step: generation and validation take no gradients, and a
-    graph that is built now would look in all steps. A model may well train in evaluation mode.
+    """Return whether this forward belongs to a training step.
+
+    Generation and validation compute no gradients. A graph that is compiled now would observe in
+    all steps. The module's mode doesn't matter, because a model may well train in evaluation mode.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def matrix(x: Tensor) -> Tensor:
-    """Return a tensor's values, this rank's, as (R, C), and leave all that it holds as it is."""
+    """Return this rank's values of a tensor as (R, C), without changing the tensor."""
     x = waited(local(x))
     if isinstance(x, QuantizableTensor):
         value = x.before_cast(None, None)
         return x.matrix() if value is None else value[0]
-    return x.reshape(-1, x.shape[-1])  # not detached, which would count as a use of a weight
+    return x.reshape(-1, x.shape[-1])  # not detached: that counts as a use of a weight
 
 
 class guarded:
-    """Hands an error within to `failed`, for a monitor never stops a run."""
+    """A context that passes an error to `failed`, because a monitor must never stop a run."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self.failed = failed

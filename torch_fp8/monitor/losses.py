@@ -1,4 +1,4 @@
-"""`Losses`: the losses of a run, which stay on the device until they are fetched together."""
+"""`Losses`: the losses of a run, kept on the device until they are fetched together."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,20 +12,20 @@ from torch_fp8.monitor.series import is_distributed
 from torch_fp8.tensor.dtensor import local, waited
 
 _TOLD = 100
-"""Spikes in a row of which the first is told, and then one in so many."""
+"""The interval at which consecutive spikes are reported after the first one."""
 
 
 def is_told(spikes: int) -> bool:
-    """Return whether the last of so many spikes in a row is worth a word."""
+    """Return whether the last of this many consecutive spikes is reported."""
     return spikes == 1 or (spikes > 0 and spikes % _TOLD == 0)
 
 
 class Losses:
-    """What backward was run on, step by step, and which of it is a spike.
+    """The losses of each step, and which of them are spikes.
 
     Attributes:
-        spikes: finds them.
-        fetched: step and loss, not yet written.
+        spikes: the spike detector.
+        fetched: pairs of step and loss that are not written yet.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Losses:
         self._waiting: list[tuple[int, Tensor]] = []
 
     def add(self, loss: Any) -> None:
-        """Take what a backward was run on, if it is one number."""
+        """Add the root of a backward, if it is a single number."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._of_step.append(waited(local(loss)).detach().reshape(()).float())
 
@@ -47,7 +47,7 @@ class Losses:
             self._of_step.clear()
 
     def fetch(self) -> list[tuple[int, float, int]]:
-        """Return step, mean loss of all ranks, and how many losses up to it are spikes."""
+        """Return (step, mean loss of all ranks, consecutive spikes up to it) of new steps."""
         if not self._waiting:
             return []
         losses = torch.stack([loss for _, loss in self._waiting])
@@ -60,16 +60,16 @@ class Losses:
         return [(step, loss, self.spikes.count(loss)) for step, loss in values]
 
     def taken(self) -> list[tuple[int, float]]:
-        """Return what is not yet written, which counts as written from now on."""
+        """Return the losses that are not written yet, and mark them as written."""
         losses, self.fetched = self.fetched, []
         return losses
 
     def forget(self) -> None:
-        """Drop what was not fetched."""
+        """Drop losses that were not fetched."""
         self._of_step.clear()
         self._waiting.clear()
 
     def go_on(self, levels: Iterable[float]) -> None:
-        """Judge what comes by these last losses."""
+        """Judge future losses relative to these last losses."""
         self.spikes.losses.clear()
         self.spikes.losses.extend(map(float, levels))

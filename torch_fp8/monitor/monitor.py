@@ -203,9 +203,7 @@ class Monitor:
                 self._observer.install(eager=self._eager)
 
     def _joins(self) -> bool:
-        """Return whether ranks may run out of inputs, so that not all of them can join their
-        numbers.
-        """
+        """Return whether ranks may run out of inputs, so that not all can join numbers."""
         config = getattr(self._ddp(), "_join_config", None)
         if getattr(config, "enable", False) and not self._is_joining:
             self._is_joining = True

@@ -1,24 +1,24 @@
-"""`Observer`: what is seen of a model in one step.
+"""`Observer`: observes a model in one step.
 
 In a measured step each layer has a `LayerObserver`. The layer shows it the payloads that its GEMMs
-multiply, beside the tensors that these were cast from, and the statistics compare the two. The
-monitor casts nothing itself, so its numbers hold for the cast that ran, with the scale that it had:
-made by the layer or by the norm or gated MLP before it, kept from an earlier forward, gathered in
-FP8, or cast with an outdated history. Only a layer that is out of FP8 for a while has hooks, since
-it multiplies no payload: its operands are cast as they would be if it were back. The search for a
-clip casts gradients with other scales, too.
+multiply and the tensors from which these were cast, and the statistics compare the two. The monitor
+casts nothing itself, so its numbers describe the cast that ran with its actual scale, whether the
+layer, the norm or the gated MLP before it made the payload, or it was kept from an earlier forward,
+gathered in FP8, or cast with an outdated history. Only a layer that has left FP8 for a while has
+hooks, because it multiplies no payload: its operands are cast as they would be in FP8. The search
+for a clip also casts gradients with other scales.
 
 The first micro-batch of a step counts. The second pass of a checkpoint adds what the first did not
-make, the transposed input. A forward without gradients counts where a layer in training mode has no
-other in the step, as frozen parts of a model have. Where two GEMMs multiply payloads of one tensor
-that have other scales, the worse one counts.
+compute, the transposed input. A forward without gradients counts if a layer in training mode has no
+other in the step, as in frozen parts of a model. If two GEMMs multiply payloads of one tensor with
+different scales, the worse one counts.
 
-The source of an input behind a converted norm or gated MLP was never written in 16 bits. It is
-computed once more from what the producer has, and thrown away (`LazyQuantizedTensor`).
+The source of an input after a converted norm or gated MLP was never written in 16 bits. It is
+recomputed from the producer's inputs and discarded (`LazyQuantizedTensor`).
 
-A compiled model would not notice an observer that comes later. In an observed step torch runs it
-eagerly (``torch.compiler.set_stance``), which rounds as eager models do; the graphs are used again
-after it.
+A compiled model would ignore an observer that is added later. In an observed step torch runs it
+eagerly (``torch.compiler.set_stance``), which rounds as eager models do; afterwards the graphs are
+used again.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,17 +43,16 @@ from torch_fp8.nn.paused import is_paused
 
 
 class Observer:
-    """What is seen of the layers in one step.
+    """Observes a model in one step.
 
     Args:
-        layers: qualified name and module of the layers.
-        experts: modules of fused experts.
+        layers: (qualified name, module) of the layers.
+        experts: the modules of fused experts.
         clip_search: whether to search the clip of gradients.
-        head: layer whose output is the logits, for their sharpness; or None.
-        failed: called with an error in an observation.
-
+        head: the layer whose output is the logits, for their sharpness; or None.
+        failed: a function called with an error in an observation.
     Attributes:
-        step: what is seen of the step.
+        step: the observations of the step.
     """
 
     def __init__(
@@ -73,10 +72,10 @@ class Observer:
         self._stance: Any = None
 
     def install(self, *, eager: bool = False) -> None:
-        """Begin to look at a step.
+        """Start to observe a step.
 
         Args:
-            eager: whether a part of the model is compiled.
+            eager: whether to run the step eagerly, because a part of the model is compiled.
         """
         step = self.step = Observation(self.clip_search, self.failed)
         for name, layer in self._in_fp8():
@@ -93,7 +92,7 @@ class Observer:
             self._stance = torch.compiler.set_stance("force_eager")
 
     def remove(self) -> None:
-        """Look no longer; what was seen stays."""
+        """Stop observing; the observations remain."""
         if self.step.goes_on:
             for _, layer in self._in_fp8():
                 layer.fp8.observe(None)
@@ -103,11 +102,11 @@ class Observer:
             handle.remove()
         self._handles.clear()
         if self._stance is not None:
-            self._stance.__exit__(None, None, None)  # to what it was
+            self._stance.__exit__(None, None, None)  # restore the stance
             self._stance = None
 
     def _in_fp8(self) -> list[tuple[str, Float8Layer]]:
-        """Return the layers without those that somebody has reverted meanwhile."""
+        """Return the layers that have not been reverted meanwhile."""
         return [(name, layer) for name, layer in self.layers if isinstance(layer, Float8Layer)]
 
     def _after_head(self, head: nn.Module, args: Any, output: Any) -> None:
@@ -124,12 +123,12 @@ class Observer:
 
     @property
     def seen(self) -> dict[str, Tensor]:
-        """Place to statistics; a layer without any of a forward with gradients has others."""
+        """Return statistics by place; forwards without gradients count if there are no others."""
         return {**self.step.idle, **self.step.seen}
 
 
 class Hook:
-    """A hook on a layer. Copies and files of the layer have one that does nothing."""
+    """A hook on a layer; in a copied or unpickled layer it does nothing."""
 
     def __init__(self, look: Callable[..., None]) -> None:
         self.look: Callable[..., None] | None = look

@@ -1,4 +1,4 @@
-"""How the page of a run looks."""
+"""The style sheet of the report."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --line: #e4e7eb;

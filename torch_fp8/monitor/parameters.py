@@ -1,4 +1,4 @@
-"""What is measured between a step's last backward and its update: histories, updates, MLPs."""
+"""Measurements between a step's last backward and its update: histories, updates, gated MLPs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,28 +34,28 @@ Layers = list[tuple[str, Float8Layer]]
 
 
 def fp8_layers(model: nn.Module) -> Layers:
-    """Return the converted linear layers of a model, each under its name without wrappers."""
+    """Return (name without wrappers, layer) of a model's converted linear layers."""
     named = model.named_modules()
     return [(unwrapped_name(n), m) for n, m in named if isinstance(m, Float8Layer)]
 
 
 def trained(layers: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return those layers, or weights of experts, whose weights take gradients."""
+    """Return the layers, or expert weights, whose weights require gradients."""
     return [(name, layer) for name, layer in layers if layer.weight.requires_grad]
 
 
 def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield how many amaxes each layer's histories have left out since they were looked at last.
+    """Yield how many amaxes each layer's histories have left out since the last call.
 
     Args:
         layers: the model's layers.
-        reported: name to what `left_out` returned last; written.
+        reported: the results of `left_out` from the last call by name, updated here.
     """
     ours = (layer for _, layer in layers if isinstance(layer, Float8Layer))
     renew_scales(m for m in ours if m.fp8.scaling is not None and m.fp8.scaling.recorded)
     for name, layer in layers:
         if not _leaves_out(layer) or is_paused(layer):
-            reported.pop(name, None)  # its histories will begin anew
+            reported.pop(name, None)  # its histories will start again
             continue
         history = scaling_buffers(layer)[0]
         before = reported.get(name, torch.zeros(len(LEFT_OUT), dtype=torch.float32)).to(
@@ -66,7 +66,7 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
 
 
 def _leaves_out(layer: nn.Module) -> bool:
-    """Return whether a layer has histories with a guard; it may have been reverted meanwhile."""
+    """Return whether a layer has guarded histories; it may have been reverted meanwhile."""
     if not isinstance(layer, Float8Layer):
         return False
     return layer.fp8.scaling is not None and layer.fp8.config.amax_compute_algo == "max"
@@ -75,7 +75,7 @@ def _leaves_out(layer: nn.Module) -> bool:
 def look_at_updates(
     layers: Iterable[tuple[str, Any]], optimizers: Iterable[Optimizer]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the statistics of each weight's update that is to come."""
+    """Yield the statistics of each weight's next update."""
     places = {
         parameter: (optimizer, group)
         for optimizer in optimizers
@@ -96,7 +96,7 @@ def look_at_updates(
         grad = grad.dequantize() if isinstance(grad, Float8Grad) else grad.detach()
         grad = grad.reshape(matrix_shape(grad.shape))
         if grad.numel():
-            step = own["step"] + 1  # may lie on the device, which is not waited for
+            step = own["step"] + 1  # may be on the device; don't wait for it
             beta2, eps = float(group["betas"][1]), float(group["eps"])
             yield f"{name}/update", update_statistics(grad, own, beta2, eps, step)
 
@@ -105,7 +105,7 @@ GatedMLPs = list[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]
 
 
 def gated_mlps(model: nn.Module) -> GatedMLPs:
-    """Return the gated MLPs of a model, of any activation, under their names without wrappers."""
+    """Return the gated MLPs of a model, of any activation, by names without wrappers."""
     return [
         (unwrapped_name(name), module, spec)
         for name, module, spec in smooth_layers.gated_mlps(model)
@@ -124,7 +124,7 @@ def look_at_gated_mlps(mlps: GatedMLPs) -> Iterator[tuple[str, Tensor]]:
 def _aligned(
     module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec
 ) -> tuple[Tensor, Tensor] | None:
-    """Return gate's and up's weights, a row for each channel; None where they are not at hand."""
+    """Return gate's and up's weights with a row for each channel; None if unavailable."""
     names = (spec.gate_up,) if isinstance(spec, FusedGateUpSpec) else (spec.gate, spec.up)
     layers = [getattr(module, name) for name in names]
     weights = [getattr(layer, "weight", None) for layer in layers]
@@ -136,13 +136,13 @@ def _aligned(
     if len(tensors) == 2:
         return tensors[0], tensors[1]
     if isinstance(weights[0], DTensor):
-        return None  # a rank's rows of gate and of up belong to other channels
+        return None  # this rank's rows of gate and up belong to different channels
     first, second = tensors[0].chunk(2)
     return first, second
 
 
 def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return what is measured: ``<qualified layer>/<kind>`` to statistics, as `Series` takes it."""
+    """Return the measured statistics by ``<qualified layer>/<kind>``, as `Series` expects them."""
     kinds: dict[str, tuple[str, ...]] = {}
     for name, layer in layers:
         clipped = layer.fp8.recipe.grad_output.granularity == "tensorwise"

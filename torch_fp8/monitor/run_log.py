@@ -1,12 +1,12 @@
-"""The file of a run's statistics, one JSON object in a line, written by rank zero as it goes.
+"""The file of a run's statistics: rank zero appends one JSON object per line.
 
     {"format": "torch-fp8 monitor", "version": 1, "since": 0, "names": [...], "config": {...}}
     {"step": 10, "values": [...], "losses": [[1, 4.2], ...]}
     {"step": 12, "event": "fallback", "what": "...", "layer": "..."}
 
-A line with names says what the values after it are called. A run that goes on from a checkpoint
-appends, and says since which step: what came after that before holds no more. A last line that was
-cut off is left out.
+A line with names gives the names of the values in later lines. A run that resumes from a checkpoint
+appends to the file, with the step since which it does; earlier entries after that step no longer
+count. A truncated last line is ignored.
 """
 
 import json
@@ -20,16 +20,15 @@ FORMAT, VERSION = "torch-fp8 monitor", 1
 
 
 class RunLog:
-    """Writes a run's statistics into a folder; the file is made when something is written.
+    """Writes a run's statistics into a folder; the file is created with its first entry.
 
     Args:
         folder: the folder of the run.
         names: the names of the values.
-        config: to be shown beside them.
-        model: its name, where a run trains several.
-
+        config: the configuration to show with them.
+        model: the model's name if a run trains several.
     Attributes:
-        since: the step that the run goes on from, until something is written.
+        since: the step from which the run resumed, until something is written.
     """
 
     def __init__(
@@ -50,7 +49,8 @@ class RunLog:
 
         Args:
             step: the step of the run.
-            what: numbers are written with four digits, those that are not finite as null or text.
+            what: fields of the line; numbers are written with four digits, non-finite ones as null
+                or text.
         """
         lines = [_line({"step": step, **what})]
         if not self._begun:
@@ -64,16 +64,16 @@ class RunLog:
 
 
 class RunRecord:
-    """A run's statistics, read again.
+    """A run's statistics, read from its file.
 
     Attributes:
         path: the path of the file.
-        config: the configuration of the run, as it was written last.
+        config: the configuration of the run, as last written.
         steps: the measured steps, rising.
-        values: name to step to value.
-        losses: step to loss.
-        events: in the order of their steps; each has ``step``, ``event`` and ``what``.
-        notes: what was not well with the file, in sentences.
+        values: values by name and step.
+        losses: losses by step.
+        events: the events in the order of their steps; each has ``step``, ``event`` and ``what``.
+        notes: sentences on problems of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,10 +90,10 @@ class RunRecord:
         return sorted({step for values in self.values.values() for step in values})
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take one line of the file.
+        """Read one line of the file.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: it is no line of such a file.
+            KeyError, TypeError, ValueError, OverflowError: the line is not valid.
         """
         if "names" in line:
             if line["format"] != FORMAT:
@@ -117,7 +117,7 @@ class RunRecord:
                 self.values.setdefault(name, {})[step] = _number(value)
 
     def _forget(self, since: int) -> None:
-        """Drop what came after a step that the run has gone on from."""
+        """Drop the entries after a step from which the run has resumed."""
         begun = bool(self.losses or self.values or self.events)
         self.losses = {step: v for step, v in self.losses.items() if step <= since}
         self.events = [event for event in self.events if event["step"] <= since]
@@ -132,10 +132,10 @@ def read_run(run: Path) -> RunRecord:
     """Read the statistics of a run.
 
     Args:
-        run: the run's folder, one below which there is exactly one such file, or the file itself.
+        run: the run's folder, a folder with exactly one such file below it, or the file itself.
     Raises:
-        FileNotFoundError: there is no such folder, or no statistics in it.
-        ValueError: several runs lie below it, or nothing in the file can be read.
+        FileNotFoundError: the folder does not exist, or has no statistics.
+        ValueError: there are several runs below it, or the file cannot be read.
     """
     record = RunRecord(_find(run))
     bad = []
@@ -171,7 +171,7 @@ def _find(run: Path) -> Path:
     if not run.is_dir():
         raise FileNotFoundError(f"{run} is neither a folder nor a file")
     if (run / FILE_NAME).is_file():
-        return run / FILE_NAME  # of the first model, where there are several
+        return run / FILE_NAME  # the first model's, if there are several
     paths = sorted(run.rglob(FILE_NAME))
     if not paths:
         raise FileNotFoundError(

@@ -1,8 +1,8 @@
-"""`Series`: the numbers of one step under their names, joined over ranks and fetched at once.
+"""`Series`: the named numbers of one step, joined over ranks and fetched at once.
 
-A number's name is ``fp8/<qualified layer>/<kind>/<statistic>``. Which names a run has is decided
-before it begins, from the model alone, so that all ranks have the same in the same order; a number
-that a rank has not seen is NaN there.
+A number's name is ``fp8/<qualified layer>/<kind>/<statistic>``. The names of a run are determined
+in advance from the model alone, so all ranks have the same ones in the same order. A number that a
+rank has not measured is NaN.
 """
 
 import math
@@ -21,7 +21,7 @@ class Series:
     """The names of a run's statistics.
 
     Args:
-        kinds: ``<qualified layer>/<kind>`` to the statistics that it has, in their order.
+        kinds: the statistics of each ``<qualified layer>/<kind>``, in order.
     """
 
     def __init__(self, kinds: Mapping[str, Sequence[str]]) -> None:
@@ -36,25 +36,25 @@ class Series:
         self._signs = [{"max": 1.0, "min": -1.0, "mean": 0.0}[h] for h in reductions]
 
     def vector(self, seen: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Return all numbers as one float32 vector, NaN where nothing was seen.
+        """Return all numbers as one float32 vector, NaN for those that were not measured.
 
         Args:
-            seen: place to the vector of its statistics, on any device.
-            device: where the vector lies.
+            seen: the vector of statistics of each place, on any device.
+            device: the device of the result.
         """
         parts = []
         for place, own in self.kinds.items():
             value = seen.get(place)
             if value is None:
                 parts.append(torch.full((len(own),), torch.nan, device=device, dtype=torch.float32))
-            else:  # NaN was seen, the worst of all: as a number it is for what was not seen
+            else:  # a measured NaN is the worst value, but NaN here means "not measured"
                 value = value.detach().float().to(device)
                 worst = torch.tensor(self._worst[place], device=device, dtype=torch.float32)
                 parts.append(torch.where(value.isnan(), worst, value))
         return torch.cat(parts) if parts else torch.empty(0, device=device, dtype=torch.float32)
 
     def joined(self, vector: Tensor) -> list[float]:
-        """Join the vectors of all ranks, and fetch the result: the one wait for the device."""
+        """Join the vectors of all ranks, and fetch the result; the only wait for the device."""
         if is_distributed():
             signs = torch.tensor(self._signs, device=vector.device, dtype=torch.float32)
             missing = vector.isnan()
@@ -63,13 +63,13 @@ class Series:
             dist.all_reduce(signed, op=dist.ReduceOp.MAX)
             dist.all_reduce(of_mean)
             extreme = torch.where(signed == -math.inf, torch.nan, signed * signs)
-            mean = of_mean[0] / of_mean[1]  # NaN where nobody has seen it
+            mean = of_mean[0] / of_mean[1]  # NaN if no rank has measured it
             vector = torch.where(signs == 0, mean, extreme)
         fetched: list[float] = vector.tolist()
         return fetched
 
     def named(self, values: Sequence[float]) -> dict[str, float]:
-        """Return name to value, of those that were seen."""
+        """Return the measured numbers by name."""
         pairs = zip(self.names, values, strict=True)
         return {name: value for name, value in pairs if not math.isnan(value)}
 

@@ -1,11 +1,12 @@
-"""The statistics of one tensor, on its device: what its cast to FP8 keeps of it, and its shape.
+"""Statistics of one tensor, computed on its device: what its FP8 cast preserves, and its shape.
 
-Each function returns a float32 vector that nobody has waited for. `OPERAND`, `UPDATE` and `SWIGLU`
-name the elements, and `REDUCTIONS` says how ranks that have other parts of a tensor join theirs.
+Each function returns a float32 vector without waiting for the device. `OPERAND`, `UPDATE` and
+`SWIGLU` name its elements, and `REDUCTIONS` states how ranks with other parts of a tensor combine
+theirs.
 
-The amax and the columns' largest magnitudes are those of the whole tensor, the scale is that of the
-whole payload. The others are taken of at most `SAMPLE` elements: of whole rows, in groups of 128
-that lie evenly over the tensor.
+The amax and the columns' largest magnitudes are those of the whole tensor, and the scale is that of
+the whole payload. The other statistics use at most `SAMPLE` elements: whole rows, in groups of 128
+spread evenly over the tensor.
 """
 
 import torch
@@ -25,23 +26,29 @@ OPERAND = (
 """The statistics of an operand of a GEMM:
 
     amax             the largest magnitude
-    scale            of the cast, the largest one where there are several
-    underflow        share of the elements other than zero that the cast makes zero
-    saturation       share of the elements that are larger than the payload can say
+    scale            the cast's scale, the largest one if there are several
+    underflow        share of the nonzero elements that the cast makes zero
+    saturation       share of the elements that are larger than the payload can represent
     sqnr             10 log10(sum x^2 / sum (x - Q(x))^2), dB
     direction_error  1 - cos(x, Q(x)) (arXiv 1912.12607)
     outliers         the largest magnitude of a column, over the median of the columns'
     kurtosis         mean(x^4) / mean(x^2)^2: 3 for a normal distribution
 """
 CLIP = ("clip", "clip_direction_error")
-"""The search for a clip: the factor of the scale with the smallest direction error, and that."""
+"""The search for a clip: the factor of the scale with the smallest direction error, and that
+error.
+"""
 UPDATE = ("rms", "flushed")
-"""The statistics of a step: StableAdamW's RMS, and the share of v that is zero beside an m."""
+"""The statistics of a step: StableAdamW's RMS, and the share of elements with v zero and m
+nonzero.
+"""
 SWIGLU = ("alignment", "alignment_mean")
 """The statistics of a gated MLP: |cos| of its channels' gate and up weights, largest and mean."""
 SHARPNESS = ("sharpness",)
 LEFT_OUT = ("input", "weight", "grad_output")
-"""The statistics of a layer's histories: how many amaxes of each operand they have left out."""
+"""The statistics of a layer's histories: the number of amaxes of each operand that they left
+out.
+"""
 
 REDUCTIONS = {
     **dict.fromkeys(LEFT_OUT, "max"),
@@ -54,31 +61,33 @@ REDUCTIONS = {
     ),
     "sqnr": "min",
 }
-"""Statistic to how ranks join it: the worst of them, or their mean."""
+"""How ranks combine each statistic: the worst value, or the mean."""
 
 SAMPLE = 2**20
-"""Elements that the costlier statistics are taken of, at most."""
+"""The maximum number of elements for the more expensive statistics."""
 _GROUP = 128
 _CLIPS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 _ROUNDED = 1.05
-"""What rounding to the payload's largest number may take away: half a step is 1/28 in E4M3, and
-1/14 in E5M2."""
+"""The factor by which rounding to the payload's largest number may reduce a value: half a step is
+1/28 in E4M3, and 1/14 in E5M2.
+"""
 
 
 def operand_statistics(
     x: Tensor, payload: QuantizedTensor, *, turned: bool = False, first: int = 0
 ) -> Tensor:
-    """Measure what a GEMM's operand keeps of its source, (len(OPERAND),) float32; see `OPERAND`.
+    """Measure what an operand preserves of its source, (len(OPERAND),) float32.
 
     Args:
-        x: source (R, C) in float32, bfloat16 or float16, with elements.
-        payload: operand that the GEMM multiplies, (R', C'), where zeros may follow the columns.
+        x: the source (R, C) in float32, bfloat16 or float16, not empty.
+        payload: the operand that the GEMM multiplies, (R', C'), possibly with additional columns of
+            zeros.
         turned: whether the payload is the transpose, (C', R').
-        first: row of the whole tensor with which `x` begins, where it is a rank's part.
+        first: the index of x's first row in the whole tensor, if `x` is a rank's part.
     """
     columns = x.abs().amax(0).float()
     amax = columns.amax()
-    matrix, row, col = (x.t(), 0, first) if turned else (x, first, 0)
+    matrix, row, col = (x.t(), 0, first) if turned else (x, first, 0)  # (C, R) or (R, C)
     rows = _rows(*matrix.shape)
     exact = _take(matrix, rows).float()
     cols = slice(col, col + matrix.shape[1])
@@ -118,13 +127,13 @@ def worst(first: Tensor, second: Tensor) -> Tensor:
 
 
 def left_out(history: Tensor, reported: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the amaxes that histories have left out since the last call, and strike them.
+    """Count the amaxes that histories have left out since the last call, and clear their marks.
 
-    The newest entry keeps its mark, by which `push_amax` goes, and so comes in the next call again.
+    The newest entry keeps its mark, because `push_amax` needs it, so the next call sees it again.
 
     Args:
         history: (N, H) float32, see `torch_fp8.quantization.scaling.push_amax`.
-        reported: (N,) float32, whether the newest entry of the last call was counted there.
+        reported: (N,) float32, whether the last call has counted its newest entry.
     Returns:
         The numbers (N,), and `reported` for the next call.
     """
@@ -134,7 +143,7 @@ def left_out(history: Tensor, reported: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
-    """Search the factor of a tensorwise scale whose clipping turns a gradient least, (2,) float32.
+    """Search the clip of a tensorwise scale that changes the direction least, (2,) float32.
 
     Args:
         x: (R, C).
@@ -148,21 +157,22 @@ def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
     ]
     least, index = torch.stack(errors).min(0)
     clips = torch.tensor(_CLIPS, device=x.device, dtype=torch.float32)
-    return torch.stack([clips.take(index), least])  # an index in brackets would be waited for
+    return torch.stack([clips.take(index), least])  # clips[index] would wait for the device
 
 
 def update_statistics(
     grad: Tensor, state: dict[str, Tensor], beta2: float, eps: float, step: Tensor | float
 ) -> Tensor:
-    """Measure an Adam step that is to come, (len(UPDATE),) float32.
+    """Measure the next Adam step, (len(UPDATE),) float32.
 
-    ``rms = sqrt(mean(g^2 / max(v_hat, eps^2)))`` with the v that the step will have, without its
-    bias (StableAdamW, arXiv 2304.13013).
+    ``rms = sqrt(mean(g^2 / max(v_hat, eps^2)))`` with the bias-corrected v after the step
+    (StableAdamW, arXiv 2304.13013).
 
     Args:
         grad: (R, K), of any floating dtype.
-        state: the optimizer's state before the step, ours or torch's Adam's, with elements (R, K).
-        beta2, eps: the values of the parameter's group.
+        state: the optimizer's state before the step, from our or torch's Adam, with elements (R,
+            K).
+        beta2, eps: the options of the parameter's group.
         step: the number of this step, from 1.
     """
     rows = _rows(grad.shape[0], grad.shape[1])
@@ -179,7 +189,7 @@ def alignment_statistics(gate: Tensor, up: Tensor) -> Tensor:
     """Measure how parallel the weights of a gated MLP's channels are, (len(SWIGLU),) float32.
 
     Args:
-        gate, up: (C, K) each; the rows of a channel are those with its number.
+        gate, up: (C, K) each, with one row for each channel.
     """
     gate, up = gate.float(), up.float()
     cos = torch.nn.functional.cosine_similarity(gate, up, dim=1).abs()
@@ -190,13 +200,16 @@ def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
     """Measure how sharp the loss is around the logits of the last token, (1,) float32.
 
     ``100 (max L(y + z) - L(y)) / (1 + L(y))`` over all ``|z_i| <= eps (|y_i| + 1)`` (arXiv
-    2405.18710). L, the cross entropy, grows with each logit but the target's, so the largest lies
-    in a corner. The target is the one logit whose gradient is negative.
+    2405.18710). L, the cross entropy, grows with each logit but the target's, so the maximum is in
+    a corner. The target is the only logit whose gradient is negative.
 
     Args:
         logits: (..., V).
-        grad: the gradient of the loss by the logits; tokens without a gradient do not count.
+        grad: the gradient of the loss with respect to the logits; tokens without a gradient don't
+            count.
+        eps: the relative size of the perturbation.
     """
+    # (..., V) -> (tokens, V)
     logits, grad = logits.reshape(-1, logits.shape[-1]), grad.reshape(-1, grad.shape[-1])
     lowest, target = grad.min(1)
     counts = torch.arange(1, len(lowest) + 1, device=grad.device) * (lowest < 0)
@@ -215,7 +228,7 @@ def sample(x: Tensor) -> Tensor:
 
 
 def _rows(rows: int, cols: int) -> list[slice] | None:
-    """Return the rows of the sample; None: all of them."""
+    """Return the rows of the sample; None: all rows."""
     groups = max(SAMPLE // (max(cols, 1) * _GROUP), 1)
     total = -(-rows // _GROUP)
     if total <= groups:
@@ -229,7 +242,7 @@ def _take(x: Tensor, rows: list[slice] | None) -> Tensor:
 
 
 def _codes_and_values(payload: QuantizedTensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-    """Return a part of a payload as float32: its codes, and these times their scales."""
+    """Return a part of a payload as float32: its codes, and the codes times their scales."""
     codes, scale = payload.qdata[rows, cols].float(), payload.scale
     if scale.ndim:
         high, wide = BLOCK_SHAPE.get(payload.granularity, (1, payload.qdata.shape[1]))
@@ -253,18 +266,18 @@ def _rows_of_moment(moment: Tensor, shape: torch.Size, rows: list[slice] | None)
 
 
 def decibel(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return 10 log10(signal / noise), at most 120; of nothing at all it is 120."""
+    """Return 10 log10(signal / noise), at most 120; 120 if both are zero."""
     ratio = signal / noise.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(signal == 0, 120.0, (10 * ratio.log10()).clamp(max=120.0))
 
 
 def direction_error(exact: Tensor, kept: Tensor) -> Tensor:
-    """Return 1 - cos of two tensors: 1 where one of them is zero and the other is not."""
+    """Return 1 - cos of two tensors; 1 if exactly one of them is zero."""
     return one_minus_cosine(exact.norm(), kept.norm(), (exact - kept).square().sum())
 
 
 def one_minus_cosine(a: Tensor, b: Tensor, noise: Tensor) -> Tensor:
-    """Return 1 - cos from the norms of two vectors and the square of that of their difference."""
+    """Return 1 - cos from two vectors' norms and the squared norm of their difference."""
     # 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|), without the cancellation near 1.
     apart = noise - (a - b).square()
     error = (apart / (2 * a * b).clamp(min=torch.finfo(torch.float32).tiny)).clamp(0, 2)
@@ -272,5 +285,5 @@ def one_minus_cosine(a: Tensor, b: Tensor, noise: Tensor) -> Tensor:
 
 
 def half_step(format: Format) -> float:
-    """Return what rounding to the largest number may take away, as a factor."""
+    """Return the factor by which rounding to the largest number may reduce a value."""
     return 1.1 if format.max > 1000 else _ROUNDED

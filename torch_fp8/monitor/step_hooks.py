@@ -1,4 +1,4 @@
-"""Hooks on an optimizer, torch's own, that tell where a step ends."""
+"""Hooks on an optimizer, torch's own, that detect the end of a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ def hook_step(
     before_update: Callable[[], None],
     after_update: Callable[[], None],
 ) -> list[Any]:
-    """Hook the optimizer with the most elements; it may be given a closure to compute the step.
+    """Hook the optimizer with the most elements; its step may get a closure that runs the backward.
 
     Args:
-        optimizers: those of a model.
-        before_update: called when all gradients are there.
-        after_update: called after the weights are updated.
+        optimizers: the optimizers of a model.
+        before_update: a function called when all gradients exist.
+        after_update: a function called after the weights are updated.
     Returns:
         The handles that remove the hooks.
     """
@@ -42,7 +42,7 @@ def hook_step(
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         after_update()
 
-    return [  # a graph of the optimizer's step is left for them
+    return [  # a compiled step breaks its graph to run them
         main.register_step_pre_hook(torch.compiler.disable(before)),
         main.register_step_post_hook(torch.compiler.disable(after)),
     ]

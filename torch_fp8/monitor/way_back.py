@@ -1,6 +1,6 @@
-"""`WayBack`: layers that leave FP8 for a while because their statistics say so, and come back.
+"""`WayBack`: automatic fallbacks of layers from FP8 because of their statistics, and their return.
 
-All that is decided here follows from numbers that all ranks have joined, so all decide alike.
+All decisions depend only on numbers that all ranks have joined, so all ranks decide alike.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,18 +19,18 @@ from torch_fp8.ops.hardware import check_device, runs_natively
 from torch_fp8.quantization.recipe import RECIPES, Recipe
 
 _BY_CAST = ("input", "weight", "grad_output", "swiglu")
-"""Kinds of tensors whose bounds another recipe helps."""
+"""The kinds of tensors whose alarms another recipe can fix."""
 
 
 class WayBack:
-    """What has left FP8, since when, and when it returns.
+    """The layers that have left FP8, since when, and when they return.
 
     Args:
         layers, mlps: the model's FP8 layers and gated MLPs.
-        config: ``on_alarm`` and ``fallback_steps``.
+        config: the configuration, with ``on_alarm`` and ``fallback_steps``.
     Raises:
-        ValueError: a device that cannot run the recipe of ``on_alarm``, or sharded weights, which
-            are gathered as one recipe wants them.
+        ValueError: the device cannot run the recipe of ``on_alarm``, or weights are sharded,
+            because FSDP2 gathers them in one recipe's form.
     """
 
     def __init__(self, layers: Layers, mlps: GatedMLPs, config: FP8Config) -> None:
@@ -48,7 +48,7 @@ class WayBack:
 
     @property
     def target(self) -> str:
-        """Return what a layer that falls back runs."""
+        """Return what a layer runs after a fallback."""
         return "BF16" if self.config.on_alarm == "bf16" else f"recipe {self.config.on_alarm}"
 
     def judge(self, step: int, crossed: Iterable[Crossing]) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ class WayBack:
 
         Args:
             step: the measured step.
-            crossed: its bounds that were crossed.
+            crossed: the bounds that it crossed.
         """
         if self.config.on_alarm == "warn":
             return []
@@ -91,7 +91,7 @@ class WayBack:
         return _event("bf16", "", f"all layers run BF16 until step {self.all_until}")
 
     def tick(self, step: int) -> list[dict[str, Any]]:
-        """Look, after a step, whether the time of `pause_all` is over; return the events."""
+        """End `pause_all` when its time is over; called after each step; returns the events."""
         if not self.all_until or step < self.all_until:
             return []
         self.all_until = 0
@@ -99,7 +99,7 @@ class WayBack:
         return [_event("return", "", "all layers that were healthy run FP8 again")]
 
     def apply(self) -> None:
-        """Have each layer run what it is to run now."""
+        """Configure each layer for what it should run now."""
         for name, layer in self.layers.items():
             fallen = name in self.fallen
             finer = None if layer.frozen_weight is not None else self._finer
@@ -117,17 +117,17 @@ class WayBack:
                 layer.configure(layer.fp8.name, layer.fp8.config, recipe, emulate)
 
     def undo(self) -> None:
-        """Have all layers run FP8 as they were converted, and forget what has fallen back."""
+        """Restore the converted FP8 of all layers, and forget all fallbacks."""
         self.fallen, self.times, self.all_until = {}, {}, 0
         self.apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as JSON has it."""
+        """Return the state for a checkpoint, in JSON types."""
         fallen = {name: dict(state) for name, state in self.fallen.items()}
         return {"fallen": fallen, "times": dict(self.times), "all_until": self.all_until}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`; of layers that are no more nothing is taken."""
+        """Continue from `state_dict`; entries for layers that no longer exist are ignored."""
         known = self.layers
         self.fallen = {n: dict(s) for n, s in state["fallen"].items() if n in known}
         self.times = {n: int(t) for n, t in state["times"].items() if n in known}

@@ -33,7 +33,7 @@ ROWS = CastOptions(E4M3.dtype, "rowwise", True, rowwise=True, columnwise=False)
 def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
     """Return gate and up, (R, I) each, from h (R, 2I)."""
     if form.interleaved:
-        return h[:, ::2], h[:, 1::2]
+        return h[:, ::2], h[:, 1::2]  # strides (2I, 2)
     gate, up = h.chunk(2, dim=1)
     return gate, up
 
@@ -41,7 +41,7 @@ def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
 def join_gate(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
     """Return h (R, 2I) from gate and up, (R, I) each."""
     if form.interleaved:
-        return torch.stack([gate, up], 2).flatten(1)
+        return torch.stack([gate, up], 2).flatten(1)  # (R, I, 2) -> (R, 2I)
     return torch.cat([gate, up], 1)
 
 
@@ -59,9 +59,7 @@ def activation(gate: Tensor, up: Tensor, form: GateForm) -> Tensor:
 
 
 def _saved_halves(gate: Tensor, up: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
-    """Return gate and up as they are saved, so that E4M3 shows whether a value is beyond a
-    limit.
-    """
+    """Return gate and up as saved, so that E4M3 shows whether a value is beyond a limit."""
     if not form.clamped:
         return gate, up
     beyond = form.limit * _BEYOND
@@ -144,7 +142,7 @@ def _biased_halves(
 ) -> tuple[Tensor, Tensor]:
     if bias is not None:
         group = group_of_rows(offs, h.shape[0]).clamp(max=offs.shape[0] - 1)
-        h = (h.float() + bias.float()[group]).to(h.dtype)
+        h = (h.float() + bias.float()[group]).to(h.dtype)  # (R, 2I) + (E, 2I) by row
     return split_gate(h, form)
 
 
@@ -176,8 +174,7 @@ def expert_gate_backward(
     up_s: Tensor,
     form: GateForm,
 ) -> tuple[Tensor, ...]:
-    """The operator ``torch_fp8::expert_gate_backward``: all results that backward computes from
-    grad.
+    """The operator ``torch_fp8::expert_gate_backward``: all that backward computes.
 
     Args:
         grad: (R, I) float32, bfloat16 or float16, contiguous: the gradient of a.
@@ -191,7 +188,7 @@ def expert_gate_backward(
     """
     gate, up = saved_values(gate_q, gate_s), saved_values(up_q, up_s)
     g, act = grad.float(), activation(gate, up, form)
-    dscore = (g * act).sum(1)
+    dscore = (g * act).sum(1)  # (R, I) -> (R,)
     a = _quantized((act * score[:, None]).to(grad.dtype))
     return *a, *_quantized(_gradient(grad, score, gate, up, form)), dscore
 

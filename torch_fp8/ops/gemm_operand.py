@@ -75,8 +75,7 @@ def with_columns(qdata: Tensor, cols: int) -> Tensor:
 
 
 def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
-    """Return x extended to `rows` rows over the memory after it; None if that memory does not
-    exist.
+    """Return x extended to `rows` rows over the memory after it; None without memory.
 
     The contents of that memory only affect rows of the product that are cut off. Scales are
     allocated with this additional room wherever such a payload is created.
@@ -118,10 +117,8 @@ def _column_major(scale: Tensor) -> Tensor:
 
 
 def _square_blocks(scale: Tensor) -> Tensor:
-    """Lay out (ceil(R / 128), L) as (L rounded up to 4, ceil(R / 128)) with dimension 0
-    contiguous.
-    """
-    return _pad(scale, 0, -scale.shape[1] % 4, 1.0).contiguous().t()
+    """Lay out (ceil(R / 128), L) as (L padded to 4, ceil(R / 128)), strides (1, L)."""
+    return _pad(scale, 0, -scale.shape[1] % 4, 1.0).contiguous().t()  # strides (L, 1) -> (1, L)
 
 
 def _swizzled_e8m0(scale: Tensor) -> Tensor:

@@ -37,9 +37,7 @@ def check_driver(device: torch.device) -> None:
 
 
 def missing_tools() -> list[str]:
-    """Return the tools that Triton needs to compile and that are missing: C compiler, Python
-    header.
-    """
+    """Return the missing tools for Triton's compilation: C compiler, Python header."""
     missing = []
     compiler = os.environ.get("CC")
     if compiler is not None and shutil.which(compiler) is None:

@@ -88,9 +88,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def split_layout(numel: int, num_plain: int, num_messages: int) -> Layout:
-    """Return the layout of each of `num_messages` messages that share `numel` grouped and
-    `num_plain` plain values.
-    """
+    """Return the layout of each message if `num_messages` share these numbers of values."""
     num_groups = -(-numel // GROUP_SIZE)
     return Layout(-(-num_groups // num_messages), -(-num_plain // num_messages))
 
@@ -112,7 +110,7 @@ def pack(
         (N, B) uint8.
     """
     rows = groups.shape[0]
-    groups = groups.reshape(rows, -1)
+    groups = groups.reshape(rows, -1)  # (N, 32 * G)
     assert groups.shape[1] % GROUP_SIZE == 0
     num_plain = 0 if plain is None else plain.shape[1]
     layout = Layout(groups.shape[1] // GROUP_SIZE, num_plain)
@@ -293,7 +291,7 @@ def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None)
             first = row * layout.num_groups + part.start
             wanted = (part.stop - part.start) * GROUP_SIZE
             x = values[first * GROUP_SIZE :][:wanted].float()
-            x = F.pad(x, (0, wanted - x.numel())).view(-1, GROUP_SIZE)
+            x = F.pad(x, (0, wanted - x.numel())).view(-1, GROUP_SIZE)  # (groups, 32)
             encoded = encode(x, GRADIENT, _random(x.shape, first, x.device, keys))
             codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
             scales[part] = encoded.scale.view(-1)
@@ -309,7 +307,7 @@ def _decode(messages: Tensor, layout: Layout, out: Tensor) -> None:
 
 def _groups(message: Tensor, layout: Layout, part: slice) -> Tensor:
     """Decode the groups of `part` of one message (1, B) to (part, 32) float32."""
-    codes = layout.codes(message)[0].view(-1, GROUP_SIZE)[part]
+    codes = layout.codes(message)[0].view(-1, GROUP_SIZE)[part]  # (32 * G,) -> (part, 32)
     return decode(BlockScaled(codes, layout.scales(message)[0, part, None]), GRADIENT)
 
 

@@ -50,6 +50,7 @@ def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
     # (T, k) -> (T * k,), by expert; tokens of an expert stay in their order
     expert, order = top_k_index.reshape(-1).long().clamp(max=num_experts).sort(stable=True)
     ones = torch.ones_like(expert)
+    # (E + 1,), last: no expert here
     counts = ones.new_zeros(num_experts + 1).scatter_add_(0, expert, ones)
     padded = (-(counts[:-1] // -GEMM_ALIGNMENT) * GEMM_ALIGNMENT).clamp(min=GEMM_ALIGNMENT)
     begin, ends = F.pad(padded.cumsum(0), (1, 0)), counts.cumsum(0)  # (E + 1,)
@@ -61,7 +62,7 @@ def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
     # (R,): the entry of each row, T * k for padding
     slot = order.new_full((num_rows,), num_slots).scatter_(0, position, of_expert)
     token = torch.div(slot, max(top_k, 1), rounding_mode="floor")
-    return Route(slot, token, row.view(tokens, top_k), begin[1:].int())
+    return Route(slot, token, row.view(tokens, top_k), begin[1:].int())  # row: (T * k,) -> (T, k)
 
 
 def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
@@ -72,4 +73,4 @@ def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
 
 def spread_rows(x: Tensor, token: Tensor) -> Tensor:
     """Return the tokens (T, K) as rows (R, K), zeros for padding."""
-    return F.pad(x, (0, 0, 0, 1))[token]
+    return F.pad(x, (0, 0, 0, 1))[token]  # (T, K) -> (T + 1, K), zeros last -> (R, K)

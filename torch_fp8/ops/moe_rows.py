@@ -65,6 +65,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
         (R, K) FP8 and (R, 1) float32; padding rows have zeros and scale 1.
     """
     codes = F.pad(qdata.view(torch.uint8), (0, 0, 0, 1))[token]  # (T + 1, K) -> (R, K)
+    # (R, K) and (R, 1)
     return codes.view(qdata.dtype), F.pad(scale, (0, 0, 0, 1), value=1.0)[token]
 
 
@@ -100,7 +101,7 @@ def transpose_payload(
     amax = amax.scatter_reduce(0, group, values.abs(), "amax")
     scales = scale_from_amax(amax, format, power_of_two=True)
     codes = cast_saturating(values, scales.gather(0, group), format)  # (R, K)
-    return codes.t().contiguous(), scales[:-1].contiguous()
+    return codes.t().contiguous(), scales[:-1].contiguous()  # (K, R) and (E, K)
 
 
 def _combine_fake(rows: Tensor, row: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ What a cast reads and writes, in bytes per element of a BF16 matrix, both layout
 | tensorwise, scale or amax given | 4 | 1 | |
 | blocks | 4, and 4 / 128 for each layout's scales of 1x128 | 1 | a tile holds whole blocks |
 | tensorwise | 6 | 2 | its amax is a read of its own |
-| rowwise | 8 | 3 | rows are read once; columns are no tile's, and read twice on their own |
+| rowwise | 8 | 3 | rows are read once; no tile holds whole columns, so they are read twice |
 
 With delayed scaling the scale is given, and the cast also raises the recorded amax to that of its
 input. Casts that also sum rows are in `torch_fp8.ops.quantize_dbias`.
@@ -41,8 +41,7 @@ from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
 
 class QuantizedTensor(NamedTuple):
-    """A matrix in FP8: ``x ~= qdata.float() * scale``. A tuple, so torch operations on it raise
-    errors.
+    """A matrix in FP8, ``x ~= qdata.float() * scale``; torch operations on the tuple fail.
 
     Attributes:
         qdata: (R, C) FP8, contiguous.
@@ -137,6 +136,7 @@ def transposed(x: QuantizedTensor, grad_output: Tensor | None = None) -> Quantiz
     """
     if x.granularity not in SQUARE:
         return None
+    # (R / 128, C / 128) -> (C / 128, R / 128)
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
     if grad_output is not None and torch.compiler.is_compiling():
         qdata = transposed_in_backward(x.qdata, grad_output)
@@ -182,7 +182,7 @@ def _quantize_blocks(
     amax = blocks.abs().amax((1, 3)) if x.numel() else x.new_zeros(num_rows, num_cols)
     scale = scale_from_amax(amax, format, power_of_two)
     qdata = cast_saturating(blocks, scale[:, None, :, None], format)
-    qdata = qdata.reshape(num_rows * block[0], num_cols * block[1])[:rows, :cols]
+    qdata = qdata.reshape(num_rows * block[0], num_cols * block[1])[:rows, :cols]  # (R, C)
     return qdata.contiguous(), scale
 
 
@@ -223,5 +223,5 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
             scale = new_group_scales(scale, *qdata.shape).copy_(scale)
         return qdata, scale
 
-    columns = F.pad(x.t(), (0, more)) if more else x.t()  # (C, R), zeros behind the tokens
+    columns = F.pad(x.t(), (0, more)) if more else x.t()  # (C, R), zeros after the tokens
     return (*one(x, options.rowwise), *one(columns, options.columnwise))

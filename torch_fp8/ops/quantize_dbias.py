@@ -18,9 +18,7 @@ Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tens
 def quantize_layouts_and_sum(
     x: Tensor, options: CastOptions, sum_dtype: torch.dtype
 ) -> tuple[Payloads, Tensor]:
-    """Cast as `quantize_layouts`, and return ``x.sum(0)``, (C,), rounded once from float32 to
-    `sum_dtype`.
-    """
+    """Cast as `quantize_layouts`; also sum rows, (C,), rounded from float32 once."""
     *layouts, sums = quantize_2d_sum(x, options, sum_dtype)
     return as_layouts(layouts, options), sums
 

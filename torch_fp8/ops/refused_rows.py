@@ -70,8 +70,9 @@ def whole(size: int, multiple: int = _MULTIPLES[0]) -> int:
 def find_rows(
     refusal: RuntimeError, kind: Sizes, shape: torch.Size, product: Callable[[int], Tensor]
 ) -> Tensor:
-    """Return the product with the fewest additional rows that the GPU accepts; remember and report
-    them.
+    """Find the fewest additional rows that the GPU accepts, and return the product.
+
+    The number is remembered for later GEMMs and reported.
 
     Args:
         refusal: the error of the GEMM without padding; any other error is raised again.

@@ -32,8 +32,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Operator(Generic[P, R]):
-    """The type of a reference decorated with `operator`; at run time a function, which
-    torch.compile traces.
+    """The type of a decorated reference; at run time a function that torch.compile traces.
 
     Attributes:
         reference: the decorated function.
@@ -58,8 +57,7 @@ def operator(
     results: int | None = None,
     cuda: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return the function that calls
-    it.
+    """Define ``torch.ops.torch_fp8.<name>`` from its reference; return its caller.
 
     The first argument is a tensor or a tuple that starts with one; all arguments are positional. If
     there are several results, those that do not exist are None; the dispatcher returns empty
@@ -148,8 +146,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 def _unflattened(
     function: Callable[..., Any], parameters: Sequence[_Parameter]
 ) -> Callable[..., Any]:
-    """Return `function` with flat arguments; trailing arguments that have their defaults may be
-    missing.
+    """Return `function` with flat arguments, of which trailing defaults may be missing.
 
     It returns an empty tensor for each missing result, because schemas do not allow None.
     """

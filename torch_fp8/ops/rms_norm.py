@@ -38,11 +38,9 @@ def _norm_fake(norm: NormWithRstd) -> Tensor:
 
 @operator(_norm_fake)
 def rms_norm(norm: NormWithRstd) -> Tensor:
-    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, for readers that need
-    BF16.
-    """
+    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, without FP8."""
     x, weight, rstd, offset, out_dtype = norm
-    y = (x.float() * rstd[:, None]) * (weight.float() + offset)
+    y = (x.float() * rstd[:, None]) * (weight.float() + offset)  # (R, C) * (R, 1) * (C,)
     return y.to(out_dtype).contiguous()
 
 
@@ -103,8 +101,7 @@ def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Te
 def rms_norm_quantize_once(
     inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    """Run `rms_norm_statistics` and `rms_norm_quantize` at once, if the scales are known in
-    advance.
+    """Run `rms_norm_statistics` and `rms_norm_quantize` at once, with scales known before.
 
     A program owns a band of whole rows, 32 with a given tensorwise scale and 128 with blocks, and
     goes through its columns twice, the second time from the L2 cache. So x is read from memory once
@@ -147,6 +144,6 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     normalized = saved_values(x.contiguous(), x_scale) * rstd[:, None]
     g = grad.contiguous().float()
     scaled = g * (weight.float() + offset)
-    mean = (scaled * normalized).sum(1, keepdim=True) / max(x.shape[1], 1)
+    mean = (scaled * normalized).sum(1, keepdim=True) / max(x.shape[1], 1)  # (R, 1)
     dx = (rstd[:, None] * (scaled - normalized * mean)).to(dx_dtype).contiguous()
     return dx, (g * normalized).sum(0) if weight_grad else g.new_empty(0)

@@ -78,6 +78,7 @@ def scaled_grouped_matmul(
 
 
 def _rows(payload: Tensor, scale: Tensor) -> QuantizedTensor:
+    # (R, C) and (R, 1)
     return QuantizedTensor(payload.contiguous(), scale.reshape(-1, 1), "rowwise")
 
 
@@ -156,6 +157,7 @@ def _aligned(x: Tensor, scale: Tensor, *, rows: bool = True) -> tuple[Tensor, Te
     more_rows = -x.shape[-2] % GEMM_ALIGNMENT if rows else 0
     more_cols = -x.shape[-1] % GEMM_ALIGNMENT
     if more_rows or more_cols:
+        # as bytes: pad has no FP8
         padded = F.pad(x.view(torch.uint8), (0, more_cols, 0, more_rows))
         x, scale = padded.view(x.dtype), F.pad(scale, (0, more_rows), value=1.0)
     return x, scale
@@ -192,9 +194,7 @@ def _flops(a_shape: tuple[int, int], *args: Any, **_: Any) -> int:
 
 
 def too_many(sizes: tuple[int, ...]) -> str | None:
-    """Return why torch's kernel does not support weights of these sizes (E, N, K); None if it
-    does.
-    """
+    """Return why torch's kernel does not support weights of these sizes (E, N, K), or None."""
     if sizes[0] > MOST_GROUPS:
         return f"{sizes[0]} experts exceed the {MOST_GROUPS} that one grouped GEMM supports"
     return None

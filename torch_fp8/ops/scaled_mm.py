@@ -230,9 +230,7 @@ def _scaled_mm(
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """Call the operator behind ``F.scaled_mm`` directly, which would build its lists in each
-    call.
-    """
+    """Call the operator behind ``F.scaled_mm``, which builds its lists in each call."""
     qdata_b, scales_b, kind_b = arguments
     swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
     output: Tensor = torch._scaled_mm_v2(

@@ -44,9 +44,7 @@ def _amax_fake(inputs: BackwardInputs) -> Tensor:
 
 @operator(_amax_fake)
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
-    """Compute the amaxes, (2,) float32, of the results of `swiglu_backward` without writing
-    those.
-    """
+    """Compute the amaxes, (2,) float32, of `swiglu_backward` without writing its results."""
     return torch.stack([tensor_amax(d) for d in swiglu_backward.reference(inputs)])
 
 

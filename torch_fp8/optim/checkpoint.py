@@ -95,9 +95,7 @@ def check_state_dict(
 
 
 def saved_options(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, options) that a checkpoint was saved with; older files have them in each
-    group.
-    """
+    """Yield (place, options) that a checkpoint was saved with; old files have them by group."""
     if OPTIONS_KEY in state_dict:
         yield f"state_dict[{OPTIONS_KEY!r}]", state_dict[OPTIONS_KEY]
     for i, group in enumerate(state_dict["param_groups"]):

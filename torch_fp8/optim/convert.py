@@ -159,9 +159,7 @@ def _keep_states(
 
 
 def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> tuple[int, list[str]]:
-    """Split the weights that can be; return their number, and why each other large one is
-    float32.
-    """
+    """Split weights; return their number, and reasons why the other large ones are float32."""
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = isinstance(model, DistributedDataParallel)
@@ -265,7 +263,7 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     if payloads and model is None:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
-    modules = [] if model is None else list(model.modules())  # a compiled one has no truth value
+    modules = [] if model is None else list(model.modules())  # compiled modules have no truth value
     layers = [m for m in modules if isinstance(m, Float8Layer) and m.fp8.config.backend == "torch"]
     num_payloads = 0
     for layer in layers:

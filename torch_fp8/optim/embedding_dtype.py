@@ -43,9 +43,7 @@ class _Hook:
 
 
 class Float32Output(_Hook):
-    """A forward hook that casts a BF16 output to float32 if the module's weight is stored in
-    BF16.
-    """
+    """A forward hook that casts a BF16 output to float32 if the weight is stored in BF16."""
 
     paused = False
 
@@ -129,9 +127,7 @@ def bf16_stream(model: nn.Module) -> Iterator[None]:
 
 
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
-    """Remove the hooks of modules whose weight is no longer BF16, or with `everywhere` all
-    hooks.
-    """
+    """Remove the hooks of modules whose weight is no longer BF16, or all (`everywhere`)."""
     for module in model.modules():
         for hook in _hooks(module) if everywhere or not _is_narrow(module) else ():
             hook.handle.remove()

@@ -118,11 +118,13 @@ def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
         if key == RATIO:
             assert second is not None
             rows = len(second.qdata)
+            # (rows, K / 2) and (rows, K / 8)
             ratio = RatioInt4(codes.reshape(rows, -1), scale.reshape(rows, -1), *second.codes)
             moment: QuantizedState = RatioMoment(ratio, second.shape)
         else:
             like = entry[f"{name}_codes"]
             rows, cols = matrix_shape(codes.shape)
+            # (rows, K) and (rows, ceil(K / 32))
             stored = BlockScaled(codes.reshape(rows, cols), scale.reshape(rows, -1))
             moment = second = Float8Moment(stored, codes.shape, MOMENT_FORMATS[name])
         plain[name] = with_data(like, moment.dequantize(), tuple(like.shape))

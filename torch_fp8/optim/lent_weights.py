@@ -43,9 +43,7 @@ class Lending:
         self._copies: dict[Tensor, nn.Parameter] = {}
 
     def lend(self, parameter: Tensor) -> Tensor:
-        """Return a float32 copy of a split weight that has a gradient, or any other parameter
-        itself.
-        """
+        """Return a float32 copy of a split weight with a gradient; other parameters themselves."""
         self.take_back()
         halves = halves_of(parameter)
         if halves is None or stored_grad(parameter) is None:
@@ -55,9 +53,7 @@ class Lending:
         return self._copies[parameter]
 
     def take_back(self, *, everything: bool = False) -> None:
-        """Write unused copies back into the halves of their weights, or with `everything` all
-        copies.
-        """
+        """Write unused copies (or all: `everything`) back into the halves of their weights."""
         for parameter in list(self._copies):
             if everything or sys.getrefcount(self._copies[parameter]) <= _OWN_REFERENCES:
                 self._put_back(parameter, self._copies.pop(parameter))

@@ -14,9 +14,7 @@ from torch_fp8.quantization.wording import counted, first_of
 
 
 def check_model(config: FP8Config, model: nn.Module | None) -> None:
-    """Raise ValueError if `moment_bits` is 4 and no model shows which weights belong to FP8
-    layers.
-    """
+    """Raise ValueError if `moment_bits` is 4 and there is no model to find FP8 layers in."""
     if config.moment_bits == 4 and model is None:
         raise ValueError(
             "moment_bits=4 applies to the weights of FP8 layers: pass the model, "

@@ -49,9 +49,7 @@ class MomentumLending(Lending):
         self._states, self._lent = state, set[Tensor]()
 
     def lend(self, parameter: Tensor) -> Tensor:
-        """Return what `Lending.lend` returns, and decode the momentum in the state to the copy's
-        dtype.
-        """
+        """Return what `Lending.lend` returns, and decode the momentum to the copy's dtype."""
         copy = super().lend(parameter)
         if copy.grad is not None and parameter not in self._lent:
             self._lent.add(parameter)
@@ -62,9 +60,7 @@ class MomentumLending(Lending):
         return copy
 
     def take_back(self, *, everything: bool = False) -> None:
-        """Write copies back; at the end of a step also encode the momenta of weights without a
-        copy.
-        """
+        """Write copies back; at a step's end also encode momenta of weights without a copy."""
         super().take_back(everything=everything)
         for parameter in list(self._lent) if everything else ():
             self._round(parameter)
@@ -97,9 +93,7 @@ class MuonOptimizer(SplitOptimizer):
         self._settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own state with float32 momenta, and the options that key the
-        rounding.
-        """
+        """Return the optimizer's own state with float32 momenta, and the rounding's keys."""
         packed = super().state_dict()
         for key, state in packed["state"].items():
             momentum = state.get(BUFFER)
@@ -173,9 +167,7 @@ def is_muon(optimizer: Optimizer) -> bool:
 
 
 def releases(optimizer: ConvertedOptimizer) -> bool:
-    """Return whether a Muon can step a single weight in backward, because no other rank takes
-    part.
-    """
+    """Return whether Muon can step a single weight in backward, without other ranks."""
     base = optimizer._fp8_base
     sharded = any(isinstance(p, DTensor) for _, _, p in optimizer.indexed_parameters())
     own = base.__module__.startswith("torch.optim") or "SingleDevice" in base.__name__

@@ -124,9 +124,7 @@ class Float8Optimizer(ConvertedOptimizer):
             step_small(group, [(p, s) for g, p, s in small if g is group])
 
     def _state_of(self, parameter: Tensor, *, ratio: bool) -> State:
-        """Return a parameter's state: created at its first step, repaired if it was changed
-        outside.
-        """
+        """Return a parameter's state; create it at the first step, repair outside changes."""
         state: State = self.state[parameter]
         if "step" not in state:
             large = is_large(parameter)
@@ -173,9 +171,7 @@ class Float8Optimizer(ConvertedOptimizer):
         return int(self.state.get(parameter, {}).get("step", 0))
 
     def residual_bits(self, parameter: Tensor) -> int:
-        """Return k, the number of residual bits of a parameter; 0 if it is not (or no longer)
-        BF16.
-        """
+        """Return k, a parameter's number of residual bits; 0 if it is not BF16 (any more)."""
         if parameter.dtype != torch.bfloat16:
             return 0
         if not is_large(parameter):

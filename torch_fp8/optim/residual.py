@@ -95,7 +95,7 @@ def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
     """
     bits = bits if is_large(parameter) else SMALL_RESIDUAL_BITS
     stored = zero_residual(parameter, bits) if bits else None
-    matrix = parameter.view(matrix_shape(parameter.shape))
+    matrix = parameter.view(matrix_shape(parameter.shape))  # (N, K), or (E, N, K) -> (E * N, K)
     for rows, value in parts:
         high, residual = split(value, bits)
         matrix[rows] = high
@@ -149,8 +149,7 @@ def with_bits(shard: Tensor, saved: Tensor, saved_bits: int, bits: int) -> Tenso
 
 
 def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
-    """Return the residual of a BF16 weight for a checkpoint: on the CPU, or as a DTensor if
-    sharded.
+    """Return a BF16 weight's residual for a checkpoint: on the CPU, or as a DTensor.
 
     A sharded parameter's residual is saved as int8 (S, n), where S is the size of the parameter's
     first dimension. The matrix of a vector or of stacked matrices has other rows than those that
@@ -166,21 +165,18 @@ def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
     shard = stored.contiguous().view(torch.int8)
     rows = local(weight).shape[0]
     cols = shard.numel() // rows if rows else shape[1]  # fewer than n if columns are sharded
+    # (S / ranks, n), or fewer columns
     return with_data(weight, shard.view(rows, cols).clone(), shape)
 
 
 def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """Return (S, n), the shape that `residual_to_checkpoint` gives a sharded parameter's
-    residual.
-    """
+    """Return (S, n), the shape of a residual that `residual_to_checkpoint` shards."""
     size = 2 if bits == EXACT_BITS else 1
     return parameter.shape[0], math.prod(shape) * size // parameter.shape[0]
 
 
 def shard_of(parameter: Tensor, saved: Tensor) -> Tensor:
-    """Return this rank's part of a residual that was saved whole; a sharded one is returned as
-    is.
-    """
+    """Return this rank's part of a residual saved whole; a sharded one is returned as is."""
     if not isinstance(parameter, DTensor) or isinstance(saved, DTensor):
         return saved
     rows = parameter.shape[0]

@@ -65,9 +65,7 @@ class SplitOptimizer(ConvertedOptimizer):
         return result if closure is None else loss
 
     def _step_apart(self) -> set[Tensor]:
-        """Step weights that the user's step must skip; return them and those stepped in
-        backward.
-        """
+        """Step weights that the user's step must skip; return all weights already stepped."""
         return set()
 
     def _lending(self, step: int) -> Lending:

@@ -165,9 +165,7 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
 
 
 def _is_settled(state: State, name: str) -> bool:
-    """Return whether a moment's codes are valid: a 4-bit one needs the second moment it refers
-    to.
-    """
+    """Return whether a moment's codes are valid; a 4-bit one needs its second moment."""
     shard = local(state[name])
     return not isinstance(shard, RatioMoment) or shard.is_beside(local(state["exp_avg_sq"]))
 

@@ -252,7 +252,7 @@ def _matrix(
     grad = stored_grad(parameter)
     assert grad is not None
     return WeightMatrix(
-        weight=weight.view(shape),
+        weight=weight.view(shape),  # (R, K)
         residual=residual,
         residual_bits=0 if residual is None else bits,
         grad=gradient_matrix(local(grad), shape),

@@ -65,9 +65,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
 
 
 def has_linear_forward(module: nn.Module) -> bool:
-    """Return whether a high-precision module has the forward of ``nn.Linear`` and is its weight's
-    only reader.
-    """
+    """Return whether a module has ``nn.Linear``'s forward and alone reads its weight."""
     linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     # nn.MultiheadAttention reads its output layer's weight without calling the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)

@@ -68,8 +68,9 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Linears:
-    """The linear layers of a GPU's part of a model, (N, K, frozen) in FP8 and in BF16, and its
-    experts.
+    """The linear layers of a GPU's part of a model, and its experts.
+
+    Layers are given as (N, K, frozen), separately for those in FP8 and in BF16.
     """
 
     fp8: tuple[tuple[int, int, bool], ...]

@@ -20,8 +20,7 @@ class FakeRecorder(Recorder):
 
 @contextlib.contextmanager
 def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
-    """Enter a process group of `number` ranks; this process is rank 0, and collectives move
-    nothing.
+    """Enter a process group of `number` ranks as rank 0; collectives move nothing.
 
     Yields:
         The mesh of all ranks; None for one rank, which needs no group.

@@ -34,9 +34,7 @@ measured.
 
 
 def left_of(memory: float, peak: float) -> float:
-    """Return the bytes of a GPU that a run with this counted peak leaves; negative if it does not
-    fit.
-    """
+    """Return the bytes that a run with this counted peak leaves; negative: it does not fit."""
     return USABLE * memory - (1 + FRAGMENTS) * peak - CONTEXT
 
 
@@ -285,9 +283,7 @@ def _step(
 def _with_bf16_gradients(
     setup: Setup, standing: dict[str, MemoryReport], level: str
 ) -> dict[str, MemoryReport]:
-    """Return the bytes with BF16 in place of 8-bit gradients, because steps are counted that
-    way.
-    """
+    """Return the bytes with BF16 instead of 8-bit gradients, as steps are counted."""
     if level != "O3":
         return standing
     return {r: standing_bytes(setup, r, "O2") if r in TRAINED else standing[r] for r in standing}

@@ -124,7 +124,5 @@ class QuantizedAllReduce:
 
 
 def average_bucket(state: QuantizedAllReduce, bucket: dist.GradBucket) -> Future:
-    """Average a bucket; register as ``ddp.register_comm_hook(QuantizedAllReduce(group),
-    average_bucket)``.
-    """
+    """Average a bucket; for ``ddp.register_comm_hook(QuantizedAllReduce(group), ...)``."""
     return state.average(bucket)

@@ -91,9 +91,7 @@ class Float8GradReducer:
         self._in_flight: deque[GradientBucket | _PlainGradient] = deque()
 
     def prepare(self, output: Any, synchronize: bool) -> None:
-        """Prepare for the backward of a forward's `output`; `synchronize` says whether it
-        averages.
-        """
+        """Prepare for the backward of `output`; `synchronize`: whether it averages."""
         if self._active:  # left over if the last backward raised
             for sent in self._in_flight:
                 sent.wait()

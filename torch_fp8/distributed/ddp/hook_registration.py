@@ -46,7 +46,7 @@ class DDPReport:
 
 
 def users_hook(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of a communication hook that is not ours, in Python or built in."""
+    """Return the name of the user's communication hook (Python or built in), or None."""
     name = ddp._get_ddp_logging_data().get("comm_hook")
     return None if name in (None, "", average_bucket.__qualname__) else str(name)
 

@@ -162,9 +162,7 @@ def connect_ddp(
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
-    """Return the choice for DDP's exchange; with `agree`, compare configurations before
-    measuring.
-    """
+    """Return the choice for DDP's exchange; `agree`: compare configurations first."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     groups = {"average": group}
     if agree and measured_groups(config, groups, device):

@@ -85,9 +85,7 @@ class WeightGather:
 
     @property
     def wanted(self) -> bool:
-        """Whether the module runs in FP8 now. An evaluation in high precision also gathers that
-        way.
-        """
+        """Whether the module runs in FP8 now; otherwise it gathers in high precision."""
         return self.module.runs_fp8 and self.exchanges["gather"]
 
     def attach(self) -> None:
@@ -110,9 +108,7 @@ class WeightGather:
         renew_unsharded(self.fsdp_param)
 
     def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the shard on the device; with CPU offload FSDP calls the methods of this moved
-        shard.
-        """
+        """Return the shard on the device; with CPU offload FSDP uses this copy's methods."""
         shard = self._asked
         moved = Tensor.to(shard, *args, **kwargs)
         if moved is not shard:
@@ -126,9 +122,7 @@ class WeightGather:
 
     @property
     def amax_shape(self) -> tuple[int, ...]:
-        """The shape of the amaxes that ranks combine; (0,) if each rank sends its scales with its
-        bytes.
-        """
+        """The shape of the amaxes that ranks combine; (0,) if scales travel with the bytes."""
         rows, cols = self.fsdp_param._orig_size
         if self.spec.granularity == "tensorwise":
             return (1,)
@@ -178,9 +172,7 @@ class WeightGather:
         return self.shard, self._first_row()
 
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends: (rows, K) uint8, padded, and the scales if each rank sends
-        its own.
-        """
+        """Return what this rank sends: (rows, K) uint8, padded, and its own scales if any."""
         if not (self.announced or self._made_for_this_gather or (in_backward() and self._ready)):
             make_scales(self.siblings)
             for sibling in self.siblings:
@@ -270,7 +262,7 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     amaxes, specs = amax.split(sizes), [gather.spec for gather in gathers]
     if len(set(specs)) == 1:
         scales = scale_from_amax(amax, specs[0].format, specs[0].power_of_two).split(sizes)
-    else:  # layers with options of their own
+    else:  # layers with their own options
         scales = tuple(
             scale_from_amax(part, spec.format, spec.power_of_two)
             for part, spec in zip(amaxes, specs, strict=True)

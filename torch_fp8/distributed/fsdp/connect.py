@@ -134,9 +134,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
 
 
 def _chosen(model: nn.Module, config: FP8Config, sharded: Iterable[Any]) -> Exchanges:
-    """Return the choice for FSDP2's exchanges, made in the groups of the first sharded
-    parameters.
-    """
+    """Return the choice for FSDP2's exchanges, made in the first parameters' groups."""
     groups: dict[str, Any] = {}
     device = torch.device("cpu")
     for param_group in sharded:

@@ -44,9 +44,7 @@ class StackedPayload(Payload):
 
 
 class UnshardedExperts(UnshardedFloat8Weight):
-    """Gathered weights (E, R, C) of fused experts in FP8, read-only; see
-    `UnshardedFloat8Weight`.
-    """
+    """Gathered, read-only FP8 weights (E, R, C) of experts; see `UnshardedFloat8Weight`."""
 
     payload: StackedPayload
 

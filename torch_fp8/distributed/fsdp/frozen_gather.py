@@ -38,9 +38,7 @@ class FrozenGather(WeightGather):
     _written: Tensor | None = None
 
     def freeze(self) -> None:
-        """Store this rank's rows only in FP8 from now on, with the scales that `make_scales` has
-        computed.
-        """
+        """Store this rank's rows only in FP8 from now on, with the scales of `make_scales`."""
         self._param_group.reshard()
         layer, shard = self.module, self.shard
         rows, dtype = shard.shape[0], shard.dtype
@@ -123,9 +121,7 @@ class FrozenGather(WeightGather):
         make_askable(self.shard, self)
 
     def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the tensor whose methods FSDP calls on the device if the shard itself stays on the
-        CPU.
-        """
+        """Return the tensor that FSDP uses on the device if the shard stays on the CPU."""
         moved = self.shard.qdata.new_empty(0).to(*args, **kwargs)
         make_askable(moved, self)
         return moved

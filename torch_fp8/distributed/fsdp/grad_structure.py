@@ -27,9 +27,7 @@ def layout_of(runs: Sequence[Run]) -> Layout:
 
 
 def structure_of(sizes: Sequence[tuple[int, bool]]) -> list[Run]:
-    """Return the runs of a buffer part with shards of these (numel, whether in groups), in
-    order.
-    """
+    """Return the runs of a part with shards of these (numel, whether in groups)."""
     stops = itertools.accumulate(numel for numel, _ in sizes)
     pieces = zip(stops, sizes, strict=True)
     return runs_of((stop - numel, numel, in_groups) for stop, (numel, in_groups) in pieces)

@@ -133,9 +133,7 @@ def renew_unsharded(param: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that a root keeps gathered after its forward, so parameters are shards
-    again.
-    """
+    """Free the weights that a root keeps gathered after its forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -164,8 +164,7 @@ def gathered_rowwise(weight: UnshardedFloat8Weight, spec: CastSpec) -> Quantized
 def transposed_or_recast(
     row: QuantizedTensor, spec: CastSpec, grad_output: Tensor | None = None
 ) -> QuantizedTensor:
-    """Return the transpose (C, R), quantized along R, of a gathered (R, C) that is quantized along
-    C.
+    """Return the transpose (C, R), quantized along R, of (R, C) quantized along C.
 
     If each scale covers as many rows as columns, the codes are only transposed. Otherwise the
     dequantized payload is cast again. Its scales are powers of two, which preserves every mantissa,

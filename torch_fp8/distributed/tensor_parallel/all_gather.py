@@ -30,8 +30,7 @@ from torch_fp8.tensor.base import Payloads, QuantizableTensor, SavedInput
 
 
 class Shards(NamedTuple):
-    """The distribution of a tensor's parts over the ranks of a group, as in DTensor's
-    ``Shard(dim)``.
+    """The distribution of a tensor over a group's ranks, as in DTensor's ``Shard(dim)``.
 
     Attributes:
         shape: the shape of the whole tensor.
@@ -114,9 +113,7 @@ class Gather:
         return QuantizedTensor(qdata.flatten(0, -2), scale, self.spec.granularity)
 
     def _joined(self, parts: Tensor, last: int) -> Tensor:
-        """Join (ranks, bytes of a part) to the whole with `last` bytes in a row, without
-        padding.
-        """
+        """Join parts (ranks, bytes) to the whole with `last` bytes a row, without padding."""
         dim = self.shards.dim
         merged = [*self.shards.part[:-1], last]
         # (ranks, ..., part, ...) -> (..., ranks, part, ...) -> (..., whole, ...)

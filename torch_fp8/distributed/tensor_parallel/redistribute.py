@@ -152,9 +152,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """Convert a replicated DTensor to another dtype, in which backward sums the ranks'
-    gradients.
-    """
+    """Convert a replicated DTensor to another dtype, in which backward sums gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
@@ -168,9 +166,7 @@ class _Narrow(torch.autograd.Function):
 
 
 def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
-    """Refuse plain tensors of different shapes, on devices where the check needs no
-    synchronization.
-    """
+    """Refuse plain tensors of different shapes if the check needs no synchronization."""
     if x.device.type != "cpu":
         return
     sizes = torch.tensor(
