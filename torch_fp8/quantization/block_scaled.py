@@ -65,7 +65,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
     scale = _scale_of(amax, format)  # (R, G)
     # 2 ** (127 - scale); for the byte 255 the value does not matter.
     reciprocal = ((254 - scale).clamp(min=1) << 23).view(torch.float32)
-    y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]
+    y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]  # (R, K)
     codes = _round(y, format, random)
     if format.signed:
         codes = codes | (y.signbit().to(torch.int32) << 7)
@@ -86,6 +86,7 @@ def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
         value = torch.where(codes >= 0x80, -value, value)
     scale = x.scale.to(torch.int32)
     factor = torch.where(scale == _SCALE_NAN, torch.nan, (scale << 23).view(torch.float32))
+    # (R, G) -> (R, K)
     return value * factor.repeat_interleave(GROUP_SIZE, 1)[:, : codes.shape[1]]
 
 
@@ -116,7 +117,7 @@ def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
 
 
 def _folded(bits: Tensor, format: ByteFloat) -> Tensor:
-    """Fold a magnitude's int32 bits as `ByteFloat` says: the upper ones are the code then."""
+    """Fold a magnitude's int32 bits as in `ByteFloat`, so that the upper bits are the code."""
     codes = bits
     for i, intercept in enumerate(format.intercepts[1:], 1):
         codes = torch.maximum(codes, (bits << i) - (intercept << (23 - format.mantissa_bits)))

@@ -74,7 +74,7 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
     amax = padded.abs().amax(-1) if x.numel() else padded.new_zeros((rows, groups))
     scale = (amax / LARGEST).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale).bfloat16()
-    y = (padded / scale.float()[..., None]).view(rows, groups * GROUP)[:, :cols]
+    y = (padded / scale.float()[..., None]).view(rows, groups * GROUP)[:, :cols]  # (R, K)
     nearest = y.round()
     if threshold is not None:  # the largest keeps code 127, so that the scale can be recovered
         nearest = torch.where(y.abs() > LARGEST - 1, nearest, torch.floor(y + threshold))
@@ -84,5 +84,5 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
 
 def decode(x: LinearInt8) -> Tensor:
     """Decode to (R, K) float32, exactly."""
-    scale = x.scale.float().repeat_interleave(GROUP, 1)[:, : x.qdata.shape[1]]
+    scale = x.scale.float().repeat_interleave(GROUP, 1)[:, : x.qdata.shape[1]]  # (R, K)
     return x.qdata.float() * scale

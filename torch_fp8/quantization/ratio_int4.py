@@ -38,7 +38,7 @@ COLUMNS = 16
 
 NAN = -8
 KEPT_BITS, LEAST = 18, 120 << 5
-"""Bits below a scale's five of mantissa, and the bits above them of 2^-7."""
+"""Number of float32 bits below a scale's five mantissa bits; upper bits of 2^-7."""
 SLACK = 64
 """Float32 ulps by which a ratio may exceed a scale, because the ratio itself was rounded."""
 SEVENTH, SIXTH = (float(torch.tensor(1 / n, dtype=torch.float32)) for n in (7, 6))
@@ -54,7 +54,7 @@ class RatioInt4(NamedTuple):
 
     @property
     def second(self) -> BlockScaled:
-        """The second moment."""
+        """Codes and scales of the second moment."""
         return BlockScaled(self.second_qdata, self.second_scale)
 
 
@@ -80,7 +80,7 @@ def holds(beta1: float, beta2: float) -> bool:
 
 
 def root_of(second: BlockScaled) -> Tensor:
-    """Return the root of a second moment as it is stored, (R, K) float32, rounded once."""
+    """Return the root of a stored second moment, (R, K) float32, rounded once."""
     # torch's float32 sqrt on the CPU is off by one ulp for every fifth element.
     return decode_8_bits(second, MOMENT2).double().sqrt().float()
 
@@ -99,7 +99,7 @@ def encode(m: Tensor, second: BlockScaled, words: Tensor | None = None) -> Ratio
 
     Args:
         m: (R, K) float32, rows of a multiple of 16 elements.
-        second: the second moment as it is stored.
+        second: codes and scales of the second moment.
         words: (R, K) int32, of `torch_fp8.quantization.linear_int8.turned_words`, whose upper half
             is the threshold; None: to nearest.
     """

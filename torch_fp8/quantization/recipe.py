@@ -48,7 +48,7 @@ class CastSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Gemm:
-    """One FP8 GEMM: the casts of its two operands, and whether it accumulates fast.
+    """One FP8 GEMM: the casts of operands a and b, and whether it uses fast accumulation.
 
     `fast_accum` lets Hopper keep partial sums in the tensor core's own, narrower accumulator.
     """

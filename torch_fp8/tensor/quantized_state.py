@@ -51,7 +51,7 @@ class QuantizedState(Encoded):
         value = torch.empty((rows, cols), dtype=torch.float32, device=device)
         for part in row_parts(rows, cols) if device.type != "meta" else ():
             value[part] = self.decode_rows(type(self.codes)(*(x[part] for x in self.codes)))
-        return value.view(self.shape)
+        return value.view(self.shape)  # (R, K) -> the tensor's shape
 
     def encode(self, x: Tensor) -> None:
         """Encode a tensor in place, rounding to nearest."""

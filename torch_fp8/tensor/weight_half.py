@@ -47,5 +47,5 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 
 
 def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:
-    """Note that `ddp` does not average the gradient of this weight."""
+    """Note that `ddp` does not average the gradient of this weight, which may be BF16 then."""
     vars(weight)[_BESIDE] = weakref.ref(ddp)
