@@ -1,1 +1,1 @@
-"""Autograd functions, and checkpoints that repeat what was not saved."""
+"""Helpers of autograd functions, and checkpoints that keep FP8 tensors."""

@@ -1,1 +1,1 @@
-"""Passes over what `torch.compile` traces, so that casts fuse into their producers."""
+"""Rules for tracing by `torch.compile`, which fuse casts into their producers."""

@@ -1,13 +1,13 @@
-"""A producer's result is cast by the producer itself, in a graph that torch.compile traces.
+"""Fusion of casts into producers (norms, gated products) in graphs of torch.compile.
 
 In such a graph norms, gated products and their gradients are plain tensors (`LazyQuantizedTensor`
-is for eager code), which linear layers cast by ``torch_fp8::quantize_2d``. While that operator is
-traced, it looks up in the graph what made its input. If that is a producer, with nothing but views
-in between, the producer's operator that emits FP8 takes its place; a 16-bit tensor that nobody else
-reads is dropped as dead code. Forward and backward are traced alike, and the bytes are the same.
+is for eager code), and linear layers cast them by ``torch_fp8::quantize_2d``. When that operator is
+traced, it looks up which node made its input. If that is a producer, with only views in between, an
+operator of the producer that emits FP8 replaces the cast. If nothing else reads the 16-bit tensor,
+it is eliminated as dead code. This works for forward and backward, and the bytes do not change.
 
-What eager code does not fuse is not fused here either. The amax that delayed scaling records,
-``torch_fp8::amax``, comes from the producer, too, if that knows it.
+Casts that eager code does not fuse are not fused here either. The amax that delayed scaling
+records, ``torch_fp8::amax``, also comes from the producer if it has one.
 """
 
 import operator
@@ -48,17 +48,17 @@ VIEWS = (
 
 
 def _is_made_by(cast: CastOptions, made: CastOptions) -> bool:
-    """Return whether what another cast has made is all that this one asks for."""
+    """Return whether an existing cast `made` covers all that `cast` needs."""
     same = cast._replace(rowwise=made.rowwise, columnwise=made.columnwise) == made
     return same and made.rowwise >= cast.rowwise and made.columnwise >= cast.columnwise
 
 
 class Call(NamedTuple):
-    """An operator that takes the place of a cast.
+    """An operator call that replaces a cast.
 
     Attributes:
-        func, args: the operator and its arguments; tensors as nodes.
-        first: the index of the result that is the first of the cast's four.
+        func, args: operator and its arguments, with nodes for tensors.
+        first: index of the result that corresponds to the first of the cast's four results.
     """
 
     func: Any
@@ -73,12 +73,14 @@ class TracedGraph:
         self.tracer = mode.tracer
 
     def node_of(self, x: Tensor) -> Node | None:
-        """Return the node that stands for a tensor in the graph."""
+        """Return the node of a tensor in the graph; None: it has none."""
         slot = get_proxy_slot(x, self.tracer, None)
         return None if slot is None else slot.proxy.node
 
     def source_of(self, x: Tensor) -> Node | None:
-        """Return the call whose result x is, in the same shape, through any views in between."""
+        """Return the node that computed x, through any views, if it has the
+        shape of x; else None.
+        """
         node = self.node_of(x)
         while node is not None and node.target in VIEWS:
             node = _as_node(node.args[0])
@@ -89,8 +91,8 @@ class TracedGraph:
         return node if same else None
 
     def calls(self, func: Any, *args: Any) -> Iterator[Node]:
-        """Yield the calls ``func(*args, ...)`` in the graph, or in its checkpointed region being
-        traced.
+        """Yield the calls ``func(*args, ...)`` in the graph, or in the current
+        checkpoint region.
         """
         region = get_current_meta().get("ac_graph_id")
         for user in args[0].users:
@@ -99,7 +101,7 @@ class TracedGraph:
                 yield user
 
     def results(self, call: Call) -> Any:
-        """Return the results of a call, which is put in the graph if it is not there yet."""
+        """Return the results of a call; add it to the graph if it is missing."""
         node = next(self.calls(call.func, *call.args), None)
         if node is None:
             args = tuple(Proxy(a, self.tracer) if isinstance(a, Node) else a for a in call.args)
@@ -111,12 +113,12 @@ class TracedGraph:
         return track_tensor_tree(values, proxy, constant=None, tracer=self.tracer)
 
     def node_of_call(self, call: Call) -> Node:
-        """Return the node of a call, which is put in the graph if it is not there yet."""
+        """Return the node of a call; add it to the graph if it is missing."""
         self.results(call)
         return next(self.calls(call.func, *call.args))
 
     def tensor_of(self, node: Node) -> Tensor:
-        """Return a tensor that a node stands for."""
+        """Return a tensor for a node."""
         with disable_proxy_modes_tracing():
             value = node.meta["val"].clone()
         proxy = Proxy(node, self.tracer)
@@ -147,11 +149,12 @@ def _trace_cast(
 def _first_scale(
     graph: TracedGraph, source: Node, cast: CastOptions, scale: Node | None
 ) -> Node | None:
-    """Return the scale with which the result of `source` was cast first; as in eager code, it
-    serves all readers.
+    """Return the scale of the first cast of the result of `source`.
+
+    As in eager code, all readers use it.
 
     Args:
-        scale: the one in `cast`; None: there is none.
+        scale: node of the scale in `cast`; None: there is none.
     """
     func = _CASTS.get(source.target)
     if scale is None or func is None:
@@ -165,7 +168,7 @@ def _first_scale(
 
 
 def _fused(graph: TracedGraph, source: Node, cast: CastOptions) -> Call | None:
-    """Return the call that makes what `cast` asks for of the result of `source`."""
+    """Return a producer's call that computes `cast` of the result of `source`; None: no fusion."""
     if source.target is operator.getitem:
         source, i = source.args
         return _of_gradients(graph, source, i, cast) if source.target is SWIGLU_BACKWARD else None
@@ -211,7 +214,7 @@ def _amax_of_joined_gradient(graph: TracedGraph, backward: Node) -> Node:
 
 def _of_norm(graph: TracedGraph, norm: Node, cast: CastOptions) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
-    # The call that made rstd has the other results as well.
+    # If the call that computed rstd also made this cast, reuse it.
     once = _ops.rms_norm_quantize_once.default
     for node in graph.calls(once, x, weight):
         of_it = node in rstd.args and node.args[3:5] == (offset, out_dtype)
@@ -256,7 +259,7 @@ def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: CastOptions) -
 def _with_amax(
     graph: TracedGraph, func: Any, args: tuple[Any, ...], cast: CastOptions
 ) -> CastOptions:
-    """Return the cast with the amax that ``func(*args)`` finds, where it needs one."""
+    """Return the cast with the amax from ``func(*args)``, if it needs one."""
     if not cast.needs_amax:
         return cast
     amax: Any = graph.node_of(graph.results(Call(func, args)))
@@ -268,7 +271,7 @@ def _as_node(argument: Any) -> Node | None:
 
 
 def result(call: Node, i: int) -> Node:
-    """Return the i-th result of a call, whose node tracing has put beside the call."""
+    """Return the node of the i-th result of a call."""
     return next(n for n in call.users if n.target is operator.getitem and n.args[1] == i)
 
 

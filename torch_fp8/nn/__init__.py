@@ -1,1 +1,1 @@
-"""FP8 layers and what they are made of."""
+"""FP8 layers, and the autograd functions and state behind them."""

@@ -208,4 +208,4 @@ def unmark(module: nn.Module) -> None:
         if isinstance(entry, _Dispatch):
             del functions[name]
             if entry.previous is not None and functions.get(name) is not entry.previous:
-                functions[name] = entry.previous  # somebody else's entry, not transformers' own
+                functions[name] = entry.previous  # another library's entry, not transformers' own

@@ -71,5 +71,5 @@ def remove(module: nn.Module) -> None:
         if isinstance(registry[name], Dispatch):
             previous = registry[name].previous
             del registry[name]
-            if registry[name] is not previous:  # somebody else's entry, not transformers' own
+            if registry[name] is not previous:  # another library's entry
                 registry[name] = previous

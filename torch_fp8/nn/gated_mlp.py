@@ -245,7 +245,7 @@ class _SwiGLUFunction(torch.autograd.Function):
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
             ctx.readers = options.gradients
         if options.in_graph:
-            return swiglu(gate, up, None).view(shape)
+            return swiglu(gate, up, None).view(shape)  # (R, C) -> (..., C)
         production = Product(gate.detach(), up.detach(), amax).source(options.name)
         if payloads is not None and ahead is not None:
             production.keep(ahead, payloads)
@@ -259,7 +259,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         else:
             gate, up = _gate_and_up([_matrix(t) for t in ctx.saved_tensors], ctx.gate_first)
             gate_scale = up_scale = None
-        rows = _matrix(plain(grad))
+        rows = _matrix(plain(grad))  # (..., C) -> (R, C)
         inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
         gradients: JoinedGradient | Gradients
         if ctx.joined:

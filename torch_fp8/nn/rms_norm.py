@@ -218,10 +218,11 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, rstd, x, *scale = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[:2]
+        # (..., C) -> (R, C)
         grad, x = (t.reshape(-1, ctx.shape[-1]) for t in (plain(grad), x))
         arguments = (scale[0] if scale else None, weight, rstd, ctx.offset, ctx.dtype, wants_weight)
         grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *arguments))
-        dx = grad_x.view(ctx.shape) if wants_x else None
+        dx = grad_x.view(ctx.shape) if wants_x else None  # (R, C) -> (..., C)
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
         return dx, dw, None, None, None
 

@@ -255,7 +255,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         output = self._multiply(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
         if padding:
             output = output[:num_rows]
-        return output.reshape(*input.shape[:-1], self.out_features)
+        return output.reshape(*input.shape[:-1], self.out_features)  # (M, N) -> (..., N)
 
     def _multiply(self, rows: Tensor) -> Tensor:
         engine = self.fp8.engine or self._start_engine()

@@ -1,1 +1,1 @@
-"""FP8 formats, recipes, scales, block scales and stochastic rounding: numbers, no modules."""
+"""FP8 formats, recipes, scales and stochastic rounding: arithmetic without modules."""

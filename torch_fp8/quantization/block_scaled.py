@@ -5,16 +5,16 @@ two in E8M0, ``2 ** (byte - 127)``; groups lie along the last dimension and neve
 shard on dim 0 is quantized as the whole is. ``x ~= decode(codes) * 2 ** (scale - 127)``.
 
 * The scale is the smallest that holds the group's largest magnitude. An all-zero group has scale 1.
-* A group with an Inf or a NaN has the scale byte 255 and reads NaN throughout. What rounds to 2^128
-  reads Inf, as in a cast to BF16.
-* Rounding is stochastic where random bits are given (the expectation of what is stored is what came
-  in), else to nearest even. Quantizing what was dequantized, to nearest, changes no value: scales
-  are powers of two, so every stored value stays representable.
-* An unsigned format keeps what is positive positive: a second moment never becomes zero under a
-  live first one.
+* A group with an Inf or a NaN has the scale byte 255, and all its elements read NaN. A value that
+  rounds to 2^128 reads Inf, as in a cast to BF16.
+* Rounding is stochastic (and unbiased) with random bits, else to nearest even. Quantizing a
+  dequantized tensor again, to nearest, changes no value: scales are powers of two, so every stored
+  value stays representable.
+* An unsigned format keeps positive values positive, so that a second moment never becomes zero
+  while the first one is not.
 
-All steps are integer operations on the bits of float32, or single float32 ones, so that kernels
-repeat them bit for bit. The layout is MXFP8's (arXiv 2506.08027).
+All steps are integer operations on the bits of float32, or single float32 operations, so that
+kernels can repeat them bit for bit. The layout is MXFP8's (arXiv 2506.08027).
 """
 
 import math
@@ -40,7 +40,7 @@ class BlockScaled(NamedTuple):
 
 
 def num_groups(cols: int) -> int:
-    """Return the number of groups, and so of scales, of a row with `cols` elements."""
+    """Return the number of groups, each with a scale, in a row of `cols` elements."""
     return -(-cols // GROUP_SIZE)
 
 
@@ -49,9 +49,9 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
 
     Args:
         x: (R, K) float32.
-        format: the format of the codes.
-        random: (R, K) int32, whose low ``23 - format.mantissa_bits`` bits decide the rounding: an
-            offset added below the last bit of the code. None: to nearest, ties to the even code.
+        format: format of the codes.
+        random: (R, K) int32, whose low ``23 - format.mantissa_bits`` bits are added below the last
+            bit of the code before truncation. None: round to nearest, ties to the even code.
     """
     rows, cols = x.shape
     groups = num_groups(cols)
@@ -65,7 +65,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
     scale = _scale_of(amax, format)  # (R, G)
     # 2 ** (127 - scale); for the byte 255 the value does not matter.
     reciprocal = ((254 - scale).clamp(min=1) << 23).view(torch.float32)
-    y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]
+    y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]  # (R, K)
     codes = _round(y, format, random)
     if format.signed:
         codes = codes | (y.signbit().to(torch.int32) << 7)
@@ -86,6 +86,7 @@ def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
         value = torch.where(codes >= 0x80, -value, value)
     scale = x.scale.to(torch.int32)
     factor = torch.where(scale == _SCALE_NAN, torch.nan, (scale << 23).view(torch.float32))
+    # (R, G) -> (R, K)
     return value * factor.repeat_interleave(GROUP_SIZE, 1)[:, : codes.shape[1]]
 
 
@@ -103,10 +104,10 @@ def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
     magnitude = y.abs()
     smallest_normal = 2.0 ** (1 - format.bias)
     normal = magnitude >= smallest_normal
-    # Added to the smallest normal, subnormals have the mantissa's spacing, too. What the sum loses
-    # is at most 2^-(24 - mantissa_bits) of that spacing, nearer to a tie than random bits can tell.
+    # Subnormals plus the smallest normal have the mantissa's spacing, too. The sum loses at most
+    # 2^-(24 - mantissa_bits) of that spacing, less than random bits resolve.
     bits = torch.where(normal, magnitude, magnitude + smallest_normal).view(torch.int32)
-    # From zero on, with the smallest normal at the exponent 1.
+    # Count from zero, with the smallest normal at exponent 1.
     bits = _folded(bits - ((127 - format.bias + (~normal).to(torch.int32)) << 23), format)
     if random is None:
         offset = ((bits >> shift) & 1) + ((1 << (shift - 1)) - 1)
@@ -116,7 +117,7 @@ def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
 
 
 def _folded(bits: Tensor, format: ByteFloat) -> Tensor:
-    """Fold a magnitude's int32 bits as `ByteFloat` says: the upper ones are the code then."""
+    """Fold a magnitude's int32 bits as in `ByteFloat`, so that the upper bits are the code."""
     codes = bits
     for i, intercept in enumerate(format.intercepts[1:], 1):
         codes = torch.maximum(codes, (bits << i) - (intercept << (23 - format.mantissa_bits)))
@@ -132,18 +133,19 @@ def _unfolded(codes: Tensor, format: ByteFloat) -> Tensor:
 
 
 MIN_NUMEL = 4096
-"""The size below which a parameter keeps float32 moments, as vectors do: such moments are a
-negligible part of the memory, and the most sensitive one.
+"""Number of elements below which a parameter keeps float32 moments, as vectors do.
+
+Such moments use little memory and are the most sensitive.
 """
 
 
-_ENCODE_ROWS = 1 << 20  # elements that are encoded or decoded at a time
+_ENCODE_ROWS = 1 << 20  # number of elements that are encoded or decoded at once
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Return (R, K) of a parameter's matrix view: K is the last dimension, unless that is tiny.
+    """Return (R, K) of a parameter's matrix view: K is the last dimension, unless it is below 32.
 
-    Short last dimensions (of a convolution's kernel) would leave groups of a few elements.
+    A short last dimension, as of a convolution's kernel, would leave groups of a few elements.
     """
     if len(shape) <= 2 or shape[-1] >= GROUP_SIZE:
         return math.prod(shape[:-1]), shape[-1]

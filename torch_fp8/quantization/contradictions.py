@@ -7,10 +7,10 @@ from torch_fp8.quantization.recipe import E4M3_ONLY, SAVE_FORMATS
 
 
 def check_contradictions(config: Any) -> None:
-    """Raise ValueError where options of an `FP8Config` exclude each other.
+    """Raise ValueError if options of an `FP8Config` exclude each other.
 
     Args:
-        config: the configuration, each option of which is valid by itself.
+        config: configuration whose options are each valid by themselves.
     """
     for recipe in ("auto", "delayed"):
         names = given(config, recipe)

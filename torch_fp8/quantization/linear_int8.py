@@ -1,17 +1,17 @@
 """Linear 8-bit integers in groups of 64 with one scale, for a momentum that is orthogonalized.
 
 A matrix (R, K) becomes (R, K) int8 codes and (R, ceil(K / 64)) BF16 scales, ``x ~= codes * scale``;
-groups lie along the last dimension and never cross rows. Newton-Schulz lifts small singular
-directions, so that an error relative to each element, as floats have, is larger there than the
-error of a grid that is the same for a group.
+groups lie along the last dimension and never cross rows. Newton-Schulz amplifies small singular
+directions, where the relative error of floats would be larger than that of a uniform grid per
+group.
 
-* The scale is the largest magnitude over 127, rounded to nearest, and that element's code is 127:
-  quantizing what was dequantized, to nearest, changes no value.
-* Rounding is by a threshold: the fraction of a sum that grows by the golden ratio with each step,
-  and begins at a hash of the element's place. So the thresholds of an element spread evenly over
-  any number of steps, and the mean of what is stored over some steps is nearer to what came in than
-  with random thresholds. The hash changes every 4,096 steps.
-* A group with an Inf or a NaN reads NaN throughout.
+* The scale is the largest magnitude over 127, rounded to nearest, and that element's code is 127.
+  So quantizing a dequantized tensor again, to nearest, changes no value.
+* An element rounds up by a threshold: the fraction of a sum that grows by the golden ratio in each
+  step, and starts at a hash of the element's index. So the thresholds of an element spread evenly
+  over any number of steps, and the stored values average closer to the true ones than with random
+  thresholds. The hash changes every 4,096 steps.
+* In a group with an Inf or a NaN, all elements read NaN.
 """
 
 from typing import NamedTuple
@@ -41,21 +41,21 @@ def thresholds(index: Tensor, seed: int, step: int, parameter: int) -> Tensor:
 
     Args:
         index: int32 element indices within the whole matrix.
-        seed, step, parameter: counters that name the thresholds.
+        seed, step, parameter: counters that determine the thresholds.
     """
     words = turned_words(index, *threshold_keys(seed, step, parameter))
     return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def threshold_keys(seed: int, step: int, parameter: int) -> tuple[tuple[int, int], int]:
-    """Return the keys of the hash of thresholds, and what a step adds to it, as signed integers."""
+    """Return the keys of the thresholds' hash, and the step's offset to it, as signed integers."""
     turn = (step * _GOLDEN) & 0xFFFFFFFF
     keys = stream_keys(seed, step // _EPOCH, parameter)
     return keys, turn - (1 << 32) if turn >= 1 << 31 else turn
 
 
 def turned_words(index: Tensor, keys: tuple[int, int], turn: int) -> Tensor:
-    """Return the thresholds that `threshold_keys` names, as int32: fractions of 2^32."""
+    """Return the thresholds of `threshold_keys` as int32, in units of 2^-32."""
     return random_words(index, keys) + turn
 
 
@@ -64,8 +64,8 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
 
     Args:
         x: (R, K) float32.
-        threshold: (R, K) float32 in [0, 1); an element rounds up where its fraction and its
-            threshold add up to 1. None: to nearest.
+        threshold: (R, K) float32 in [0, 1); an element rounds up if its fraction plus its threshold
+            is at least 1. None: round to nearest.
     """
     rows, cols = x.shape
     groups = -(-cols // GROUP)
@@ -74,9 +74,9 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
     amax = padded.abs().amax(-1) if x.numel() else padded.new_zeros((rows, groups))
     scale = (amax / LARGEST).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale).bfloat16()
-    y = (padded / scale.float()[..., None]).view(rows, groups * GROUP)[:, :cols]
+    y = (padded / scale.float()[..., None]).view(rows, groups * GROUP)[:, :cols]  # (R, K)
     nearest = y.round()
-    if threshold is not None:  # the largest keeps its code, from which the scale is found again
+    if threshold is not None:  # the largest keeps code 127, so that the scale can be recovered
         nearest = torch.where(y.abs() > LARGEST - 1, nearest, torch.floor(y + threshold))
     codes = nearest.nan_to_num(0.0).clamp(-LARGEST, LARGEST).to(torch.int8)
     return LinearInt8(codes, scale)
@@ -84,5 +84,5 @@ def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:
 
 def decode(x: LinearInt8) -> Tensor:
     """Decode to (R, K) float32, exactly."""
-    scale = x.scale.float().repeat_interleave(GROUP, 1)[:, : x.qdata.shape[1]]
+    scale = x.scale.float().repeat_interleave(GROUP, 1)[:, : x.qdata.shape[1]]  # (R, K)
     return x.qdata.float() * scale

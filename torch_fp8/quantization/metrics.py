@@ -1,8 +1,8 @@
-"""One ruler for the error of a quantized tensor, used by tests, benchmarks and monitoring.
+"""Error metrics of quantized tensors for tests, benchmarks and monitoring.
 
-A global SQNR alone is blind: with rows spread over 2^-8..2^8, tensorwise E4M3 reads 31.5 dB in all
-while its worst row has 10.9 dB and 3.5 % of the elements are flushed to zero
-(benchmarks/results/numerics.csv). So the worst row and the flushed fraction stand beside it.
+A global SQNR alone can mislead: with rows spread over 2^-8..2^8, tensorwise E4M3 reads 31.5 dB in
+all while its worst row has 10.9 dB and 3.5 % of the elements are flushed to zero
+(benchmarks/results/numerics.csv). So report the worst row and the flushed fraction as well.
 """
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor
 
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
-    """Compute 10 log10(sum(reference^2) / sum((reference - actual)^2)) in dB; inf where they are
-    equal.
+    """Compute 10 log10(sum(reference^2) / sum((reference - actual)^2)) in dB; inf: equal.
 
     Args:
-        reference, actual: same shape, any floating dtype.
+        reference, actual: tensors of the same shape, any floating dtype.
     """
     signal, noise = _power(reference, actual)
     return _db(signal.sum(), noise.sum()).item()

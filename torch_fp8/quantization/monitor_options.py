@@ -1,4 +1,4 @@
-"""The options of the monitor in a configuration, and which of them go together."""
+"""The monitor's options in a configuration, and a check of their combinations."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ ON_LOSS_SPIKE = ("warn", "skip", "bf16", "restore")
 
 
 def check_monitor(config: Any) -> None:
-    """Raise where the monitor's options contradict each other or others.
+    """Check that the monitor's options do not contradict each other or other options.
 
     Args:
-        config: an FP8Config, each of whose values is valid by itself.
+        config: FP8Config whose values are each valid by themselves.
     Raises:
-        ValueError: the message names the options and a way out.
+        ValueError: options contradict each other; the message names them and a solution.
     """
     names = given(config, "monitor")
     if names and not config.monitor:

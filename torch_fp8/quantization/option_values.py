@@ -1,4 +1,4 @@
-"""Checks of the values of options, and how options are read from JSON."""
+"""Validation of option values, and reading options from JSON."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
 
 _MOST_BYTES = 2**20
-"""The most bytes of a configuration file: whatever is larger is another file."""
+"""Largest size of a configuration file in bytes; a larger file is something else."""
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON object of options, given as text, as the path of a file or as a recipe's name.
+    """Read options from JSON text, from the path of a JSON file, or from a recipe's name.
 
     Raises:
-        ValueError: none of these.
+        ValueError: `source` is none of these.
     """
     text = os.fspath(source).strip()
     if text in ("auto", *RECIPES):
@@ -68,12 +68,12 @@ def option(
     """Return the field of an option whose values `checked` checks.
 
     Args:
-        default: default, whose type says what values are: a bool, an int, a tuple of strings, or
-            one of `choices`; None with `least`: an int or None.
+        default: default value, whose type determines the valid types: a bool, an int, a tuple of
+            strings, or one of `choices`; None with `least`: an int or None.
         choices: valid values, or valid items of a tuple; for a bool, valid values beside True and
             False.
         least, most: bounds of an int, with the reason `why` for the upper one.
-        gone: former choices, each with what to take instead.
+        gone: removed choices, each with its replacement.
         of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
             to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
             backend ``torch``, the ``monitor``.
@@ -97,8 +97,8 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
     """Return the value of an option, a list as a tuple.
 
     Raises:
-        TypeError: a value of another type.
-        ValueError: a value that is none of the choices, or out of bounds.
+        TypeError: the value has another type.
+        ValueError: the value is not among the choices, or out of bounds.
     """
     name, rule, default = of_field.name, of_field.metadata, of_field.default
     choices = rule["choices"]

@@ -11,18 +11,18 @@ HIGH_PRECISION = "bf16"
 
 
 class Overrides(dict[str, "dict[str, Any] | None"]):
-    """A dictionary from pattern to options, or None for high precision, that does not change."""
+    """An immutable dictionary from pattern to options, or to None for high precision."""
 
     @classmethod
     def checked(cls, value: object, names: Collection[str]) -> "Overrides":
-        """Return `value`, a mapping of patterns, as it is kept.
+        """Validate a mapping of patterns and return it as `Overrides`.
 
         Args:
-            value: the option's value.
-            names: the options of `torch_fp8.FP8Config` that may differ from layer to layer.
+            value: value of the option.
+            names: options of `torch_fp8.FP8Config` that may differ from layer to layer.
         Raises:
-            TypeError: it is no mapping of non-empty strings to mappings or None.
-            ValueError: an option that layers cannot have of their own, or with high precision.
+            TypeError: `value` does not map non-empty strings to mappings or None.
+            ValueError: an option cannot differ from layer to layer, or contradicts high precision.
         """
         if not isinstance(value, Mapping):
             raise TypeError(
@@ -73,7 +73,7 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
     clear = popitem = setdefault = update = _refuse
 
     def pop(self, key: str, *default: Any) -> Any:
-        """Return the default of a key that is not there, which LightningCLI asks for."""
+        """Return the default for a missing key, as LightningCLI needs; raise for any other call."""
         return default[0] if default and key not in self else self._refuse()
 
 
@@ -83,16 +83,16 @@ def is_high_precision(options: Mapping[str, Any] | None) -> bool:
 
 
 def check_override(config: Any, pattern: str, options: Mapping[str, Any] | None) -> None:
-    """Check the options that one pattern gives.
+    """Check the options of one pattern.
 
     Args:
-        config: an `torch_fp8.FP8Config`.
+        config: `torch_fp8.FP8Config`.
         pattern, options: one of its overrides.
     Raises:
-        ValueError, TypeError: the configuration cannot have them.
+        ValueError, TypeError: the options do not fit the configuration.
     """
     where = f"FP8Config.overrides[{pattern!r}]"
-    # Without a recipe, they may be meant for layers that another pattern gives one.
+    # Options without a recipe may be for layers that get a recipe from another pattern.
     earlier = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
     recipes = [] if options is None or "recipe" in options else dict.fromkeys(earlier)
     try:

@@ -1,9 +1,9 @@
-"""Shapes of FP8 payloads and their scales: how they are padded for the GEMMs that take them.
+"""Shapes of FP8 payloads and their scales, with the padding that GEMMs need.
 
-Legend: R rows, C columns of a matrix x; ``row`` is x quantized along C, (R, C), ``col`` is x^T
-quantized along R, (C, R'): R', `padded_rows`, is R in whole multiples of what a GEMM contracts
-over, and what lies beyond R are zeros, which add nothing to a sum. So any number of tokens is cast
-and multiplied like the next multiple.
+Legend: R rows, C columns of a matrix x; ``row`` is x quantized along C, (R, C), and ``col`` is x^T
+quantized along R, (C, R'). R' (`padded_rows`) is R rounded up to the multiple over which a GEMM
+contracts. The padding is zeros, which add nothing to a sum. So any number of tokens works, at the
+cost of the next multiple.
 """
 
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
 Layouts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""What a cast returns: qdata (R, C), its scale, qdata of x^T (C, R'), its scale; None for what was
-not asked for. Tensorwise, the second is the one scale of both, or None if it was given.
+"""Results of a cast: qdata (R, C) and its scale, qdata (C, R') of x^T and its scale.
+
+Each is None if not requested. Tensorwise, the second one is the scale of both, or None if the
+caller passed the scale.
 """
 
 BLOCK_SHAPE: dict[str, tuple[int, int]] = {
@@ -21,9 +23,9 @@ BLOCK_SHAPE: dict[str, tuple[int, int]] = {
     "block_128x128": (128, 128),
     "block_1x32": (1, 32),
 }
-"""The rows and columns that share a scale."""
+"""Numbers of rows and columns that share a scale."""
 SQUARE = ("tensorwise", "block_128x128")
-"""The granularities whose scale belongs to as many rows as columns."""
+"""Granularities in which a matrix and its transpose have the same scales."""
 COL_ALIGNMENT: dict[str, int] = {
     "tensorwise": GEMM_ALIGNMENT,
     "rowwise": GEMM_ALIGNMENT,
@@ -31,9 +33,9 @@ COL_ALIGNMENT: dict[str, int] = {
     "block_128x128": 1,  # weights, whose rows are not tokens
     "block_1x32": GEMM_ALIGNMENT,
 }
-"""The number of which R' is a multiple, for each granularity."""
+"""Number of which R' is a multiple, by granularity."""
 E8M0_ROWS = 128
-"""The rows of a tile of block_1x32's scales, as GEMMs take them; see `gemm_operand`."""
+"""Rows of a tile of block_1x32's scales in the GEMMs' layout; see `gemm_operand`."""
 
 
 def padded_rows(rows: int, granularity: str) -> int:
@@ -53,9 +55,9 @@ def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
 def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tensor:
     """Allocate a float32 scale per row and `group` columns, (rows, ceil(cols / group)).
 
-    128 columns: block by block in memory. A block's scales begin at a multiple of 16: GEMMs take
-    the rows of such a payload in multiples. 32: row by row. In memory there are whole multiples of
-    128 rows, as in the tiles that a GEMM takes.
+    For groups of 128, memory is block by block (strides (1, rows padded to 16)), because GEMMs read
+    rows in multiples of 16. For groups of 32, memory is row by row, padded to a multiple of 128
+    rows, as in the tiles that a GEMM reads.
     """
     blocks = _num_blocks(cols, group)
     if group == 128:
@@ -75,8 +77,9 @@ def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
 
 
 def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity: str) -> Tensor:
-    """Allocate a (rows, cols) payload; in blocks of 1x128 its memory has whole multiples of 16
-    rows, in which a GEMM takes it.
+    """Allocate a (rows, cols) payload.
+
+    For block_1x128, memory is padded to a multiple of 16 rows, which a GEMM needs.
     """
     room = multiple_of_16(rows) if granularity == "block_1x128" else rows
     payload = x.new_empty((room, cols), dtype=dtype)

@@ -5,19 +5,19 @@ A matrix (R, K), K even, becomes (R, ceil(K / 2)) int8 codes, two to a byte as
 
     m ~= code * scale(byte) * sqrt(v)      scale(byte) = (1 + byte % 32 / 32) * 2^(byte // 32 - 7)
 
-with v as it is stored. Adam divides m by sqrt(v), so the ratio is what counts; it is of order one
-for every element, where m spans decades within a group.
+where v is the stored second moment. Adam divides m by sqrt(v), so the ratio matters. It is of order
+one for every element, while m spans decades within a group.
 
 * Codes are -7..7; -8 reads NaN. Scales have five mantissa and three exponent bits, from 2^-7 to
   1.97: ratios up to 13.8 are held, which Adam's do not exceed where `holds` says so.
 * A scale is the group's largest ratio over 7, rounded up.
 * Rounding is by a threshold: the fraction of a sum that grows by the golden ratio with each step,
-  as in `torch_fp8.quantization.linear_int8`. To nearest, values that were read are stored again as
-  they were.
+  as in `torch_fp8.quantization.linear_int8`. Without thresholds, values that were read and stored
+  again do not change.
 * A v that reads NaN makes m NaN; a v of zero makes it zero.
 
-0.5 + 1/8 bytes an element. With groups of 16, or random thresholds, weights move less far than
-float32 moments would move them (benchmarks/results/four_bit_moments.csv).
+This takes 0.5 + 1/8 bytes per element. With groups of 16, or random thresholds, weights move less
+far than with float32 moments (benchmarks/results/four_bit_moments.csv).
 """
 
 import math
@@ -34,18 +34,18 @@ from torch_fp8.quantization.split_float import pack, unpack
 GROUP = 8
 LARGEST = 7
 COLUMNS = 16
-"""The number of columns of which a matrix has a multiple: 16 bytes hold two groups of 32."""
+"""Number of which a matrix's columns have to be a multiple: 16 bytes hold two groups of 32."""
 
 NAN = -8
 KEPT_BITS, LEAST = 18, 120 << 5
-"""Bits below a scale's five of mantissa, and the bits above them of 2^-7."""
+"""Number of float32 bits below a scale's five mantissa bits; upper bits of 2^-7."""
 SLACK = 64
-"""Float32's last bits by which a ratio may exceed a scale, since it was rounded itself."""
+"""Float32 ulps by which a ratio may exceed a scale, because the ratio itself was rounded."""
 SEVENTH, SIXTH = (float(torch.tensor(1 / n, dtype=torch.float32)) for n in (7, 6))
 
 
 class RatioInt4(NamedTuple):
-    """Codes and scales of a matrix, and those of the second moment that they are a ratio to."""
+    """Codes and scales of a first moment, and those of its second moment."""
 
     qdata: Tensor
     scale: Tensor
@@ -54,12 +54,12 @@ class RatioInt4(NamedTuple):
 
     @property
     def second(self) -> BlockScaled:
-        """The second moment."""
+        """Codes and scales of the second moment."""
         return BlockScaled(self.second_qdata, self.second_scale)
 
 
 def zeros(second: BlockScaled) -> RatioInt4:
-    """Return a first moment of zeros beside a second one."""
+    """Return a first moment of zeros for a second one."""
     codes = second.qdata
     qdata = torch.zeros_like(codes[:, ::2], dtype=torch.int8, memory_format=torch.contiguous_format)
     scale = torch.zeros_like(codes[:, ::GROUP], memory_format=torch.contiguous_format)
@@ -67,7 +67,7 @@ def zeros(second: BlockScaled) -> RatioInt4:
 
 
 def holds(beta1: float, beta2: float) -> bool:
-    """Return whether the format can hold each ratio of Adam with these betas, and fine enough.
+    """Return whether the format holds all ratios of Adam with these betas, finely enough.
 
     By Cauchy and Schwarz no ratio exceeds (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)).
     With a beta1 above 0.9 errors last longer than what is rounded away (0.9887 of the displacement
@@ -80,8 +80,8 @@ def holds(beta1: float, beta2: float) -> bool:
 
 
 def root_of(second: BlockScaled) -> Tensor:
-    """Return the root of a second moment as it is stored, (R, K) float32, rounded once."""
-    # torch's float32 root on the CPU is wrong in the last bit of every fifth element.
+    """Return the root of a stored second moment, (R, K) float32, rounded once."""
+    # torch's float32 sqrt on the CPU is off by one ulp for every fifth element.
     return decode_8_bits(second, MOMENT2).double().sqrt().float()
 
 
@@ -99,7 +99,7 @@ def encode(m: Tensor, second: BlockScaled, words: Tensor | None = None) -> Ratio
 
     Args:
         m: (R, K) float32, rows of a multiple of 16 elements.
-        second: the second moment as it is stored.
+        second: codes and scales of the second moment.
         words: (R, K) int32, of `torch_fp8.quantization.linear_int8.turned_words`, whose upper half
             is the threshold; None: to nearest.
     """
@@ -111,7 +111,7 @@ def encode(m: Tensor, second: BlockScaled, words: Tensor | None = None) -> Ratio
     amax = groups.abs().amax(-1, keepdim=True) if m.numel() else groups[..., :1]  # (R, K / 8, 1)
     scale = _byte(amax * SEVENTH)
     if words is None:
-        # The largest code of what was read may be 6: the scale that loses less is the one it had.
+        # A value that was read may have 6 as its largest code: take the scale that loses less.
         codes, other = _nearest(groups, scale), _byte(amax * SIXTH)
         lower = _nearest(groups, other)
         better = _loss(groups, lower, other) < _loss(groups, codes, scale)

@@ -1,4 +1,4 @@
-"""Recipes: three GEMMs x two operands, each with its format, granularity and way of scaling.
+"""Recipes: format, granularity and scaling of both operands of the three GEMMs.
 
 A linear layer with input x (M, K), weight w (N, K) and gradient g (M, N) runs three GEMMs, all with
 both operands contracted along their last dimension, as Hopper's FP8 tensor cores want them:
@@ -7,9 +7,9 @@ both operands contracted along their last dimension, as Hopper's FP8 tensor core
     dgrad   dx = g   (w^T)^T  contracts N: g (M, N) and w^T (K, N)
     wgrad   dw = g^T (x^T)^T  contracts M: g^T (N, M) and x^T (K, M)
 
-Each tensor therefore is needed in two layouts, quantized alike, so that one read serves both.
+So each tensor is needed in two layouts. Both have the same cast, so that one read serves both.
 
-Granularity: how many elements share a scale.
+Granularity, the elements that share a scale:
 
     tensorwise      the tensor
     rowwise         a row along the contraction dimension
@@ -28,13 +28,13 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 class CastSpec(NamedTuple):
-    """How one operand is cast to FP8.
+    """The cast of one operand to FP8.
 
     Attributes:
         format: E4M3 or E5M2.
-        granularity: how many elements share a scale.
-        delayed: the scale comes from the history of amaxes instead of this very tensor.
-        power_of_two: the scale is rounded up to a power of two.
+        granularity: elements that share a scale.
+        delayed: whether the scale comes from a history of amaxes instead of the current tensor.
+        power_of_two: whether the scale is rounded up to a power of two.
     """
 
     format: Format
@@ -48,7 +48,7 @@ class CastSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Gemm:
-    """One FP8 GEMM: the casts of its two operands, and whether it accumulates fast.
+    """One FP8 GEMM: the casts of operands a and b, and whether it uses fast accumulation.
 
     `fast_accum` lets Hopper keep partial sums in the tensor core's own, narrower accumulator.
     """
@@ -60,12 +60,11 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three GEMMs of a linear layer; `wgrad` None runs the third in high precision
-    (SwitchBack).
+    """The three GEMMs of a linear layer; `wgrad` None runs in high precision (SwitchBack).
 
     fprop: a = input, b = weight. dgrad: a = grad_output, b = weight. wgrad: a = grad_output,
-    b = input. With `smooth`, input and the weight of fprop are cast with scales per channel, from
-    the tokens at hand (`torch_fp8.ops.smooth`).
+    b = input. With `smooth`, fprop's input and weight are cast with one scale per channel, computed
+    from the current tokens (`torch_fp8.ops.smooth`).
     """
 
     name: str
@@ -131,14 +130,14 @@ _PRESETS: dict[str, tuple[CastSpec, CastSpec, CastSpec]] = {
 }
 RECIPES = tuple(_PRESETS)
 E4M3_ONLY = ("blockwise", "mxfp8")
-"""The recipes without E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
+"""Recipes without E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
 
 SAVE_FORMATS = {
     "fine-grained": ("blockwise",),
     "compressed-tensors": ("tensorwise", "rowwise", "blockwise", "mxfp8"),
     "modelopt": ("delayed",),
 }
-"""The formats of FP8 checkpoints that are written, and the recipes that each can say."""
+"""Formats of exported FP8 checkpoints, with the recipes that each can express."""
 
 
 def make_recipe(
@@ -153,12 +152,12 @@ def make_recipe(
 
     Args:
         name: one of `RECIPES`.
-        wgrad: ``"fp8"``, or ``"bf16"`` for the weight gradient in high precision: its inner
-            dimension is tokens, the longest of the three (SwitchBack, arXiv 2304.13013).
-        grad_format: ``"e4m3"`` or ``"e5m2"`` for grad_output; None: the preset's.
+        wgrad: ``"fp8"``, or ``"bf16"`` for the weight gradient in high precision, because its
+            inner dimension, tokens, is the longest (SwitchBack, arXiv 2304.13013).
+        grad_format: ``"e4m3"`` or ``"e5m2"`` for grad_output; None: that of the recipe.
         fast_accum: names of the GEMMs that accumulate fast.
-        power_of_two_weights: round the scales of weights up to powers of two, as the finer recipes
-            do: they hardly ever change in an optimizer step.
+        power_of_two_weights: whether to round the scales of weights up to powers of two, as the
+            finer recipes do, so that they rarely change in an optimizer step.
     """
     input, weight, grad_output = _PRESETS[name]
     if power_of_two_weights:

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch_fp8.quantization.formats import MIN_SCALE, Format
 
 OUTLIER = 4096.0
-"""The factor over a history's largest amax from which one is recorded only if its predecessor was
-as large.
+"""An amax above this factor times the history's largest one is recorded only if it repeats.
 
-2^12: one that is left standing for as long as the history lasts then leaves E4M3, which reaches
-from 448 down to 2^-9, 5.8 of its 17.8 powers of two for the values that were usual before.
+With 2^12, an outlier that stays in the history leaves 5.8 of E4M3's 17.8 powers of two (448 down to
+2^-9) to the values that were usual before.
 """
 
 _MANTISSA_MASK = 0x007FFFFF
@@ -32,7 +31,7 @@ def tensor_amax(x: Tensor) -> Tensor:
     """Return max |x| as a () float32 tensor; NaN if any element is NaN, 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    if x.device.type == "cpu":  # the norm reads once but is not vectorized here
+    if x.device.type == "cpu":  # the norm reads once, but is not vectorized on the CPU
         return x.abs().amax().float()
     return torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32)
 
@@ -46,8 +45,8 @@ def scale_from_amax(amax: Tensor, format: Format, power_of_two: bool = False) ->
         power_of_two: round the scale up to a power of two. Up, because rounding down lets the
             largest element saturate (arXiv 2506.08027 section 3 saw training diverge).
     """
-    # On CUDA torch multiplies by the reciprocal of a number, and may be an ulp off what the kernels
-    # find; of 7 times a power of two it is right in float64.
+    # To divide by a number, torch multiplies by its reciprocal on CUDA, which may differ by an ulp
+    # from the kernels. For 7 times a power of two, float64 gives the right result.
     scale = (amax.double() / torch.finfo(format.dtype).max).float()
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
@@ -62,7 +61,7 @@ def round_up_to_power_of_two(x: Tensor) -> Tensor:
 
 
 def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
-    """Return histories with an amax recorded in front of each.
+    """Record an amax at the front of each history, and return the new histories.
 
     Args:
         history: (..., H) float32, the most recent amax first; 0 where nothing was recorded yet. The
@@ -70,11 +69,11 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
         amax: (...,) float32; 0: nothing was cast, and the history stays as it is.
         algorithm: see `past_amax`.
 
-    A non-finite amax is not recorded: one bad batch, which the loop may skip, would otherwise
-    poison the scale for H steps. It repeats the most recent entry instead. With ``max`` the same
-    holds for one that is finite and more than `OUTLIER` times the history's largest: the entry
-    repeated is negative then, and if the next amax is so large, too, it is no outlier and is
-    recorded. In every other case this is Transformer Engine's rule.
+    A non-finite amax is not recorded, because one bad batch, which the loop may skip, would spoil
+    the scale for H steps. The most recent entry is repeated instead. With ``max``, this also holds
+    for a finite amax above `OUTLIER` times the history's largest. The repeated entry is negative
+    then, and if the next amax is as large, it is no outlier and is recorded. In all other cases
+    this is Transformer Engine's rule.
     """
     last = history[..., 0]
     newest = torch.where(amax.isfinite(), amax, last)
@@ -87,7 +86,7 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
 
 
 def past_amax(history: Tensor, algorithm: str) -> Tensor:
-    """Return the amaxes (...,) that histories (..., H) suggest; 0 while they are empty.
+    """Return the amaxes (...,) for scaling from histories (..., H); 0 while they are empty.
 
     Args:
         history: see `push_amax`.
@@ -97,7 +96,7 @@ def past_amax(history: Tensor, algorithm: str) -> Tensor:
 
 
 def delayed_scale(past: Tensor, format: Format, margin: int) -> Tensor:
-    """Compute scales from the amaxes that histories suggest: ``past * 2^margin / format.max``.
+    """Compute scales from the amaxes of histories: ``past * 2^margin / format.max``.
 
     Args:
         past: any shape, float32, see `past_amax`.
@@ -108,9 +107,9 @@ def delayed_scale(past: Tensor, format: Format, margin: int) -> Tensor:
 
 
 def group_amax(x: Tensor, group: Any) -> Tensor:
-    """Return max |x| over all ranks of `group`, () float32; not finite where any element is not.
+    """Return max |x| over all ranks of `group`, () float32; not finite if any element is not.
 
-    Backends differ in the maximum of a number and NaN, not in that of a number and infinity.
+    NaN becomes infinity, because backends disagree on max(number, NaN).
     """
     amax = tensor_amax(x)
     if group is not None:

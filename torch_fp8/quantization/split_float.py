@@ -5,15 +5,15 @@ nearest, is the BF16 weight, and what is left is the residual, in [-2^(k-1), 2^(
 are the rounded float32. With k = 16 the split is exact. Numbers above BF16's largest have an Inf as
 their BF16 part, and a negative residual; with fewer bits `saturated` lowers them before.
 
-A residual that is stale, because somebody wrote the Parameter, is wrong by half an ulp of BF16 at
-most: such writes need no notice.
+If code writes only the BF16 part, the old residual is wrong by at most half an ulp of BF16, so such
+writes need no special handling.
 """
 
 import torch
 from torch import Tensor
 
 RESIDUAL_BITS = (8, 4, 0)
-"""The choices of `FP8Config.residual_bits`: 8 is the default, 4 is stored two to a byte."""
+"""Choices of `FP8Config.residual_bits`: 8 is the default, 4 bits are stored two to a byte."""
 
 _INF = 0x7F800000
 _ABS = 0x7FFFFFFF
@@ -26,9 +26,9 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
 
     Args:
         weight: float32, any shape, contiguous.
-        bits: k, of the residual: 16, 8, 4 or 0.
-        random: int32, like `weight`: its low 16 - k bits are added below the last kept bit, so that
-            what is kept is right in the mean. None: to nearest.
+        bits: k, number of residual bits: 16, 8, 4 or 0.
+        random: int32 of the weight's shape, whose low 16 - k bits are added below the last kept
+            bit, so that rounding is unbiased. None: round to nearest.
     Returns:
         bfloat16 and int32 residual, both of the weight's shape; None with k = 0. An Inf or NaN has
         the residual 0.
@@ -57,8 +57,8 @@ def join(weight: Tensor, residual: Tensor | None, bits: int, exact: bool = False
         weight: bfloat16, contiguous.
         residual: integers of the weight's shape, as from `split`; None with k = 0.
         bits: k.
-        exact: whether the residual is of this very weight. An Inf with a negative one then is a
-            number above BF16's largest, as k = 16 splits it.
+        exact: whether the residual certainly belongs to this weight. An Inf with a negative
+            residual then is a number above BF16's largest, as k = 16 splits it.
     """
     word = weight.view(torch.int16).to(torch.int32) << bits  # room for the residual below
     if residual is not None:
@@ -66,8 +66,8 @@ def join(weight: Tensor, residual: Tensor | None, bits: int, exact: bool = False
     joined = (word << (16 - bits)).view(torch.float32)
     if residual is None:
         return joined
-    # The residuals of a zero are not negative. A stale one, of a weight that somebody has zeroed,
-    # would borrow from the sign bit and make a NaN.
+    # A zero never has a negative residual. An old one, if code zeroed the weight, would borrow from
+    # the sign bit and make a NaN.
     applies = weight.isfinite() & ((weight != 0) | (residual >= 0))
     if exact:
         applies = applies | (weight.isinf() & (residual < 0))
@@ -75,15 +75,14 @@ def join(weight: Tensor, residual: Tensor | None, bits: int, exact: bool = False
 
 
 def saturated(weight: Tensor, bits: int) -> Tensor:
-    """Return float32 weights, finite ones at most the largest that BF16 and k bits hold."""
+    """Clamp finite float32 weights to the largest number that BF16 and k bits hold."""
     word = _LARGEST + (((1 << bits >> 1) - 1) << (16 - bits) if bits else 0)
     limit = torch.tensor(word, dtype=torch.int32, device="cpu").view(torch.float32).item()
     return torch.where(weight.isinf(), weight, weight.clamp(-limit, limit))
 
 
 def pack(residual: Tensor, bits: int) -> Tensor:
-    """Pack residuals (R, K) int32 as stored: int8 (R, K) for 8 bits, two to a byte for 4, int16 for
-    16.
+    """Pack residuals (R, K) int32 for storage: int16 for 16 bits, int8 for 8, two to a byte for 4.
 
     With four bits the even column is the low half of byte (r, c // 2), in int8 (R, ceil(K / 2)).
     """

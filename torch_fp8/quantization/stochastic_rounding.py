@@ -1,12 +1,12 @@
-"""Random bits for stochastic rounding, from a counter: no state, and the same on every device.
+"""Counter-based random bits for stochastic rounding, without state, and equal on every device.
 
 The bits of an element depend on a seed, the step, the parameter and the element's index in the
 whole (unsharded) tensor, and on nothing else. Replicas therefore round alike and stay equal, a
 sharded tensor rounds as the whole one would, and a resumed run repeats the uninterrupted one.
 
 A word is two rounds of a 32-bit integer hash (xor-shift and multiply, the constants of C. Wellons'
-search for low bias) over the index, keyed twice. Philox, ten rounds of wide products, costs more
-instructions than an optimizer step that is to be bound by memory has to spare.
+search for low bias) over the index, keyed twice. Philox, with ten rounds of wide products, would
+take so many instructions that an optimizer step would no longer be memory-bound.
 """
 
 import torch
@@ -14,16 +14,16 @@ from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 MULTIPLIERS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
-"""The multipliers of the hash: one spreads the index, the others mix."""
+"""Multipliers of the hash: the first one spreads the index, the others mix."""
 
 _SPREAD, _FIRST, _SECOND = MULTIPLIERS
 
 
 def stream_keys(*counters: int) -> tuple[int, int]:
-    """Return two 32-bit keys, as signed integers, that name a stream of random words.
+    """Return two 32-bit keys, as signed integers, of a stream of random words.
 
     Args:
-        counters: what the stream belongs to: seed, step, parameter, ...; any integers.
+        counters: integers that identify the stream: seed, step, parameter, ...
     """
     state = 0
     for counter in counters:
@@ -52,19 +52,20 @@ def random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
 
 
 def second_words(words: Tensor, keys: tuple[int, int]) -> Tensor:
-    """Return 32 more bits for each element that already has a word of `random_words`."""
+    """Return 32 more random bits for each element with a word of `random_words`."""
     return random_words(words, (keys[1], keys[0]))
 
 
 def element_index(
     rows: int, cols: int, row: int, col: int, row_length: int, device: torch.device
 ) -> Tensor:
-    """Return (rows, cols) int32 indices, modulo 2^32, of a part of a matrix with `row_length`
-    columns.
+    """Return indices (rows, cols) int32, modulo 2^32, of the elements of a part of a matrix.
 
     Args:
-        rows, cols: extent of the part.
-        row, col: the position at which the part starts in the whole matrix.
+        rows, cols: size of the part.
+        row, col: position at which the part starts in the whole matrix.
+        row_length: number of columns of the whole matrix.
+        device: device of the result.
     """
     r = torch.arange(row, row + rows, device=device).mul_(row_length)
     c = torch.arange(col, col + cols, device=device)

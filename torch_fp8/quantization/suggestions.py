@@ -1,4 +1,4 @@
-"""What a user may have meant who wrote a name that is unknown here."""
+"""Suggestions for unknown names in error messages."""
 
 import difflib
 import functools
@@ -12,15 +12,15 @@ _ELSEWHERE = {
     "Float8BlockScaling": "recipe='blockwise'",
     "MXFP8BlockScaling": "recipe='mxfp8'",
 }
-"""Recipes by their names in torchao and Transformer Engine."""
+"""Our options for the names of recipes in torchao and Transformer Engine."""
 
 
 def suggestion(value: object, choices: Iterable[object]) -> str:
-    """Return what to write instead of `value`, as the end of a message, or nothing.
+    """Return a suggestion to replace `value`, as the end of a message, or "".
 
     Args:
-        value: an unknown name.
-        choices: the known names.
+        value: unknown name.
+        choices: known names.
     """
     if str(value) in _ELSEWHERE:
         return f"; another library's {value!r} is called {_ELSEWHERE[str(value)]} here"
@@ -30,7 +30,7 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
 
 
 def unknown_options(given: Iterable[str], known: Collection[str], taker: str) -> str:
-    """Return what is wrong with the names that `taker` was given, or nothing."""
+    """Return an error message for unknown option names of `taker`; "": all are known."""
     unknown = sorted(set(given) - set(known))
     if not unknown:
         return ""
@@ -40,7 +40,7 @@ def unknown_options(given: Iterable[str], known: Collection[str], taker: str) ->
 
 
 def naming_valid_options(cls: type, names: Collection[str]) -> None:
-    """Have a class, with its signature, raise a better error for the name of no option."""
+    """Make a class raise a TypeError that lists the valid options for an unknown keyword."""
     init: Any = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)

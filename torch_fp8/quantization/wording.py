@@ -1,4 +1,4 @@
-"""Numbers of things, lists and tables in messages."""
+"""Counts, lists and tables as text for messages."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,14 +9,14 @@ def counted(count: int, noun: str) -> str:
 
 
 def first_of(items: Sequence[object], most: int = 3, separator: str = ", ") -> str:
-    """Join the first items, with the number of the others: "a, b, c and 2 more"."""
+    """Join the first `most` items and the number of the others: "a, b, c and 2 more"."""
     more = len(items) - most
     others = f"{separator.strip(', ')} and {more} more" if more > 0 else ""
     return separator.join(map(str, items[:most])) + others
 
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the names of each reason, of pairs of a name and a reason."""
+    """Group pairs of a name and a reason: return the names of each reason."""
     names: dict[str, list[str]] = {}
     for name, reason in pairs:
         names.setdefault(reason, []).append(name)

@@ -1,1 +1,1 @@
-"""Tensors that are, or will be, FP8; and how an operand is cast."""
+"""Tensors stored in or cast to FP8, and the quantizers that cast operands."""

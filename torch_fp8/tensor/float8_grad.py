@@ -89,7 +89,7 @@ class Float8Grad(Encoded):
         """
         rounding = rounding or Rounding()
         keys = rounding.next_exchanged() if exchanged else rounding.next()
-        matrix = x.contiguous().view(matrix_shape(x.shape))
+        matrix = x.contiguous().view(matrix_shape(x.shape))  # (R, K)
         parts = quantize_gradient(matrix, keys)
         return Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
 

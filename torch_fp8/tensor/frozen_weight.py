@@ -159,7 +159,7 @@ class Float8FrozenWeight(QuantizableTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the weight is trained: never."""
+        """Always False: a frozen weight is not trained."""
         return False
 
     @requires_grad.setter
@@ -185,7 +185,7 @@ class Float8FrozenWeight(QuantizableTensor):
 
     @property
     def grad(self) -> None:
-        """None, since a frozen weight has no gradient."""
+        """Always None: a frozen weight has no gradient."""
         return None
 
     @grad.setter

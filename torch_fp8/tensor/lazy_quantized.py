@@ -1,23 +1,22 @@
-"""`LazyQuantizedTensor`: what a norm or an activation function returns before anyone has read it.
+"""`LazyQuantizedTensor`: the output of a norm or activation function, computed when it is read.
 
-Whoever reads it decides what it becomes. An FP8 linear layer asks for its payload, and the producer
-writes that directly, from its own inputs, in the layouts that are wanted; the next layer with the
-same input (k and v after q, up after gate) finds it made. Everybody else gets a plain tensor, the
-very one that the unconverted module returns. So a norm in front of FP8 layers never writes its
-16-bit output, one in front of a LoRA adapter writes both, and the last norm of a model the plain
-one alone.
+The reader decides its form. An FP8 linear layer asks for a payload, which the producer computes
+directly from its own inputs, in the requested layouts. The next layer with the same input (k and v
+after q, up after gate) reuses it. All other code gets a plain tensor with the values that the
+unconverted module returns. So a norm in front of FP8 layers never writes its 16-bit output, one in
+front of a LoRA adapter writes both forms, and the last norm of a model only the plain one.
 
-Quantized is what the plain tensor would have held, rounded to its dtype: fused and unfused have the
-same bytes.
+The payload is the cast of the plain tensor, rounded to its dtype first, so that fused and unfused
+casts give the same bytes.
 
-With delayed scaling a producer casts with the scale of its first reader, whose slot it raises in
-the same read; each further reader's slot is raised when it reads. A producer that knows the first
-reader beforehand casts ahead.
+With delayed scaling, a producer casts with the scale of its first reader and raises that reader's
+slot in the same pass. It raises the slots of later readers when they read. If the producer already
+knows the first reader, it casts in forward.
 
-The results live in the activation itself, not in a table on the side: they go when it goes, and
-belong to no other tensor. Inputs that were written to in between are noticed.
+The results are attributes of the activation, so they are freed with it and cannot be confused with
+those of another tensor. If the producer's inputs were modified in between, reading raises an error.
 
-Gradients are such tensors, too: the backward of SwiGLU returns two.
+Gradients can be such tensors, too: the backward of SwiGLU returns two.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,19 +34,20 @@ _aten: Any = torch.ops.aten
 
 
 class LazyQuantizedTensor(QuantizableTensor):
-    """(..., C), read-only; see the module.
+    """A read-only tensor (..., C); see the module docstring.
 
     Attributes:
-        production: its forms, as matrices (R, C); shared with all aliases.
-        outer_shape, outer_dtype: those of the tensor, sooner than torch tells those of a subclass.
-        connected: the plain tensor for whoever autograd records; each alias has its own.
+        production: source of its forms, as matrices (R, C); shared with all aliases.
+        outer_shape, outer_dtype: shape and dtype, which are faster to read than ``x.shape``.
+        connected: plain tensor with a path to the producer in autograd's graph; each alias has its
+            own.
     """
 
     production: LazySource
     outer_shape: torch.Size
     outer_dtype: torch.dtype
     connected: Tensor | None = None
-    is_nested = is_quantized = False  # every layer asks: here, without __torch_function__
+    is_nested = is_quantized = False  # read by every layer: avoids __torch_function__
 
     @staticmethod
     def __new__(
@@ -68,7 +68,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         columnwise: bool,
         grad_output: Tensor | None = None,
     ) -> Payloads:
-        """The payloads, made when they are first asked for; see `LazySource`."""
+        """Return the requested payloads, computed at their first use; see `LazySource`."""
         if not (rowwise or columnwise):
             return None, None
         return self.production.layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
@@ -82,14 +82,16 @@ class LazyQuantizedTensor(QuantizableTensor):
     def before_cast(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int]:
-        """The plain tensor; where it was never written, it is computed and not kept."""
+        """Return the plain matrix (R, C); if it does not exist yet, compute it
+        without keeping it.
+        """
         source = self.production
         dense = source.forms.dense
         return source.producer.dense() if dense is None else dense, row, col, 0
 
     def dequantize(self) -> Tensor:
-        """The plain tensor, which autograd does not record; see `plain`."""
-        # Not a view, so that autograd takes it for a result of its own.
+        """Return the plain tensor without a graph; see `plain`."""
+        # Not a view, so that autograd accepts it as a custom function's result: (R, C) -> (..., C).
         dense: Tensor = _aten._unsafe_view(self.production.dense(), self.outer_shape)
         return dense
 
@@ -113,7 +115,7 @@ class LazyQuantizedTensor(QuantizableTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Before autograd: whoever is not of ours gets a plain tensor, and saves that.
+        # This runs before autograd, so that other operators get, and save, a plain tensor.
         kwargs = kwargs or {}
         if func in _KEPT:
             with torch._C.DisableTorchFunctionSubclass():
@@ -122,7 +124,7 @@ class LazyQuantizedTensor(QuantizableTensor):
             map_tensors([*args[:1], kwargs.get("input")], _refuse_to_be_written(func))
         if "out" in kwargs:
             map_tensors(kwargs["out"], _refuse_to_be_written(func))
-        if kwargs.get("inplace"):  # the result can be read, the activation by no layer any more
+        if kwargs.get("inplace"):  # the result is valid, but the activation is overwritten
             for x in (*args[:1], kwargs.get("input")):
                 if isinstance(x, LazyQuantizedTensor):
                     x.production.written_by = func.__name__
@@ -130,12 +132,12 @@ class LazyQuantizedTensor(QuantizableTensor):
 
 
 def plain(x: Any) -> Any:
-    """A plain tensor, connected to the producer where autograd records; others as they are."""
+    """Return a plain tensor, connected to the producer in autograd; other values unchanged."""
     if not isinstance(x, LazyQuantizedTensor):
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.dequantize()
-    # Kept, a leaf would hold itself through its gradient's accumulator.
+    # Not cached for a leaf, which would hold itself through its gradient accumulator.
     if x.is_leaf:
         fresh: Tensor = _Plain.apply(x)
         return fresh
@@ -176,4 +178,4 @@ _KEPT = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _KEPT |= {getattr(Tensor, name) for name in _METHODS}
 _KEPT |= {Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.backward}
 _KEPT |= {torch.autograd.backward, torch.autograd.grad}
-"""What of torch may see a `LazyQuantizedTensor` as it is: nothing here looks at an element."""
+"""Functions of torch that get a `LazyQuantizedTensor` itself, because they read no element."""

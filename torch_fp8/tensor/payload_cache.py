@@ -1,18 +1,18 @@
-"""`PayloadCache`: the FP8 payload of one weight, or its scale, for as long as it is valid.
+"""`PayloadCache`: the FP8 payload of one weight, or its scale, while it is valid.
 
-A weight is cast in every forward and once more, transposed, in every backward. Two kinds of weights
-can spare that, because what is kept of them cannot be stale:
+Without a cache, every forward casts the weight, and every backward casts it again, transposed. A
+cached payload cannot be out of date in two cases:
 
-* A weight in two halves (`torch_fp8.tensor.split_weight`) sees each of its writes by itself: its
-  `Halves.version` is another number after every write, whoever wrote.
-* Within `torch_fp8.rollout(model)`, and so within ``generate`` of transformers, nobody writes to a
-  weight. Any Parameter that a layer has when the scope begins is valid until the scope ends.
+* A weight in two halves (`torch_fp8.tensor.split_weight`) notices all writes: each one renews its
+  `Halves.version`.
+* Within `torch_fp8.rollout(model)`, and so within transformers' ``generate``, nothing writes to a
+  weight. The Parameters that a layer has on entry stay valid until the scope ends.
 
-Nothing is kept of other weights outside of such a scope (any code may write to a plain Parameter's
-memory unseen), nor of those that FSDP2 gathers, which bring a payload of their own.
+Outside such a scope, other weights are not cached, because any code may write to a plain Parameter
+unnoticed. Weights that FSDP2 gathers have their own payload.
 
-Between steps of the optimizer the scale is kept, or with ``FP8Config(cache_weights=True)`` the
-payload, with ``"both"`` its transpose too. Bytes read and written to quantize an element of a
+Between optimizer steps the cache keeps the scale, or with ``FP8Config(cache_weights=True)`` the
+payload, with ``"both"`` its transpose, too. Bytes read and written to quantize an element of a
 weight in two halves, with a scale per tensor:
 
 | kept | at the step | per micro-batch |
@@ -22,24 +22,23 @@ weight in two halves, with a scale per tensor:
 | payload, +1 byte of memory | 1: the step writes it | 2: it is transposed in backward |
 | payload and its transpose, +2 bytes | 2: the step writes both | 0 |
 
-The step writes payloads whose scales belong to the tensor or to 128 x 128 elements, and it has the
-weight in registers then (see `torch_fp8.kernels.weight_cast`). Such scales are powers of two where
-payloads are kept: from one step to the next they hardly ever change. Others, and weights of odd
-sizes, are cast after the step: 2 bytes more.
+The step itself writes payloads with a scale per tensor or per 128 x 128 elements, while it has the
+weight in registers (`torch_fp8.kernels.weight_cast`). Such scales are powers of two if payloads are
+cached, so that they rarely change from step to step. Other payloads, and weights of odd sizes, are
+cast after the step, for 2 more bytes.
 
-In evaluation the payload of the first forward serves the next ones, one byte per parameter, unless
-``keep_eval_weights=False``. It goes with ``module.train()`` and with the next forward that takes
-gradients.
+In evaluation, later forwards reuse the payload of the first one, at one byte per parameter, unless
+``keep_eval_weights=False``. ``module.train()`` and the next forward with gradients free it.
 
-A CUDA graph reads in each replay what it read when it was captured. Outside of a scope it casts the
-weight itself. Within one it reads the payload, whose memory then stays: the next scope begins with
-casting the weight into it.
+A CUDA graph reads the same memory in each replay. Outside a scope it casts the weight itself.
+Inside a scope it reads the payload, whose memory is then kept; the next scope casts the weight into
+it on entry.
 
-A fused expert weight keeps forward's payload between steps, with ``"both"`` that of backward as
-well, which has other scales (`PayloadCache.stacked`); in a CUDA graph it keeps nothing.
+The cache of a fused expert weight keeps forward's payload between steps, with ``"both"`` also that
+of backward, which has other scales (`PayloadCache.stacked`). It keeps nothing for CUDA graphs.
 
-What is kept is made outside of ``torch.inference_mode()`` also within it, for training goes on with
-it.
+Cached tensors are made outside ``torch.inference_mode()``, even when that is active, because
+training uses them later.
 """
 
 from collections.abc import Callable
@@ -58,20 +57,20 @@ from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class PayloadCache:
-    """What is kept of one weight. Copies and pickles start empty.
+    """The cache of one weight. Copies and pickles start empty.
 
     Args:
-        transposed: whether the weight is stored as (K, N) where its layer multiplies by (N, K).
-        keeps_evaluation: whether a payload is kept from one evaluation forward to the next.
+        transposed: whether the weight is stored as (K, N), while its layer multiplies by (N, K).
+        keeps_evaluation: whether evaluation forwards reuse a payload.
 
     Attributes:
-        between_steps: what is kept from one step of the optimizer to the next: nothing (None), the
-            scale (False), the payload (True), it and its transpose (``"both"``).
-        payload: (N, K), quantized along K, for forwards without gradients; None: nothing is kept.
-        operand: the payload as the GEMM takes it, laid out by whoever multiplies first.
-        quantizer: the input's, likewise.
-        captured: the payload whose memory CUDA graphs read; None: there are none.
-        scope: the version of weights in the scope that goes on; None: there is none.
+        between_steps: cached parts between optimizer steps: nothing (None), the scale (False), the
+            payload (True), or payload and transpose (``"both"``).
+        payload: (N, K), quantized along K, for forwards without gradients; None: not cached.
+        operand: payload in the GEMM's layout, set by the first forward that multiplies.
+        quantizer: quantizer of the input, set in the same way.
+        captured: payload whose memory CUDA graphs read; None: there are no graphs.
+        scope: version number of the weight in the active scope; None: no scope is active.
     """
 
     __slots__ = (
@@ -88,14 +87,14 @@ class PayloadCache:
         self.release()
 
     def release(self) -> None:
-        """Free all memory, that of CUDA graphs too, which must not be replayed any more."""
+        """Free all memory, including that of CUDA graphs, which must not be replayed afterwards."""
         self.captured: QuantizedTensor | None = None
         self.forget()
 
     def forget(self) -> None:
         """Free the memory that no CUDA graph reads."""
         self._version: Any = None
-        # As the weight is stored, (R, C) quantized along C, and (C, R) quantized along R.
+        # The stored weight (R, C) quantized along C, and its transpose (C, R) quantized along R.
         self._row: QuantizedTensor | None = None
         self._col: QuantizedTensor | None = None
         self._scale: Tensor | None = None
@@ -103,18 +102,18 @@ class PayloadCache:
         self.forget_evaluation()
 
     def forget_evaluation(self) -> None:
-        """Free what is kept for forwards without gradients."""
+        """Free the payload for forwards without gradients."""
         self.payload: QuantizedTensor | None = None
         self.operand: Any = None
         self.quantizer: Any = None
         self.columns, self.device_type = 0, "cpu"
 
     def begin_scope(self, weight: Tensor) -> None:
-        """Begin a scope in which nobody writes to `weight`."""
+        """Begin a scope in which nothing writes to `weight`."""
         self.scope, self._scoped_weight = next(VERSIONS), weight
 
     def end_scope(self, keep_graphs: bool) -> None:
-        """End it; `keep_graphs` says whether CUDA graphs captured within will be replayed."""
+        """End the scope; `keep_graphs`: whether CUDA graphs captured inside will be replayed."""
         self.forget_evaluation()
         self.scope = self._scoped_weight = None
         if not keep_graphs:
@@ -122,17 +121,19 @@ class PayloadCache:
 
     @property
     def in_scope(self) -> bool:
-        """Whether a scope goes on in which nobody writes to the weight."""
+        """Whether a scope without writes to the weight is active."""
         return self.scope is not None
 
     def version_of(self, weight: Tensor) -> int | None:
-        """Return a number that no other value of a weight has; None: nobody can tell."""
+        """Return a number unique to the weight's current value; None: changes
+        cannot be detected.
+        """
         if isinstance(weight, SplitWeight):
             return weight.halves.version
         return self.scope if weight is self._scoped_weight else None
 
     def training_row(self, weight: SplitWeight, spec: CastSpec) -> QuantizedTensor:
-        """The weight (N, K), quantized along K, as kept between steps, or cast now by `spec`."""
+        """Return the weight (N, K), quantized along K: cached between steps, or cast now."""
         version = self.version_of(weight)
         if version != self._version:
             self.forget()
@@ -150,7 +151,7 @@ class PayloadCache:
         return row
 
     def col(self, weight: SplitWeight) -> QuantizedTensor | None:
-        """The transposed weight, (K, N), as kept or from the payload; None: it has to be cast."""
+        """Return the cached transpose (K, N), or that of the cached payload; None: cast it."""
         if self._version is None or self.version_of(weight) != self._version:
             return None
         return _layout(self._row, self._col, not self.transposed)
@@ -158,12 +159,12 @@ class PayloadCache:
     def stacked(
         self, weight: Tensor, cast: Callable[[], QuantizedTensor], *, dgrad: bool, trains: bool
     ) -> QuantizedTensor:
-        """Return the payload of an expert weight (E, R, C): as kept, or cast now.
+        """Return the payload of an expert weight (E, R, C): cached, or cast now.
 
         Args:
-            weight: weight as it is stored.
-            cast: makes the payload.
-            dgrad: whether backward asks, and not forward.
+            weight: weight in its stored layout.
+            cast: function that makes the payload.
+            dgrad: whether this is for backward.
             trains: whether the forward belongs to training.
         """
         version = self.version_of(weight)
@@ -187,12 +188,12 @@ class PayloadCache:
     def evaluation_row(
         self, version: Any, cast: Callable[[], QuantizedTensor], device: torch.device
     ) -> QuantizedTensor:
-        """The payload for a forward without gradients: that of the last one, or cast now.
+        """Return the payload for a forward without gradients: cached, or cast now.
 
         Args:
-            version: what `version_of` says of the weight; None: nothing is kept.
-            cast: makes the payload.
-            device: where the weight lies.
+            version: result of `version_of` for the weight; None: do not cache.
+            cast: function that makes the payload.
+            device: device of the weight.
         """
         capturing = is_capturing(device)
         if version is None or (capturing and not self.in_scope):
@@ -212,19 +213,19 @@ class PayloadCache:
         return payload
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether `payload` is that of the weight now, and not for a CUDA graph of its own."""
+        """Return whether `payload` is valid for the weight's current value; False in a capture."""
         version = self.version_of(weight)
         if self.payload is None or version is None or version != self._version:
             return False
         return not is_capturing(weight.device)
 
     def _in_captured_memory(self, payload: QuantizedTensor) -> QuantizedTensor:
-        """Return a payload in the memory that CUDA graphs read, if there are any."""
+        """Copy a payload into the memory that CUDA graphs read, if there are any, and return it."""
         old = self.captured
         if old is None:
             return payload
         if old.qdata.shape != payload.qdata.shape or old.scale.shape != payload.scale.shape:
-            self.captured = None  # of another weight
+            self.captured = None  # it belongs to a weight of another shape
             return payload
         old.qdata.copy_(payload.qdata)
         old.scale.copy_(payload.scale)
@@ -233,12 +234,12 @@ class PayloadCache:
     def _cast(
         self, weight: Tensor, spec: CastSpec, keep: bool | str | None
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """The layouts to keep, or without `keep` the one that forward takes."""
+        """Return the layouts to cache, or without `keep` the one that forward reads."""
         if keep == "both":
             row = col = True
         else:
-            # Of a transposed weight the step's kernel writes the layout that it is stored in, and
-            # forward turns that around, where both have the same scales.
+            # For a transposed weight, the step's kernel writes the stored layout, and forward
+            # transposes that if both layouts have the same scales.
             col = self.transposed and not (keep and spec.granularity in SQUARE)
             row = not col
         amax = self._amax if self._scale is None else None
@@ -255,11 +256,11 @@ class PayloadCache:
         self._scale = either.scale if either.granularity == "tensorwise" else None
 
     def to_overwrite(self, spec: CastSpec, new_scale: Tensor) -> WeightPayload | None:
-        """The payload's memory, where the optimizer's step can write the next one to it.
+        """Return the payload's memory for the optimizer's step to overwrite; None: cast later.
 
         Args:
             spec: format and granularity of the cast.
-            new_scale: () float32, for a scale of the tensor.
+            new_scale: () float32, memory for a tensorwise scale.
         """
         row, col = self._row, self._col
         if row is None or row.granularity not in ("tensorwise", "block_128x128"):
@@ -285,14 +286,14 @@ class PayloadCache:
         amax: Tensor | None = None,
         written: WeightPayload | None = None,
     ) -> None:
-        """Keep what the next forward needs of a weight that the optimizer has just written.
+        """Cache what the next forward needs of a weight that the optimizer has just written.
 
         Args:
-            weight: as it is stored.
+            weight: weight in its stored layout.
             spec: format and granularity of the cast.
-            amax: () float32 of the weight, if the step has it: a scale per tensor then takes no
-                read of its own.
-            written: the payload, where the step has written it.
+            amax: () float32 amax of the weight, if the step computed it, which saves a read for a
+                tensorwise scale; or None.
+            written: payload, if the step wrote it; or None.
         """
         self.forget()
         self._amax = amax if spec.granularity == "tensorwise" else None
@@ -304,12 +305,12 @@ class PayloadCache:
 
     @property
     def num_layouts(self) -> int:
-        """Count the bytes of payload that are kept per element between steps."""
+        """Number of payload bytes per element that are cached between steps: 0, 1 or 2."""
         return 2 if self.between_steps == "both" else int(self.between_steps or 0)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the cache holds now, each once."""
+        """All tensors in the cache now, each once."""
         held = [self._row, self._col, self.payload, self.captured]
         held.append(None if self.operand is None else self.operand.operand)
         payloads = [x for x in held if x is not None]
@@ -324,14 +325,14 @@ class PayloadCache:
 
 
 def keeps_scale(spec: CastSpec) -> bool:
-    """Whether the scale alone is worth keeping: it would take a read of its own."""
+    """Return whether caching only the scale pays: computing it takes a separate read."""
     return spec.granularity == "tensorwise" and not spec.delayed
 
 
 def _layout(
     row: QuantizedTensor | None, col: QuantizedTensor | None, flip: bool
 ) -> QuantizedTensor | None:
-    """The one that is asked for, or made of the other; None where the other has other scales."""
+    """Return one layout, or transpose the other; None: neither exists, or scales differ."""
     wanted, other = (col, row) if flip else (row, col)
     if wanted is None and other is not None:
         return transposed(other)

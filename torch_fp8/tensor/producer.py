@@ -1,5 +1,6 @@
-"""`Producer`: what computes the result of a norm or an activation function, as it is asked for; and
-`LazySource`, which has it make each form once.
+"""`Producer` computes the result of a norm or activation function in the form that a reader needs.
+
+`LazySource` makes it compute each form only once.
 """
 
 from collections.abc import Callable
@@ -17,15 +18,15 @@ from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class Producer:
-    """Computes a result, (R, C), in the forms that readers ask for, from what it holds.
+    """Computes a result (R, C) in the forms that readers need.
 
-    It must not hold the `LazySource` that it is given to: a cycle would keep all of it until it is
-    collected.
+    It must not refer to its `LazySource`: the cycle would keep both until garbage collection.
 
     Attributes:
-        channel_amax: returns the largest magnitude of each channel, (C,) float32; None: it is found
-            in the plain tensor.
-        smoothed: casts the channels times factors, (C,) float32; None: the plain tensor's.
+        channel_amax: function that returns the largest magnitude of each channel, (C,) float32;
+            None: compute it from the plain tensor.
+        smoothed: function that casts the channels times factors (C,) float32; None: cast the plain
+            tensor.
     """
 
     channel_amax: Callable[[], Tensor] | None = None
@@ -36,20 +37,22 @@ class Producer:
         raise NotImplementedError
 
     def layouts(self, options: CastOptions) -> Payloads:
-        """Cast as told, as `quantize_layouts` does."""
+        """Return the payloads for `options`, as `quantize_layouts` does for the plain tensor."""
         raise NotImplementedError
 
     def amax(self) -> Tensor:
-        """Return the largest magnitude of the plain tensor, () float32, as `tensor_amax`."""
+        """Return the largest magnitude of the plain tensor, () float32, as `tensor_amax` does."""
         raise NotImplementedError
 
 
 class _Forms:
-    """What was made of a result.
+    """The forms of a result that were computed so far.
 
     Attributes:
-        dense, layouts, amax: it.
-        slots: those that were raised to the amax.
+        dense: plain tensor (R, C), or None.
+        layouts: payloads by their cast.
+        amax: largest magnitude, or None.
+        slots: slots that were raised to the amax.
     """
 
     dense: Tensor | None = None
@@ -61,16 +64,16 @@ class _Forms:
 
 
 class LazySource:
-    """One result of a producer: each form of it is made when it is first asked for.
+    """One result of a producer. It computes each form at its first use and caches it.
 
     Args:
         name: qualified name of the producing module, for errors.
-        sources: what the forms are made from; not to be written to meanwhile.
-        producer: makes them.
-        on_read: told of the quantizer of who reads first with delayed scaling.
+        sources: inputs of the producer, which must not be written to meanwhile.
+        producer: object that computes the forms.
+        on_read: function that gets the quantizer of the first reader with delayed scaling, or None.
 
     Attributes:
-        forms: the forms that were made so far.
+        forms: forms that were computed so far.
     """
 
     written_by: str | None = None
@@ -87,7 +90,7 @@ class LazySource:
         self.forms = _Forms()
 
     def dense(self) -> Tensor:
-        """The plain tensor, (R, C)."""
+        """Return the plain tensor (R, C)."""
         forms = self.forms
         if forms.dense is None:
             self._check_sources()
@@ -95,7 +98,7 @@ class LazySource:
         return forms.dense
 
     def amax(self) -> Tensor:
-        """Return the largest magnitude, () float32; NaN if any element is."""
+        """Return the largest magnitude, () float32; NaN if any element is NaN."""
         self._check_written()
         forms = self.forms
         if forms.amax is None:
@@ -113,7 +116,7 @@ class LazySource:
         return column_amax(self.dense())
 
     def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
-        """Quantize the channels times factors (C,) float32; it is not kept."""
+        """Quantize the channels times factors (C,) float32, without caching."""
         self._check_written()
         dense = self.forms.dense
         smoothed = self.producer.smoothed
@@ -123,11 +126,11 @@ class LazySource:
         return smoothed_layouts(self.dense(), factors, options)
 
     def layouts(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
-        """Quantize the plain tensor, or return what was made before.
+        """Quantize the result, or return cached payloads.
 
         Args:
-            quantizer: the reader's; who asks first decides on a tensorwise scale for all.
-            rowwise, columnwise: the layouts to return.
+            quantizer: quantizer of the reader. The first reader's tensorwise scale is used for all.
+            rowwise, columnwise: whether to return (R, C), and the transpose (C, R).
         """
         if self.written_by is not None:
             self._check_written()
@@ -152,10 +155,10 @@ class LazySource:
     def _options(
         self, quantizer: Quantizer, other: QuantizedTensor | None, rowwise: bool, columnwise: bool
     ) -> CastOptions:
-        """Return the cast of a layout that is missing.
+        """Return the options for casting a missing layout.
 
         Args:
-            other: the layout that is there, whose tensorwise scale serves both.
+            other: cached layout, whose tensorwise scale serves both; None: there is none.
         """
         spec, scale, slot = quantizer.spec, quantizer.source.scale, quantizer.source.slot
         layouts = {"rowwise": rowwise, "columnwise": columnwise}
@@ -168,13 +171,13 @@ class LazySource:
         return CastOptions.of(spec, scale, None if scale is None else slot, **layouts)
 
     def _note(self, slot: Tensor) -> None:
-        """Remember that a cast has raised a slot, which other readers' slots are raised to."""
+        """Note that a cast raised a slot; other readers' slots are raised to the same amax."""
         self.forms.slots.append(slot)
         if self.forms.amax is None:
             self.forms.amax = slot
 
     def rowwise(self, quantizer: Quantizer) -> QuantizedTensor:
-        """Return the rowwise payload of `layouts`, sooner where it was made before."""
+        """Return the rowwise payload of `layouts`, faster if it is cached."""
         row, _ = self.forms.layouts.get(quantizer.spec, (None, None))
         if row is None or self.written_by is not None:
             row, _ = self.layouts(quantizer, rowwise=True, columnwise=False)
@@ -182,11 +185,11 @@ class LazySource:
         return row
 
     def keep(self, quantizer: Quantizer, made: Payloads) -> None:
-        """Take payloads that were made beforehand.
+        """Cache payloads that were computed in advance.
 
         Args:
-            quantizer: the reader's for which they were made.
-            made: the payloads.
+            quantizer: quantizer of the reader for which they were computed.
+            made: payloads.
         """
         self.forms.layouts[quantizer.spec] = made
         if quantizer.source.scale is not None and quantizer.source.slot is not None:
@@ -217,7 +220,7 @@ def _versions(sources: tuple[Tensor, ...]) -> list[int]:
 
 
 def modifies(func: str, name: str) -> str:
-    """Return the message for who writes to the output of a module."""
+    """Return the error message for in-place writes to the output of a module."""
     return (
         f"{func} modifies the output of '{name}' in place, which is stored in FP8; use the "
         "operation that returns a new tensor, or leave the module unconverted with "

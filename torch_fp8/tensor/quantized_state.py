@@ -1,8 +1,8 @@
-"""`QuantizedState`: an optimizer's state in 8 bits that reads, and takes writes, as float32.
+"""`QuantizedState`: an optimizer's state in 8 bits that reads and writes like float32.
 
-Code which reads, resets, scales or prunes a stock optimizer's state works on it; the optimizer's
-step takes the codes. Copies by operators (``clone``, ``to`` another dtype) are plain float32
-tensors, and so is a pickle.
+Code that reads, resets, scales or prunes a stock optimizer's state works with it. The optimizer's
+step uses the codes. Copies by operators (``clone``, ``to`` another dtype) and pickles are plain
+float32 tensors.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from torch_fp8.tensor.encoded import Encoded, plain
 
 
 class QuantizedState(Encoded):
-    """A state of codes and scales, which its aliases share and which are written in place.
+    """A state of codes and scales, which are written in place and shared by aliases.
 
     Attributes:
-        codes: named tuple of tensors with R rows: of the codes ``qdata`` and a ``scale`` for each
-            group along a row, at least; (R, K) is `matrix_shape` of the shape.
+        codes: named tuple of tensors with R rows, at least the codes ``qdata`` and a ``scale`` for
+            each group along a row; (R, K) is `matrix_shape` of the tensor's shape.
         format: format of the codes, if there are several.
     """
 
@@ -45,16 +45,16 @@ class QuantizedState(Encoded):
 
     @torch.no_grad()
     def dequantize(self, device: torch.device | None = None) -> Tensor:
-        """Return a plain float32 tensor, on `device` if one is given; rows are decoded in parts."""
+        """Return a plain float32 tensor, on `device` if given, decoded a few rows at a time."""
         rows, cols = matrix_shape(self.shape)
         device = device or self.device
         value = torch.empty((rows, cols), dtype=torch.float32, device=device)
         for part in row_parts(rows, cols) if device.type != "meta" else ():
             value[part] = self.decode_rows(type(self.codes)(*(x[part] for x in self.codes)))
-        return value.view(self.shape)
+        return value.view(self.shape)  # (R, K) -> the tensor's shape
 
     def encode(self, x: Tensor) -> None:
-        """Encode a tensor, rounded to nearest."""
+        """Encode a tensor in place, rounding to nearest."""
         self.write(x, lambda rows, first_row: self.encode_rows(rows))
 
     def store(self, x: Tensor) -> None:
@@ -62,11 +62,11 @@ class QuantizedState(Encoded):
 
     @torch.no_grad()
     def write(self, x: Tensor, encode: Callable[[Tensor, int], Any]) -> None:
-        """Store a tensor in parts.
+        """Encode a tensor in place, a few rows at a time.
 
         Args:
             x: tensor that broadcasts to this shape.
-            encode: codes of rows (r, K) float32 and the number of the first of them.
+            encode: function from rows (r, K) float32 and the index of the first row to codes.
         """
         rows, cols = matrix_shape(self.shape)
         matrix = plain(x).detach().expand(self.shape).reshape(rows, cols)
@@ -87,7 +87,7 @@ class QuantizedState(Encoded):
         return type(self)(codes, self.shape, self.format)
 
     def map_codes(self, function: Any) -> Any:
-        """Return a state whose codes and scales are those of this one after `function`."""
+        """Return a state with `function` applied to the codes and scales."""
         return self.like(type(self.codes)(*map(function, self.codes)))
 
     @property

@@ -1,8 +1,8 @@
-"""`Quantizer`: how a layer casts one of its operands to FP8.
+"""`Quantizer`: casts one operand of a layer to FP8.
 
 A linear layer has three operands: the input (..., K), the weight (N, K) and the gradient of the
-output (..., N). Each is cast by a quantizer, which knows format and granularity, where the scale
-comes from, and with which ranks it is shared. The word is Transformer Engine's.
+output (..., N). Each has a quantizer with the format and granularity, the source of the scale, and
+the ranks that share it. The term is Transformer Engine's.
 
 Legend: M tokens, K in, N out; rowwise is a matrix (R, C) quantized along C, columnwise its
 transpose (C, R) quantized along R.
@@ -33,10 +33,11 @@ class Quantizer(NamedTuple):
 
     Attributes:
         spec: format and granularity.
-        source: the scale, where it is known before the cast, and who is told the amax.
-        group: ranks with other parts of the operand, which shall have the same scale; or None.
-        columnwise_usage: whether backward will want the transpose, for a producer that casts before
-            anybody asks.
+        source: scale, if it is known before the cast, and slot that records the amax.
+        group: process group of ranks with other parts of the operand, which need the same scale; or
+            None.
+        columnwise_usage: whether backward will need the transpose, for a producer that casts in
+            advance.
     """
 
     spec: CastSpec
@@ -52,14 +53,14 @@ class Quantizer(NamedTuple):
         columnwise: bool,
         sum_dtype: torch.dtype | None = None,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
-        """Cast x (..., C), as a matrix, in one read.
+        """Cast x (..., C) as a matrix (R, C), in one read.
 
         Args:
             x: float32, bfloat16 or float16; or a `QuantizableTensor`.
-            rowwise, columnwise: the payloads to make.
-            sum_dtype: dtype of the sums (C,) over all rows, added up in float32; None: not wanted.
+            rowwise, columnwise: whether to make the payload (R, C), and the transpose (C, R).
+            sum_dtype: dtype of the sums (C,) over all rows, added in float32; None: no sums.
         Returns:
-            ``(rowwise, columnwise, sums)``, None for what was not asked for.
+            ``(rowwise, columnwise, sums)``, each None if not requested.
         """
         if isinstance(x, QuantizableTensor):
             sums = None
@@ -78,14 +79,14 @@ class Quantizer(NamedTuple):
         return *payloads, sums
 
     def options(self, x: Tensor, *, rowwise: bool, columnwise: bool) -> CastOptions:
-        """Return the cast of x, whose amax is recorded here or by the cast.
+        """Return the options for casting x; its amax is recorded here or by the cast.
 
         Args:
             x: (R, C).
-            rowwise, columnwise: the payloads to make.
+            rowwise, columnwise: whether to make the payload (R, C), and the transpose (C, R).
         """
         scale, slot = self.source.scale, self.source.slot
-        if slot is not None and (scale is None or is_traced()):  # graphs find an amax by itself
+        if slot is not None and (scale is None or is_traced()):  # a graph's amax is a separate op
             largest = amax(x)
             self.source.record(largest)
             slot = None
@@ -96,10 +97,10 @@ class Quantizer(NamedTuple):
         return CastOptions(*cast, rowwise, columnwise, scale, slot)
 
     def in_backward(self, buffers: tuple[Tensor, ...]) -> "Quantizer":
-        """The same with the slot that a graph's backward has in these buffers, if there are any.
+        """Return this quantizer with the slot from a graph's buffers, if there are any.
 
-        It is looked up in backward: what is made of a buffer in forward, torch's partitioner might
-        keep as it was then.
+        Call it in backward, because torch's partitioner could save a value derived from a buffer in
+        forward, which may be out of date in backward.
 
         Args:
             buffers: see `Quantizers.in_graph`.
@@ -109,18 +110,18 @@ class Quantizer(NamedTuple):
         return self._replace(source=ScaleSource(self.source.scale, buffers[-1][0]))
 
     def known_options(self, *, columnwise: bool) -> CastOptions:
-        """Return a rowwise cast whose scale is known before: given, or one for each block."""
+        """Return the options of a rowwise cast that needs no amax: known scale, or block scales."""
         scale, slot = self.source.scale, self.source.slot
         return CastOptions.of(self.spec, scale, slot, rowwise=True, columnwise=columnwise)
 
     @torch.no_grad()
     def shared_scale(self, x: Tensor) -> Tensor | None:
-        """The () scale that all ranks of the group cast their parts with.
+        """Return the () scale with which all ranks of the group cast their parts.
 
         Args:
             x: this rank's part.
         Returns:
-            None where the granularity has a scale for each row or block.
+            The scale; None if the granularity has a scale for each row or block.
         """
         if self.spec.granularity != "tensorwise":
             return None
@@ -136,12 +137,12 @@ class Quantizer(NamedTuple):
 
 
 class WeightQuantizer(NamedTuple):
-    """Casts a layer's weight, (N, K), or (K, N) where it is stored transposed.
+    """Casts a layer's weight (N, K), or (K, N) if it is stored transposed.
 
     Attributes:
-        quantizer: how.
-        cache: what is kept of the weight; or None.
-        transposed: whether the weight is stored as (K, N): the payloads change places.
+        quantizer: quantizer of the weight.
+        cache: cache of the weight's payload, or None.
+        transposed: whether the weight is stored as (K, N), which swaps the two payloads.
     """
 
     quantizer: Quantizer
@@ -149,7 +150,7 @@ class WeightQuantizer(NamedTuple):
     transposed: bool = False
 
     def for_fprop(self, weight: Tensor) -> QuantizedTensor:
-        """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
+        """Return the weight (N, K), quantized along K: gathered, cached, or cast now."""
         flip = self.transposed
         cache = self._step_cache(weight)
         if cache is not None:
@@ -162,9 +163,10 @@ class WeightQuantizer(NamedTuple):
         return layout
 
     def without_gradients(self, weight: Tensor, training: bool) -> QuantizedTensor:
-        """The same as `for_fprop`, where no gradients are taken: perhaps from the last forward.
+        """Return `for_fprop` in a forward without gradients, possibly cached from an earlier one.
 
         Args:
+            weight: weight in its stored layout.
             training: whether the layer is in training mode.
         """
         cache = self.cache
@@ -176,7 +178,7 @@ class WeightQuantizer(NamedTuple):
         return cache.evaluation_row(version, lambda: self.for_fprop(weight), weight.device)
 
     def _step_cache(self, weight: Tensor) -> PayloadCache | None:
-        """Return what keeps the weight from one step of the optimizer to the next, if any does."""
+        """Return the cache if it keeps this weight between optimizer steps; else None."""
         cache = self.cache
         if cache is None or cache.between_steps is None or torch.compiler.is_compiling():
             return None
@@ -185,12 +187,13 @@ class WeightQuantizer(NamedTuple):
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, grad_output: Tensor
     ) -> QuantizedTensor:
-        """The transposed weight (K, N), quantized along N, in the layer's backward.
+        """Return the transposed weight (K, N), quantized along N, for the layer's backward.
 
         Args:
-            weight: as forward had it.
-            scale: () of the payload of `for_fprop`, where one scale serves both.
-            grad_output: what backward begins with: a compiled graph then makes the transpose there.
+            weight: weight that forward used.
+            scale: () scale of the `for_fprop` payload, if one scale serves both; else None.
+            grad_output: gradient at the start of backward, on which a compiled graph makes the
+                transpose depend, so that it is made there.
         """
         flip = self.transposed
         if isinstance(weight, QuantizableTensor):
@@ -227,11 +230,11 @@ class Quantizers(NamedTuple):
     """The quantizers of a layer's three operands.
 
     Attributes:
-        input, grad_output: casts of the activations.
-        weight: cast of the weight.
-        channels: where the maxima of the input's channels are left, if they are looked for.
-        observer: monitor to which each operand of a GEMM is shown beside its source
-            (`torch_fp8.monitor.layer_observer.LayerObserver`); None: nobody looks.
+        input, grad_output: quantizers of the activations.
+        weight: quantizer of the weight.
+        channels: object that stores the maxima of the input's channels, or None.
+        observer: monitor that sees each operand of a GEMM beside its source
+            (`torch_fp8.monitor.layer_observer.LayerObserver`); None: no monitor.
     """
 
     input: Quantizer
@@ -241,17 +244,17 @@ class Quantizers(NamedTuple):
     observer: Any = None
 
     def in_graph(self, ready: bool, training: bool, buffers: tuple[Tensor, ...]) -> "Quantizers":
-        """The same with the scales and slots that a graph has in these buffers, if there are any.
+        """Return these quantizers with the scales and slots of a graph's buffers, if there are any.
 
         Args:
             ready: whether the scales are known.
-            training: whether the slots of input and weight are raised.
+            training: whether amaxes of input and weight are recorded.
             buffers: see `torch_fp8.nn.delayed_scaling.BUFFERS`, without the histories.
         """
         if not buffers:
             return self
         scales, amaxes, _ = buffers  # (3, 4); (2,) of input and weight; (1,) of the gradient
-        # Backward keeps them, whoever renews the buffer in between.
+        # A copy, so that backward uses the same scales if the buffer is renewed in between.
         known = scales.clone()[:, 0].unbind() if ready else (None,) * 3
         slots = (*(amaxes.unbind() if training else (None,) * 2), None)
         of_input, of_weight, of_gradient = (
@@ -266,12 +269,13 @@ class Quantizers(NamedTuple):
 
 
 class InputPayloads(NamedTuple):
-    """A layer's input as fprop takes it, and what is saved of it for wgrad.
+    """The payload of a layer's input for fprop, and the tensors saved for wgrad.
 
     Attributes:
         rowwise: (M, K), quantized along K.
-        qdata, scale: to be saved, or None.
-        source: who makes the payload for wgrad of what was saved; None: it is the payload.
+        qdata, scale: tensors to save for backward, or None.
+        source: object that turns the saved tensors into the wgrad payload in backward; None: the
+            payload itself is saved.
     """
 
     rowwise: QuantizedTensor
@@ -292,11 +296,12 @@ def quantize_input(
     """Cast the input of a layer for fprop, and for the wgrad that may follow.
 
     Args:
+        quantizer: quantizer of the input.
         x: (..., K).
-        wgrad: whether backward takes the gradient of the weight.
+        wgrad: whether backward computes the gradient of the weight.
         fp8_wgrad: whether it does so in FP8.
-        dtype: in which x is saved where it does not.
-        observer: see `Quantizers`.
+        dtype: dtype in which x is saved for a wgrad in high precision.
+        observer: monitor, see `Quantizers`.
     """
     saved = None
     if fp8_wgrad and isinstance(x, QuantizableTensor):
@@ -321,24 +326,24 @@ def quantize_input(
 
 
 def matrix(x: Tensor) -> Tensor:
-    """x (..., C) as a plain tensor (R, C)."""
+    """Return x (..., C) as a plain tensor (R, C)."""
     if isinstance(x, QuantizableTensor):
         return x.matrix()
     return x.reshape(-1, x.shape[-1])  # a view where strides allow
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude, () float32; a `QuantizableTensor` knows its own."""
+    """Return the largest magnitude, () float32; a `QuantizableTensor` computes its own."""
     return x.amax() if isinstance(x, QuantizableTensor) else amax(x)
 
 
 def output_dtype(input: Tensor) -> torch.dtype:
-    """What a linear layer returns: autocast's dtype where autocast is on, else the input's."""
+    """Return the output dtype of a linear layer: autocast's if autocast is on, else the input's."""
     return autocast_dtype(input.device.type) or input.dtype
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast; None where it is off, as it is on the meta device."""
+    """Return the dtype of autocast; None if it is off, or on the meta device."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -1,11 +1,11 @@
-"""`RatioMoment`: Adam's first moment in 4 bits, as its ratio to the root of the second.
+"""`RatioMoment`: Adam's first moment in 4 bits, stored as its ratio to the root of the second.
 
-It is what ``optimizer.state[p]["exp_avg"]`` holds for a large weight with
-``FP8Config(moment_bits=4)``. `torch_fp8.quantization.ratio_int4` describes the codes. To be read it
-takes the second moment, whose memory it shares with ``exp_avg_sq``.
+With ``FP8Config(moment_bits=4)``, ``optimizer.state[p]["exp_avg"]`` of a large weight holds it.
+`torch_fp8.quantization.ratio_int4` describes the codes. Reading it needs the second moment, whose
+memory it shares with ``exp_avg_sq``.
 
-Who else than the step writes to either of them leaves the first one in float32, as it then is,
-until the next step: so a write to one never changes the other, in whatever order they come.
+If code other than the step writes to either moment, the first one is kept in float32 until the next
+step. So a write to one moment never changes the other, in any order.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ class RatioMoment(QuantizedState):
     """A first moment with int8 codes (R, K / 2), two to a byte, and uint8 scales (R, K / 8).
 
     Attributes:
-        written: list of the float32 tensor that users wrote since the last step, empty if they
-            wrote none; aliases share the list.
+        written: list with the float32 tensor that user code wrote since the last step, or empty;
+            aliases share the list.
     """
 
     codes: RatioInt4
@@ -38,11 +38,11 @@ class RatioMoment(QuantizedState):
 
     @staticmethod
     def beside(second: Float8Moment, value: Tensor | None = None) -> "RatioMoment":
-        """Return a first moment beside a second one.
+        """Return a first moment that is stored as a ratio to a second one.
 
         Args:
-            second: the second moment.
-            value: the first moment, rounded to nearest; None: zeros.
+            second: second moment.
+            value: value of the first moment, which is rounded to nearest; None: zeros.
         """
         moment = RatioMoment(zeros(second.codes), second.shape)
         if isinstance(value, RatioMoment) and value.is_ratio_to(second):
@@ -54,18 +54,20 @@ class RatioMoment(QuantizedState):
         return moment
 
     def is_beside(self, second: Any) -> bool:
-        """Return whether a step can take both: the second one is what this is a ratio to."""
+        """Return whether a step can use both: this is a ratio to `second`, and
+        has no float32 value.
+        """
         return second.first is not None and second.first.codes is self.codes and not self.written
 
     def is_ratio_to(self, second: Float8Moment) -> bool:
-        """Return whether these codes mean the same beside a second moment."""
+        """Return whether these codes have the same value as a ratio to `second`."""
         pairs = zip(self.codes.second, second.codes, strict=True)
         return not self.written and all(
             a is b or (a.device == b.device and torch.equal(a, b)) for a, b in pairs
         )
 
     def encode(self, x: Tensor) -> None:
-        """Store a tensor in 4 bits, rounded to nearest."""
+        """Store a tensor in 4 bits, rounding to nearest."""
 
         def encoded(rows: Tensor, first_row: int) -> RatioInt4:
             part = slice(first_row, first_row + len(rows))

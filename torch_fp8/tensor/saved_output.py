@@ -1,15 +1,15 @@
-"""Attention's output, which the layer behind it keeps in FP8 anyway: kept once, for both.
+"""Saving attention's output only once, as the FP8 payload that the next layer saves anyway.
 
-Attention saves its result for the softmax's gradient, and the layer that casts it saves the payload
-for its wgrad. A `SavedOutput` is packed in place of the former, and lies with the tensor that
-attention returns until a layer casts this very memory::
+Attention saves its result for the softmax's gradient, and the layer that casts the result saves the
+payload for its wgrad. Attention's saved tensor is replaced by a `SavedOutput`, which is attached to
+the result until a layer casts the same memory::
 
     attention   saves out (B, S, H, D)         -> SavedOutput, which holds the tensor
     o_proj      casts out as (B S, H D)        -> SavedOutput, which holds the payload (H D, B S)
     backward    decodes and transposes it      -> out (B, S, H, D), rounded
 
-The payload then lives until attention's backward, right behind the layer's. Where no layer takes
-it (another one lies between, or the layer saves its input in BF16), the tensor stays.
+The payload then lives until attention's backward, which follows that of the layer. If no layer
+casts the result (another layer lies between, or saves its input in BF16), the tensor stays.
 
 Legend: B batch, H heads, S tokens, D head dimension; M = B S tokens, K = H D features.
 """
@@ -21,15 +21,15 @@ from torch import Tensor
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 
 SAVED_OUTPUT = "fp8_saved_output"
-"""The attribute of attention's result that has its `SavedOutput`."""
+"""Attribute of attention's result that holds the `SavedOutput`."""
 
 
 class SavedOutput:
-    """What attention has saved beside its operands.
+    """A tensor other than q, k and v that attention saved.
 
     Args:
-        tensor: saved by attention, any shape.
-        outer: pack and unpack hooks around attention, which a payload goes through.
+        tensor: saved tensor of any shape.
+        outer: pack and unpack hooks around attention, which also apply to the payload.
     """
 
     def __init__(self, tensor: Tensor, outer: tuple[Any, Any]) -> None:
@@ -40,10 +40,10 @@ class SavedOutput:
         self._other: Any = None
 
     def follow(self, result: Any) -> None:
-        """Lie with what attention returns, if that is the tensor; else it goes to the outer hooks.
+        """Attach this to attention's result if that is the saved tensor; else pack the tensor.
 
         Args:
-            result: attention's, the same for all that it has saved.
+            result: return value of attention.
         """
         saved = self._tensor
         assert saved is not None
@@ -53,10 +53,10 @@ class SavedOutput:
             self._other, self._tensor = self._outer[0](saved), None
 
     def take(self, x: Tensor, payload: QuantizedTensor) -> None:
-        """Hold the payload instead of the tensor, if it was cast from this tensor.
+        """Keep a payload instead of the tensor, if the payload was cast from this tensor.
 
         Args:
-            x: (..., K), cast.
+            x: (..., K), input of the cast.
             payload: (K, M), quantized along M.
         """
         saved = self._tensor
@@ -71,10 +71,10 @@ class SavedOutput:
         self._tokens, self._tensor = x.numel() // x.shape[-1], None
 
     def unpack(self) -> Tensor:
-        """Return the tensor; the values of the payload where a layer has left one.
+        """Return the saved tensor, or the dequantized payload if a layer has left one.
 
         Raises:
-            RuntimeError: somebody wrote to the tensor after attention had saved it.
+            RuntimeError: the tensor was modified in place after attention saved it.
         """
         if self._payload is not None:
             qdata, scale, granularity = self._payload
@@ -96,7 +96,7 @@ class SavedOutput:
 
 
 def _root(x: Tensor) -> Tensor:
-    """Return the tensor of which x is a view, or x: attributes of that are found from all views."""
+    """Return the base of a view, or x itself. All views can find attributes of their base."""
     base: Tensor | None = x._base
     return x if base is None else base
 

@@ -1,4 +1,4 @@
-"""`ScaleSource`: where the scale of a cast comes from, and who is told what it has found."""
+"""`ScaleSource`: the scale of a cast, and the slot that records its amax."""
 
 import torch
 from torch import Tensor
@@ -7,23 +7,23 @@ from torch_fp8.autograd.current_pass import is_traced
 
 
 class ScaleSource:
-    """The scale of an operand, known before it is cast.
+    """The scale of an operand, and the slot that collects its amaxes.
 
     Args:
-        scale: () float32 dequantization scale; None: it is made from the tensor at hand. Others may
-            take its place later; nobody writes to it.
-        slot: () float32, which casts raise to the largest magnitude of what they cast; None: nobody
-            wants to know.
+        scale: () float32 dequantization scale; None: computed from the current tensor. The
+            attribute may be replaced later, but the tensor is not written to.
+        slot: () float32, raised by each cast to the largest magnitude of its input; None: amaxes
+            are not recorded.
     """
 
     def __init__(self, scale: Tensor | None = None, slot: Tensor | None = None) -> None:
         self.scale, self.slot = scale, slot
 
     def record(self, amax: Tensor) -> None:
-        """Raise the slot.
+        """Raise the slot to the largest of `amax`.
 
         Args:
-            amax: float32, any shape; the largest counts, and a NaN stays.
+            amax: float32, any shape; a NaN propagates.
         """
         if self.slot is None:
             return
@@ -35,4 +35,4 @@ class ScaleSource:
 
 
 OF_TENSOR = ScaleSource()
-"""Each tensor has the scale of its own amax."""
+"""Source without a known scale: each tensor is scaled by its own amax."""

@@ -1,9 +1,9 @@
-"""`SplitShard`: the shard of a float32 weight that FSDP2 has sharded, in two halves.
+"""`SplitShard`: the shard of a float32 weight under FSDP2, stored in two halves.
 
-It is the local tensor of the DTensor that user code, optimizers and checkpoints have, and reads and
-writes as `torch_fp8.tensor.split_weight.SplitWeight` does: as the float32 shard that it replaces.
-FSDP2 asks it what to gather: the BF16 half under a policy that computes in BF16, else the whole
-shard in the dtype that the policy names, float32 where it names none.
+It is the local tensor of the DTensor that user code, optimizers and checkpoints see. Like
+`torch_fp8.tensor.split_weight.SplitWeight`, it reads and writes as the float32 shard that it
+replaces. FSDP2 asks it what to gather: the BF16 half if the policy computes in BF16, else the
+joined shard in the policy's dtype, or in float32 if it has none.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class SplitShard(SplitWeight):
     """A float32 shard over `Halves`.
 
     Attributes:
-        padded: bfloat16, the memory of the BF16 half and the rows that FSDP2 pads it with.
+        padded: bfloat16 memory of the BF16 half, with the rows that FSDP2 adds as padding.
     """
 
     padded: Tensor
@@ -37,9 +37,9 @@ class SplitShard(SplitWeight):
         """Split a plain float32 shard, rounded to nearest.
 
         Args:
-            shard: this rank's rows, or columns.
-            bits: residual bits: 8, 4, 0.
-            padded: bfloat16, the shard's shape with FSDP2's padding; it is overwritten.
+            shard: rows, or columns, of this rank.
+            bits: number of residual bits: 8, 4 or 0.
+            padded: bfloat16 tensor of the shard's shape with FSDP2's padding; it is overwritten.
         """
         high, residual = split_matrix(shard, bits)
         rows = padded[: shard.shape[0]]
@@ -50,9 +50,9 @@ class SplitShard(SplitWeight):
         return SplitWeight(self.halves)
 
     def take(self, x: Tensor) -> None:
-        self.store(x)  # into the memory that FSDP2 has padded
+        self.store(x)  # in place, into the memory that FSDP2 padded
 
-    # FSDP2 compares addresses to find out whether the shard is still the one that it padded.
+    # FSDP2 compares addresses to check whether this is still the shard that it padded.
     def data_ptr(self) -> int:
         return self.padded.data_ptr()
 
@@ -65,7 +65,7 @@ class SplitShard(SplitWeight):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return what this rank sends, of the padded shape."""
+        """Return the tensor that this rank sends, of the padded shape."""
         dtype = mp_policy.param_dtype or torch.float32
         if dtype == torch.bfloat16:
             return (self.padded,), None
@@ -81,7 +81,7 @@ class SplitShard(SplitWeight):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Return the gathered weight, whose memory FSDP2 fills again at the next gather."""
+        """Return the gathered weight. FSDP2 reuses its memory for the next gather."""
         return (outputs[0], ()) if out is None else None
 
 

@@ -1,17 +1,16 @@
 """`SplitWeight`: a float32 weight that is stored as a BF16 half and a residual.
 
-It is the Parameter of a trained weight at levels O2 and O3. Code that reads it, writes to it,
-copies it or saves it takes it for the float32 Parameter that it replaces:
+It is the Parameter of a trained weight at O2 and O3. To code that reads, writes, copies or saves
+it, it looks like the float32 Parameter that it replaces:
 
-* any operator that reads it joins the halves (`torch_fp8.quantization.split_float`) first;
-* any operator that writes to it splits the float32 result exactly, into BF16 and 16 bits. The next
-  step of the optimizer leaves 8 of them, 4 or none, as configured, rounded stochastically;
-* aliases (``p.data``, ``p.detach()``) and views share the halves; ``deepcopy`` of a Parameter has
-  halves of its own; other copies and pickles are plain float32 tensors.
+* An operator that reads it joins the halves first (`torch_fp8.quantization.split_float`).
+* An operator that writes to it splits the float32 result exactly, into BF16 and 16 bits. The
+  optimizer's next step keeps 8, 4 or none of these bits, as configured, by stochastic rounding.
+* Aliases (``p.data``, ``p.detach()``) and views share the halves. ``deepcopy`` of a Parameter
+  copies the halves. Other copies and pickles are plain float32 tensors.
 
-Layers in FP8, embeddings and output layers multiply by the BF16 half
-(`torch_fp8.tensor.weight_half`), and their gradients are BF16. ``p.grad`` shows such a gradient as
-float32 (`WideGrad`).
+FP8 layers, embeddings and output layers use the BF16 half (`torch_fp8.tensor.weight_half`), and
+their gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad`).
 """
 
 import functools
@@ -36,13 +35,13 @@ _aten: Any = torch.ops.aten
 
 
 class SplitTensor(Encoded):
-    """A float32 tensor over `Halves`, which is no Parameter: a weight on its way to a device."""
+    """A float32 tensor over `Halves`, but no Parameter: a weight that moves to a device."""
 
     halves: Halves
 
     @staticmethod
     def __new__(cls: Any, halves: Halves, requires_grad: bool = True) -> Any:
-        if isinstance(halves, Tensor):  # type(p)(x) of other code, which takes it for nn.Parameter
+        if isinstance(halves, Tensor):  # other code calls type(p)(x)
             return nn.Parameter(halves, requires_grad)
         high = halves.high
         self = torch.Tensor._make_wrapper_subclass(
@@ -76,7 +75,7 @@ class SplitTensor(Encoded):
         return memo.setdefault(id(self), self._plain())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # On the CPU: a file of a model's weights does not take a second model on their device.
+        # Join on the CPU, so that saving needs no second model on the device.
         return self._plain(torch.device("cpu")).__reduce_ex__(protocol)
 
     def _plain(self, device: torch.device | None = None) -> Tensor:
@@ -92,7 +91,7 @@ class SplitWeight(SplitTensor):
     """A Parameter, or an alias of one, over `Halves`."""
 
     def take(self, x: Tensor) -> None:
-        """Hold other halves: those of `x`, or of its values. Earlier aliases keep theirs."""
+        """Replace the halves by those of `x`, or by its split values. Aliases keep the old ones."""
         if isinstance(x, SplitTensor):
             self.halves = x.halves
         else:
@@ -107,7 +106,7 @@ class SplitWeight(SplitTensor):
             other = nn.Parameter(plain(x), self.requires_grad)
         grad = self.grad
         exchange(self, other)
-        if grad is not None:  # of the old dtype, as stock leaves it; of another device none may be
+        if grad is not None:  # keep its dtype, as torch does, but move it to the device
             self.grad_dtype = None
             self.grad = plain(grad).to(self.device)
 
@@ -126,7 +125,7 @@ class SplitWeight(SplitTensor):
         self.__dict__.pop("_wide_grad", None)
         value = value.stored if isinstance(value, WideGrad) else value
         if isinstance(value, Tensor) and value.dtype != torch.float32:
-            if value.dtype != torch.bfloat16:  # torch would take any
+            if value.dtype != torch.bfloat16:  # torch would accept any dtype
                 raise RuntimeError(f"the gradient of a float32 weight cannot be {value.dtype}")
             self.grad_dtype = None
         torch.Tensor.grad.__set__(self, value)
@@ -142,12 +141,12 @@ class SplitWeight(SplitTensor):
     def requires_grad_(self, requires_grad: bool = True) -> "SplitWeight":
         super().requires_grad_(requires_grad)
         if requires_grad:
-            self.grad_dtype = None  # a layer's gradient is BF16, that of other code float32
+            self.grad_dtype = None  # BF16 from layers, float32 from other code
         return self
 
     def data_ptr(self) -> int:
-        """Return 0 for the Parameter; for an alias, the address of a joined copy, which lives as
-        long as the alias.
+        """Return 0 for the Parameter, and for an alias the address of a joined float32 copy, which
+        lives as long as the alias.
         """
         copy = self._copy()
         return super().data_ptr() if copy is None else copy.data_ptr()
@@ -172,9 +171,9 @@ class SplitWeight(SplitTensor):
         return copy
 
     def _use_count(self) -> int:
-        # torch.utils.swap_tensors asks this of both, once more of one that it swaps with itself.
+        # torch.utils.swap_tensors calls this for both tensors, twice if they are the same.
         if _is_parameter(self):
-            if super()._use_count() > 1:  # a graph that was made before has it
+            if super()._use_count() > 1:  # an earlier graph refers to it
                 grad = stored_grad(self)
                 exchange(self, _parameter(self.halves, self))
                 self.grad = grad
@@ -187,7 +186,7 @@ class SplitWeight(SplitTensor):
 
     def share_memory_(self) -> Tensor:
         if self.halves.bits != EXACT_BITS:
-            self.halves.write(self.halves.join())  # from now on writes stay in these two
+            self.halves.write(self.halves.join())  # later writes are in place
         for part in self.halves.tensors:
             part.share_memory_()
         return _unswapped(self)
@@ -198,7 +197,7 @@ class SplitWeight(SplitTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not _is_parameter(self):
             return super().__deepcopy__(memo)
-        # In two halves, so that a copy of a layer multiplies by the same BF16 half.
+        # Copy the halves, so that a copied layer multiplies by the same BF16 half.
         return memo.setdefault(id(self), _parameter(self.halves.mapped(torch.clone), self))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -224,9 +223,9 @@ class SplitWeight(SplitTensor):
 
 
 def _unswapped(weight: SplitWeight) -> Tensor:
-    """Return what ``Module._apply`` takes for a Parameter that is there already.
+    """Return a result for which ``Module._apply`` does not swap the Parameter.
 
-    It would swap the Parameter for one like it, which loses the hooks of its gradient.
+    A swap would lose the hooks of the Parameter's gradient.
     """
     apply = _is_parameter(weight) and not torch.is_grad_enabled()
     return SplitTensor(weight.halves) if apply else weight
@@ -245,24 +244,24 @@ for _name in ("to", "cpu", "cuda", "float", "type"):
 
 
 def halves_of(weight: Tensor) -> Halves | None:
-    """Return the halves of a weight that is split, of this rank's shard where it is sharded."""
+    """Return the halves of a split weight, or of this rank's shard; None: it is not split."""
     shard = local(weight)
     return shard.halves if isinstance(shard, SplitWeight) else None
 
 
 def stored(weight: Tensor) -> Tensor:
-    """Return the BF16 half of a `SplitWeight`, without a copy; any other tensor itself."""
+    """Return the BF16 half of a `SplitWeight` without a copy; any other tensor unchanged."""
     return weight.halves.high if isinstance(weight, SplitWeight) else weight
 
 
 @torch.no_grad()
 def split_parameter(parameter: Tensor, bits: int, step_bits: int | None = None) -> SplitWeight:
-    """Make a float32 Parameter a `SplitWeight`, the same object, rounded to nearest.
+    """Turn a float32 Parameter into a `SplitWeight`, the same object, rounding to nearest.
 
     Args:
-        parameter: a leaf, not sharded.
-        bits: residual bits: 8, 4, 0; 16 keeps the weight exactly.
-        step_bits: residual bits after a step of the optimizer; None: as many.
+        parameter: leaf that is not sharded.
+        bits: number of residual bits: 8, 4 or 0; 16 keeps the weight exactly.
+        step_bits: number of residual bits after a step of the optimizer; None: `bits`.
     """
     halves = Halves.of(parameter.detach(), bits)
     halves.step_bits = bits if step_bits is None else step_bits
@@ -276,7 +275,7 @@ def split_parameter(parameter: Tensor, bits: int, step_bits: int | None = None) 
 
 @torch.no_grad()
 def join_parameter(parameter: Tensor) -> None:
-    """Make a `SplitWeight` a plain float32 Parameter again, the same object."""
+    """Turn a `SplitWeight` back into a plain float32 Parameter, the same object."""
     if isinstance(parameter, SplitWeight):
         grad = parameter.grad
         exchange(parameter, nn.Parameter(parameter.dequantize(), parameter.requires_grad))
@@ -303,9 +302,9 @@ def _to_copy(weight: SplitWeight, *, dtype: Any = None, device: Any = None, **op
 
 
 def _moved(weight: SplitWeight, device: torch.device, move: Callable[[Tensor], Tensor]) -> Any:
-    """Return what ``Module._apply`` takes for a Parameter on another device.
+    """Return the weight on another device, in the form that ``Module._apply`` needs.
 
-    From meta and to it there is no ``p.data = x``: torch swaps the Parameter itself.
+    From or to the meta device, torch swaps the Parameter instead of setting ``p.data``.
     """
     swapped = "meta" in (device.type, weight.device.type)
     return (SplitWeight if swapped else SplitTensor)(weight.halves.mapped(move))
@@ -328,7 +327,7 @@ def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
 
 
 def _reduce(weight: SplitWeight) -> Any:
-    """Pickle for another process: a weight in shared memory stays shared, others are copied."""
+    """Pickle for another process: weights in shared memory stay shared, others are copied."""
     halves, device = weight.halves, weight.device.type
     if halves.bits != EXACT_BITS or device != "cpu" or not weight.is_shared():
         return weight.__reduce_ex__(2)

@@ -1,4 +1,4 @@
-"""`SwappedParameter`: what a split Parameter keeps where `torch.utils.swap_tensors` writes it."""
+"""`SwappedParameter`: keeps a split Parameter's hooks while `torch.utils.swap_tensors` swaps it."""
 
 import sys
 from collections.abc import Callable
@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 class SwappedParameter:
-    """Hooks and attributes of a split Parameter, while it is swapped for a plain one.
+    """The hooks and attributes of a split Parameter while it is swapped with a plain one.
 
-    A parametrization writes the Parameter so, and frees the other one then. This object goes along
-    with the old tensor. When that is freed, the Parameter is split again and has its hooks and
-    attributes. Its gradient, which is of the old values, is dropped.
+    A parametrization writes a Parameter by such a swap, and then frees the other tensor. This
+    object is an attribute of the old tensor. When that is freed, the Parameter is split again and
+    gets its hooks and attributes back. Its gradient belongs to the old values and is dropped.
 
     Args:
         parameter: Parameter that is about to be swapped.
-        attributes: attributes that users have given it.
-        split: splits it again.
+        attributes: attributes that user code has set on it.
+        split: function that splits it again.
     """
 
     def __init__(
         self, parameter: Tensor, attributes: dict[str, Any], split: Callable[[Tensor], Any]
     ) -> None:
-        self.parameter = parameter  # no weak reference: torch refuses to swap what has any
+        self.parameter = parameter  # not a weak reference, which would prevent the swap
         self.cls, self.attributes, self.split = type(parameter), attributes, split
         self.hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 

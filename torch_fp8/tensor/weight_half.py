@@ -1,4 +1,4 @@
-"""What a layer takes of a `SplitWeight`: its BF16 half, and the dtype of its gradient."""
+"""The BF16 half of a `SplitWeight` for layers, and the dtype of its gradient."""
 
 import weakref
 from typing import Any
@@ -26,16 +26,16 @@ class _Half(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def half(weight: Tensor) -> Tensor:
-    """Return the BF16 half of a `SplitWeight`, through which its gradient flows in BF16."""
+    """Return the BF16 half of a `SplitWeight`; the weight's gradient flows through it in BF16."""
     result: Tensor = _Half.apply(weight)
     return result
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a layer makes its weight's gradient in this forward.
+    """Return the dtype in which a layer computes its weight's gradient for this forward.
 
-    That of a `SplitWeight` is BF16, but float32 where DistributedDataParallel averages it, whose
-    buckets have the Parameter's dtype.
+    For a `SplitWeight` it is BF16, or float32 if DistributedDataParallel averages the gradient,
+    because its buckets have the Parameter's dtype.
     """
     if not isinstance(weight, SplitWeight):
         return weight.dtype
@@ -47,5 +47,5 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 
 
 def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:
-    """Note that `ddp` does not average the gradient of this weight."""
+    """Note that `ddp` does not average the gradient of this weight, which may be BF16 then."""
     vars(weight)[_BESIDE] = weakref.ref(ddp)

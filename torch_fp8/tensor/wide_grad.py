@@ -10,10 +10,10 @@ from torch_fp8.tensor.encoded import Encoded, plain
 
 
 class WideGrad(Encoded):
-    """The BF16 gradient of a `SplitWeight`, which reads as float32; a write is rounded to BF16.
+    """The BF16 gradient of a `SplitWeight`, which reads as float32; writes round to BF16.
 
     Attributes:
-        stored: gradient, bfloat16.
+        stored: gradient in bfloat16.
     """
 
     stored: Tensor
@@ -46,14 +46,14 @@ class WideGrad(Encoded):
         return WideGrad(self.stored.detach())
 
     def take(self, x: Tensor) -> None:
-        self.stored.data = plain(x).to(torch.bfloat16)  # aliases keep the memory that they have
+        self.stored.data = plain(x).to(torch.bfloat16)  # aliases keep the old memory
 
     @property
     def high(self) -> Tensor:
         return self.stored
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["high"], None  # torch 2.11 looks for a part of the weight of this name
+        return ["high"], None  # torch 2.11 needs the name of a part of the weight
 
     @staticmethod
     def __tensor_unflatten__(
@@ -69,7 +69,7 @@ class WideGrad(Encoded):
 
 
 class WideHook:
-    """A hook of a gradient that is BF16 in memory, which reads as float32 to the user's hook."""
+    """Wraps a user's gradient hook, so that it sees a BF16 gradient as float32."""
 
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook
