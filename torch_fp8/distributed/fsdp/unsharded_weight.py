@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, written_values
 
 _EXPONENT_SHIFT = 23
 
@@ -135,13 +135,12 @@ class UnshardedFloat8Weight(QuantizableTensor):
 
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if argument.is_write and _contains_weight(value):
-                raise RuntimeError(
-                    f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write "
-                    "the sharded parameter, outside of forward, backward and unshard()"
-                )
+        values = written_values(func, args, kwargs)
+        if any(isinstance(value, UnshardedFloat8Weight) for value in values):
+            raise RuntimeError(
+                f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write the "
+                "sharded parameter, outside of forward, backward and unshard()"
+            )
 
 
 # Functions, for torch.compile takes a method of a tensor for an operator.
@@ -192,9 +191,3 @@ def exponent_bytes(scale: Tensor) -> Tensor:
 def powers_of_two(scale: Tensor) -> Tensor:
     """`exponent_bytes` undone; 255 is infinite."""
     return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
-
-
-def _contains_weight(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_contains_weight(v) for v in value)
-    return isinstance(value, UnshardedFloat8Weight)
