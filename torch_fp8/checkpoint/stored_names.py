@@ -35,8 +35,8 @@ class StoredPart(NamedTuple):
 
 def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a state dict has of a module itself."""
-    for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and own not in module._non_persistent_buffers_set:
+    for own, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and "." not in own:
             yield f"{name}.{own}".lstrip("."), tensor
 
 
