@@ -59,10 +59,9 @@ def _add_choice(module: Any) -> None:
     if f"{fabric}.connector" in sys.modules:
         literal.__args__ = choices
         return
-    extended = literal.copy_with(choices)
-    number, alias = module._PRECISION_INPUT_INT, module._PRECISION_INPUT_STR_ALIAS
-    module._PRECISION_INPUT_STR = extended
-    module._PRECISION_INPUT = Union[number, extended, alias]  # noqa: UP007
+    extended = module._PRECISION_INPUT_STR = literal.copy_with(choices)
+    parts = (extended if part == literal else part for part in get_args(module._PRECISION_INPUT))
+    module._PRECISION_INPUT = Union[tuple(parts)]  # noqa: UP007
 
 
 def extend_fabric_connector(module: ModuleType) -> None:

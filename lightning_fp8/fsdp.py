@@ -31,7 +31,6 @@ from lightning_fp8.stream import keep_stream, release_stream
 from torch_fp8.distributed.fsdp.split_weights import reshard
 
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
-_STATE_DICT = "state_dict"
 
 
 class FP8FSDPStrategy:

@@ -248,11 +248,7 @@ def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.co
 
 @triton.jit
 def recast_kernel(
-    table_ptr,
-    chunk_ptr,
-    WEIGHT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    GROUPS: tl.constexpr,
+    table_ptr, chunk_ptr, WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Store the scale of the new weights; cast them again where it differs from the old one."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD

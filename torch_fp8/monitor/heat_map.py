@@ -75,8 +75,8 @@ TOPICS = (
         unit=" %",
         lowest=1e-4,
         highest=1.0,
-        meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor of "
-        "a layer.",
+        meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor "
+        "of a layer.",
         is_share=True,
     ),
     Topic(

@@ -115,7 +115,7 @@ class Float8Layer(FrozenStorage):
 
     def _of_jagged(self, input: Tensor) -> Tensor:
         """Run on a jagged nested tensor: its values (sum of lengths, K) are one batch of tokens."""
-        if input.layout != torch.jagged or getattr(input, "_ragged_idx", 1) != 1 or input.ndim != 3:
+        if input.layout != torch.jagged or input.ndim != 3 or isinstance(input.shape[1], int):
             return self._in_high_precision(input)
         output = self.forward(input.values())
         return torch.nested.nested_tensor_from_jagged(output, input.offsets(), input.lengths())

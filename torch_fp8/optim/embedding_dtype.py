@@ -126,10 +126,10 @@ def bf16_stream(model: nn.Module) -> Iterator[None]:
             hook.paused = False
 
 
-def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
-    """Remove the hooks of modules whose weight is no longer BF16, or all (`everywhere`)."""
+def restore_output_dtype(model: nn.Module) -> None:
+    """Remove the hooks of modules whose weight is no longer BF16."""
     for module in model.modules():
-        for hook in _hooks(module) if everywhere or not _is_narrow(module) else ():
+        for hook in () if _is_narrow(module) else _hooks(module):
             hook.handle.remove()
 
 

@@ -13,6 +13,7 @@ It acts like a plain tensor of its shape and dtype, without memory for it:
 A subclass defines how to decode and encode, and may implement some operators itself (`handlers`).
 """
 
+import functools
 import math
 import operator
 from typing import Any, ClassVar
@@ -150,7 +151,7 @@ class EncodedView(_Readable):
         inner: dict[str, Any], replay: Any, outer_size: Any, outer_stride: Any
     ) -> "EncodedView":
         base = inner["base"]
-        return EncodedView(base, replay, replay(_template(base)))
+        return EncodedView(base, replay, replay(template(base)))
 
     def dequantize(self) -> Tensor:
         view: Tensor = self.replay(self.base.dequantize())
@@ -206,7 +207,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _foreach(func, args, kwargs)
     if func.namespace == "c10d":
         return _collective(func, args, kwargs)
-    if isinstance(first, _Readable) and _is_view(func):
+    if isinstance(first, _Readable) and is_view(func):
         return _view(func, args, kwargs)
     return on_dense(func, args, kwargs)
 
@@ -285,12 +286,14 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _originals(result, written)
 
 
-def _is_view(func: Any) -> bool:
+@functools.cache
+def is_view(func: Any) -> bool:
+    """Return whether an operator returns views of its first argument and writes nothing."""
     aliases = [r.alias_info for r in func._schema.returns]
     return any(a is not None and not a.is_write for a in aliases)
 
 
-def _template(base: Tensor) -> Tensor:
+def template(base: Tensor) -> Tensor:
     """Return a meta tensor with the geometry of `base`, including its storage offset."""
     offset, stride = base.storage_offset(), base.stride()
     steps = (step * (size - 1) for size, step in zip(base.shape, stride, strict=True) if size)
@@ -305,7 +308,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def replay(x: Tensor) -> Any:
         return func(x, *args[1:], **kwargs)
 
-    views = replay(_template(base))
+    views = replay(template(base))
     if isinstance(views, Tensor):
         return EncodedView(base, replay, views)
     return [EncodedView(base, lambda x, i=i: replay(x)[i], v) for i, v in enumerate(views)]

@@ -11,7 +11,6 @@ operators that make it. To train the weight, thaw it: ``requires_grad_(True)`` d
 warning, if a layer owns it.
 """
 
-import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.ops.quantize import QuantizedTensor, transposed
+from torch_fp8.ops.quantize import transposed
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor, dequantized, map_tensors
+from torch_fp8.tensor.base import (
+    Payloads,
+    QuantizableTensor,
+    dequantized,
+    map_tensors,
+    written_values,
+)
+from torch_fp8.tensor.encoded import is_view, template
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
 from torch_fp8.tensor.halves import VERSIONS
@@ -118,7 +124,7 @@ class Float8FrozenWeight(QuantizableTensor):
         whole = Float8FrozenWeight(payload)
         if not chain:
             return whole
-        return Float8FrozenWeight(payload, chain, whole.of_whole(_geometry(whole)))
+        return Float8FrozenWeight(payload, chain, whole.of_whole(template(whole)))
 
     @property
     def data(self) -> Tensor:
@@ -218,11 +224,12 @@ class Float8FrozenWeight(QuantizableTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], cls) and _makes_view(func):
+        if args and isinstance(args[0], cls) and is_view(func):
             return _view(args[0], func, args[1:], kwargs)
         if func is _aten.copy_.default and _same_bytes(*args[:2]):
             return args[0]
-        written = {id(x.payload): x.payload for x in _written(func, args, kwargs)}
+        values = (x for x in written_values(func, args, kwargs) if isinstance(x, cls))
+        written = {id(x.payload): x.payload for x in values}
         for payload in written.values():
             refuse_merge(payload)
         whole = {key: payload.dequantize(torch.float32) for key, payload in written.items()}
@@ -269,7 +276,7 @@ def frozen_payloads(
         rowwise, columnwise: whether to return the payload, and the transpose.
         grad_output: gradient in backward, or None; see `torch_fp8.ops.quantize.transposed`.
     """
-    stored = _stored(weight)
+    stored = weight.payload.quantized
     if spec.granularity != stored.granularity:
         raise RuntimeError(
             f"{weight.payload.name} is stored as FP8 with {stored.granularity} scales, but its "
@@ -279,25 +286,10 @@ def frozen_payloads(
     return stored if rowwise else None, turned
 
 
-def _stored(weight: Float8FrozenWeight) -> QuantizedTensor:
-    return QuantizedTensor(weight.qdata, weight.scale, weight.payload.spec.granularity)
-
-
-@functools.cache
-def _makes_view(func: Any) -> bool:
-    """Return whether an operator returns views of its first argument and writes nothing."""
-    schema = func._schema
-    infos = [result.alias_info for result in schema.returns]
-    if not infos or any(info is None or info.is_write for info in infos):
-        return False
-    first = schema.arguments[0].alias_info
-    return first is not None and not first.is_write
-
-
 def _view(weight: Float8FrozenWeight, func: Any, args: Any, kwargs: Any) -> Any:
     if func in (_aten.detach.default, _aten.alias.default):
-        return Float8FrozenWeight(weight.payload, weight.chain, _geometry(weight))
-    geometry = func(_geometry(weight), *args, **kwargs)
+        return Float8FrozenWeight(weight.payload, weight.chain, template(weight))
+    geometry = func(template(weight), *args, **kwargs)
     several = isinstance(geometry, (list, tuple))
     views = [
         Float8FrozenWeight(
@@ -306,27 +298,6 @@ def _view(weight: Float8FrozenWeight, func: Any, args: Any, kwargs: Any) -> Any:
         for i, like in enumerate(geometry if several else [geometry])
     ]
     return views if several else views[0]
-
-
-def _geometry(weight: Tensor) -> Tensor:
-    """Return a meta tensor with the geometry of `weight`."""
-    size, stride, offset = weight.shape, weight.stride(), weight.storage_offset()
-    whole = torch.empty_strided(size, stride, dtype=DTYPE, device="meta")
-    if not offset:
-        return whole
-    reach = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
-    return torch.empty(reach, dtype=DTYPE, device="meta").as_strided(size, stride, offset)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
-    """Return the frozen weights to which an operator writes."""
-    written: list[Float8FrozenWeight] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.is_write or (argument.alias_info is not None and argument.alias_info.is_write):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else [value]
-            written += [x for x in values if isinstance(x, Float8FrozenWeight)]
-    return written
 
 
 def _has_form(x: Any, spec: CastSpec) -> bool:

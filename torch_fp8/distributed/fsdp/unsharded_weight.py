@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, written_values
 
 _EXPONENT_SHIFT = 23
 
@@ -136,13 +136,12 @@ class UnshardedFloat8Weight(QuantizableTensor):
 
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(func._schema.arguments):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            if argument.is_write and _contains_weight(value):
-                raise RuntimeError(
-                    f"{func._schema.name} writes to an unsharded FP8 weight, which is a copy; "
-                    "write to the sharded parameter, outside forward, backward and unshard()"
-                )
+        values = written_values(func, args, kwargs)
+        if any(isinstance(value, UnshardedFloat8Weight) for value in values):
+            raise RuntimeError(
+                f"{func._schema.name} writes to an unsharded FP8 weight, which is a copy; "
+                "write to the sharded parameter, outside forward, backward and unshard()"
+            )
 
 
 # Functions, because torch.compile treats a tensor's method as an operator.
@@ -193,9 +192,3 @@ def exponent_bytes(scale: Tensor) -> Tensor:
 def powers_of_two(scale: Tensor) -> Tensor:
     """Invert `exponent_bytes`; 255 becomes infinity."""
     return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
-
-
-def _contains_weight(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_contains_weight(v) for v in value)
-    return isinstance(value, UnshardedFloat8Weight)
