@@ -46,24 +46,25 @@ COLUMNS = [
 ]
 TEXT = """# Coverage: what of a model runs in FP8
 
-`python -m benchmarks.coverage` builds, converts and trains tiny models of transformers' architectures
-with random weights (rows and versions: `benchmarks/results/coverage.csv`; CPU emulation, level O2,
-recipe tensorwise).
+`python -m benchmarks.coverage` builds, converts and trains tiny models of transformers'
+architectures with random weights (rows and versions: `benchmarks/results/coverage.csv`; CPU
+emulation, level O2, recipe tensorwise).
 
 * *Layers*: linear layers in FP8, of all linear layers.
-* *FLOPs in FP8*: share of the FLOPs of all matrix products with a weight, forward and backward. The
-  output layer (`lm_head`) stays in high precision by default, and is a larger part of a tiny model
-  than of a real one.
-* *Loss*: loss of one batch after {steps} steps, in BF16 and in FP8 from the same weights and seed.
-  The *difference* is in percent of the first step's loss, for one seed.
+* *FLOPs in FP8*: share of the FLOPs of all matrix products with a weight, forward and backward.
+  The output layer (`lm_head`) stays in high precision by default, and is a larger part of a tiny
+  model than of a real one.
+* *Loss*: loss of one batch after {steps} steps, in BF16 and in FP8 from the same weights and
+  seed. The *difference* is in percent of the first step's loss, for one seed.
 
 ## Mixture of experts
 
-transformers stores the weights of all experts of a block in 3-D parameters (Mixtral, GPT-OSS, OLMoE,
-Qwen3-MoE, DeepSeek-V3, Llama-4 and others). [They run in FP8 grouped GEMMs](moe.md). The table gives
-the shares of a token's FLOPs, with the experts that it visits, at the default sizes of transformers'
-configuration classes (`python -m benchmarks.coverage --experts`): first of all matrix products with a
-weight, then of those outside the output layer, which stays in high precision.
+transformers stores the weights of all experts of a block in 3-D parameters (Mixtral, GPT-OSS,
+OLMoE, Qwen3-MoE, DeepSeek-V3, Llama-4 and others). [They run in FP8 grouped GEMMs](moe.md). The
+table gives the shares of a token's FLOPs, with the experts that it visits, at the default sizes
+of transformers' configuration classes (`python -m benchmarks.coverage --experts`): first of all
+matrix products with a weight, then of those outside the output layer, which stays in high
+precision.
 
 | architecture | parameters | FLOPs in FP8 | outside `lm_head` |
 |---|---|---|---|
@@ -71,16 +72,17 @@ weight, then of those outside the output layer, which stays in high precision.
 
 ## Ten seeds
 
-One seed says little. The table shows six small models with ten seeds each after 30 steps, with standard
-errors, in percent of BF16's loss (`python -m benchmarks.evidence.small_models_loss`,
+One seed says little. The table shows six small models with ten seeds each after 30 steps, with
+standard errors, in percent of BF16's loss (`python -m benchmarks.evidence.small_models_loss`,
 `benchmarks/results/small_models_loss.csv`). Its columns are:
 
 * *BF16, perturbed*: BF16 from weights perturbed by a millionth, which shows BF16's own spread.
-* *Rounded in forward*, *in all GEMMs*: stock BF16 without this package, with the operands of linear
-  layers and experts rounded to 8 bits in forward, or in all three GEMMs.
+* *Rounded in forward*, *in all GEMMs*: stock BF16 without this package, with the operands of
+  linear layers and experts rounded to 8 bits in forward, or in all three GEMMs.
 * *O2*, and *O2 beyond that*: level O2, and its difference to the run before it, seed by seed.
 
-O2 costs as much as rounding to 8 bits costs models of this size, and nothing systematic beyond that.
+O2 costs as much as rounding to 8 bits costs models of this size, and nothing systematic beyond
+that.
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|
