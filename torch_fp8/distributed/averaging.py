@@ -104,7 +104,7 @@ def joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
     if len(pieces) == 1:
         return aligned(pieces[0])
     padded = [F.pad(piece, (0, -piece.shape[-1] % multiple)) for piece in pieces]
-    return torch.cat(padded, -1) if padded else buffer[..., :0]
+    return torch.cat(padded, -1) if padded else buffer[..., :0]  # (..., sum of the padded runs)
 
 
 def target_of(

@@ -82,7 +82,7 @@ def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
     for device in dict.fromkeys(local(p).device for p in parameters):
         parameters_there = [p for p in parameters if local(p).device == device]
         zeros = torch.zeros(len(parameters_there), 2, 4, dtype=torch.float32, device=device)
-        zeros_of |= zip(parameters_there, zeros.unbind(), strict=True)
+        zeros_of |= zip(parameters_there, zeros.unbind(), strict=True)  # (P, 2, 4) -> P of (2, 4)
     return zeros_of
 
 
@@ -281,7 +281,7 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     if grad.dtype not in (torch.bfloat16, torch.float32):
         grad = grad.float()
     grad = grad.contiguous()
-    return (aligned(grad) if grad.storage_offset() else grad).view(shape)
+    return (aligned(grad) if grad.storage_offset() else grad).view(shape)  # (R, K)
 
 
 def shard_origin(parameter: Tensor) -> tuple[int, int, int]:

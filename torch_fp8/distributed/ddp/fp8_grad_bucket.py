@@ -52,6 +52,7 @@ class GradientBucket:
         self._keys = shifted_keys(keys, dist.get_rank(group) * layout.num_values)
         device = parameters[0].device
         size = (self._world_size, layout.num_bytes)
+        # (N, B): row r goes to rank r
         self._sent = torch.empty(size, dtype=torch.uint8, device=device)
         codes = [self._codes(i) for i in range(len(parameters))]
         scales = [self._scales(i) for i in range(len(parameters))]
@@ -74,6 +75,7 @@ class GradientBucket:
         scale = 1 / self._world_size
         combined = messages.reduce_and_repack(self._received, self._layout, scale, keys=self._keys)
         self._sent, self._received = combined, self._sent
+        # (1, B) of each -> (N, B)
         self._work = all_gather(self._received, combined, self._group, async_op=True)
 
     def finish(self) -> None:
@@ -83,6 +85,7 @@ class GradientBucket:
         scales = self._layout.scales(self._received)  # (ranks, G)
         flags = self._layout.plain(self._received)
         if len(self._parameters) > 1:
+            # (ranks * 32 G,) and (ranks * G,)
             codes, scales = codes.reshape(-1), scales.reshape(-1)
         position = 0
         for i, (parameter, numel) in enumerate(zip(self._parameters, self._numels, strict=True)):
@@ -110,6 +113,7 @@ class GradientBucket:
         if grad is None:
             return self._sent.new_zeros(self._numels[i])
         assert isinstance(grad, Float8Grad)
+        # (R, K) -> (R, K rounded up) -> flat
         return F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE)).view(-1)
 
     def _scales(self, i: int) -> Tensor:
@@ -117,7 +121,7 @@ class GradientBucket:
         if grad is None:
             return self._sent.new_zeros(self._numels[i] // GROUP_SIZE)
         assert isinstance(grad, Float8Grad)
-        return grad.scale.view(-1)
+        return grad.scale.view(-1)  # (R, groups) -> flat
 
 
 def _lay_out(pieces: list[Tensor], target: Tensor) -> None:

@@ -182,7 +182,7 @@ class WeightGather:
             torch.cuda.current_stream(self.device).wait_event(self.made)
         rows, shard = self.fsdp_param.padded_sharded_param_size[0], stored(shard)
         if shard.shape[0] != rows:
-            shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))
+            shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))  # (padded rows, K)
         quantized = self._cast(shard)
         inputs = [quantized.qdata.view(torch.uint8)]
         if self.spec.granularity == "block_1x32":
@@ -213,6 +213,7 @@ class WeightGather:
         """Return the whole weight, or fill `out` again; FSDP frees the outputs it is made of."""
         scale = metadata
         rows, cols = self.fsdp_param._orig_size
+        # (ranks * padded rows, K) -> (N, K) without the padding
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
         if len(outputs) == 2:
             scale = outputs[1].view(rows, -1)  # (N, scales of a row)

@@ -107,8 +107,9 @@ class ExpertGather(WeightGather):
         flip = self.module.is_transposed != turns
         payload = self._payload(shard, flip)
         experts, rows, cols = payload.qdata.shape
-        scale = payload.scale.view(experts, -1)
+        scale = payload.scale.view(experts, -1)  # (E, rows of this layout)
         scale = F.pad(scale, (0, max(rows, cols) - scale.shape[1])).contiguous()
+        # (E, R, C) -> (E, R * C)
         codes = payload.qdata.view(torch.uint8).view(experts, rows * cols)
         return (codes, scale.view(torch.uint8)), flip
 

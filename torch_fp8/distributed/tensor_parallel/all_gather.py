@@ -110,6 +110,7 @@ class Gather:
         if scale is None:
             exponents = self._joined(self._output[:, size:], _scales_per_row(self.spec, cols))
             scale = powers_of_two(exponents).flatten(0, -2)
+        # (..., C) -> (M, C)
         return QuantizedTensor(qdata.flatten(0, -2), scale, self.spec.granularity)
 
     def _joined(self, parts: Tensor, last: int) -> Tensor:
@@ -271,7 +272,7 @@ def gather_activation(
         gather_again: whether backward gathers again instead of keeping the result.
         keep_part: whether the result keeps `shard`, for a monitor.
     """
-    rows = shard.reshape(-1, shard.shape[-1])
+    rows = shard.reshape(-1, shard.shape[-1])  # (..., C) -> (rows, C)
     quantized = quantize(rows, spec, scale)
     message = pack_shard(quantized, shard.shape, shards, spec)
     source = GatheredInput(spec, shards if gather_again else None)
