@@ -78,8 +78,8 @@ TOPICS = (
         unit=" %",
         lowest=1e-4,
         highest=1.0,
-        meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor of "
-        "a layer.",
+        meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor "
+        "of a layer.",
         is_share=True,
     ),
     Topic(
@@ -119,8 +119,8 @@ TOPICS = (
         unit=" %",
         lowest=1e-5,
         highest=1.0,
-        meaning="The share of elements that are too large for the payload, in the worst tensor of "
-        "a layer: delayed scaling did not predict them.",
+        meaning="The share of elements that are too large for the payload, in the worst tensor "
+        "of a layer: delayed scaling did not predict them.",
         is_share=True,
     ),
 )
