@@ -195,8 +195,7 @@ def test_adapters_that_do_more_than_add_are_merged_by_trl(
     generation_of(model, engine, "colocate").sync_weights()
     assert len(said) == 1
     assert (
-        "TRL merges adapters in place for vLLM, and unmerges them afterwards: 'base_model"
-        in said[0]
+        "TRL merges adapters in place for vLLM and unmerges them afterwards: 'base_model" in said[0]
     )
     after = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
     for parameter, (qdata, scale) in zip(after, before, strict=True):

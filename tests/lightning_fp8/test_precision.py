@@ -433,10 +433,7 @@ def test_auto_measures_once_and_leaves_a_layer_in_bf16(host, tmp_path, summaries
     (summary,) = summaries()
     assert "FP8: 1 of 2 linear layers" in summary
     assert "auto -> rowwise: " in summary
-    assert (
-        "net.2: 16x64 is not faster in FP8: 30 us with tensorwise, 20 us in BF16 at 8 tokens"
-        in summary
-    )
+    assert "net.2: 16x64 is not faster in FP8: 30 us against 20 us in BF16 at 8 tokens" in summary
     trainer.fit(model, data(2))
     assert len(clock.runs) == num_runs
     assert [type(layer) for layer in model.net] == [nn.Linear, nn.ReLU, nn.Linear]

@@ -303,6 +303,4 @@ def _as_it_runs(times: LayerTimes, recipe: str) -> float:
 def _slower(shape: LayerShape, times: LayerTimes, recipe: str, tokens: int) -> str:
     plain, fp8 = (f"{1e6 * t:.0f}" for t in (times.plain, times.fp8[recipe]))
     name = "BF16" if shape.dtype == torch.bfloat16 else "FP16"
-    return (
-        f"{shape} is not faster in FP8: {fp8} us with {name}, {plain} us in BF16 at {tokens} tokens"
-    )
+    return f"{shape} is not faster in FP8: {fp8} us against {plain} us in {name} at {tokens} tokens"

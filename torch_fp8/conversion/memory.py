@@ -182,7 +182,7 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
     if not same:
         text += f", {size_text(before.total)} before"
     if not _owners(optimizers):
-        return f"{text}; optimizer states are not counted: no optimizer is known"
+        return f"{text}; the states are unknown and not counted"
     return f"{text}; the states of {', '.join(unknown)} are not counted" if unknown else text
 
 

@@ -280,7 +280,8 @@ class ConversionReport:
         ]
         if self.adapters:
             lines.append(
-                f"  adapters  {len(self.adapters)} LoRA adapters, which stay in high precision"
+                f"  adapters  {len(self.adapters)} linear layers of LoRA, which stay in high "
+                "precision"
             )
         if self.flops.experts:
             of_all = 100 * self.flops.experts / self.flops.total

@@ -111,8 +111,8 @@ TOPICS = (
         unit=" %",
         lowest=1e-5,
         highest=1.0,
-        meaning="The share of elements that are too large for the payload, in the worst tensor of "
-        "a layer: delayed scaling did not predict them.",
+        meaning="The share of elements that are too large for the payload, in the worst tensor "
+        "of a layer: delayed scaling did not predict them.",
         is_share=True,
     ),
 )

@@ -40,9 +40,8 @@ from torch_fp8.tensor.weight_half import half
 _ASKED = "FP8Config(backend='transformer-engine')"
 _INSTALL = "pip install --no-build-isolation {}'transformer-engine[pytorch]>=2.20'"
 NOT_SHARDED = (
-    f"{_ASKED} runs on one device and under DDP only; for weights sharded by FSDP or tensor "
-    "parallelism, Transformer Engine would keep a full FP8 copy from forward to backward. Leave "
-    "backend out"
+    f"{_ASKED} runs on one device and under DDP; for weights sharded by FSDP or tensor parallelism "
+    "Transformer Engine would keep a full FP8 copy from forward to backward. Leave backend out"
 )
 # Not installed; a library of CUDA is missing; only the empty meta package; versions that differ.
 _NOT_LOADED = (ImportError, OSError, RuntimeError, AssertionError)
@@ -127,9 +126,7 @@ def unaligned(module: nn.Linear, recipe: Recipe) -> str | None:
         return f"Transformer Engine does not support transposed weights ({type(module).__name__})"
     for dim in ("in_features", "out_features"):
         if getattr(module, dim) % multiple:
-            return (
-                f"{dim}={getattr(module, dim)} is not a multiple of {multiple} (Transformer Engine)"
-            )
+            return f"{dim}={getattr(module, dim)} is no multiple of {multiple} (Transformer Engine)"
     return None
 
 

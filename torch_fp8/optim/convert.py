@@ -145,7 +145,7 @@ def _keep_states(
         states = f"an int8 momentum, {counted(num_split, 'weight')} in two halves"
         report = replace(report, reason=None, states=states)
     verb = "is" if len(options) == 1 else "are"
-    of_adam = [f"{' and '.join(options)} {verb} only for Adam and AdamW"] if options else []
+    of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
     report = replace(
         report,
         converted=True,

@@ -133,7 +133,7 @@ def test_a_text_awkward_shapes_and_odd_numbers_of_tokens(tmp_path, capsys):
     assert made["config"]["overrides"]["q_proj"] is None
     text.write_text('{"txt": 1}\n')
     assert _check(tmp_path / "model", text) == 2
-    assert "line 1, has no text 'text' (it has 'txt')" in capsys.readouterr().err
+    assert "line 1, has no text field 'text' (it has 'txt')" in capsys.readouterr().err
     text.write_text('{"text": "w1"}\n')
     assert _check(tmp_path / "model", text) == 2
     assert "has 1 tokens, fewer than one sequence of" in capsys.readouterr().err

@@ -182,7 +182,7 @@ def test_bad_calls_are_refused_and_leave_nothing(tmp_path):
         export(model, tmp_path / "out", tokenizer="gpt2")
     with pytest.raises(TypeError, match=r"Sequential has no such config"):
         export(nn.Sequential(nn.Linear(128, 128)), tmp_path / "out")
-    with pytest.raises(ValueError, match="max_shard_size='many' is no size"):
+    with pytest.raises(ValueError, match="max_shard_size='many' is not a size"):
         export(model, tmp_path / "out", max_shard_size="many")
     assert not list(tmp_path.iterdir())
 
@@ -191,7 +191,7 @@ def test_a_path_that_exists_is_refused_and_stays(tmp_path):
     model = _trained("blockwise", steps=0)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    with pytest.raises(ValueError, match=r"out' exists"):
+    with pytest.raises(ValueError, match=r"out' already exists"):
         export(model, tmp_path / "out")
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/mine"]
 

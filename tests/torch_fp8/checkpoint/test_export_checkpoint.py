@@ -150,7 +150,7 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(tmp_path):
     refused(r"'model.layers.1.mlp.up_proj.weight' holds an Inf or NaN")
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    refused(r"it lacks 'model.layers.1.mlp.up_proj.weight'")
+    refused(r"it is missing 'model.layers.1.mlp.up_proj.weight'")
     (tmp_path / "in" / "config.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     refused("has no config.json")

@@ -227,7 +227,10 @@ def _reshape(tensors):
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
-        (_rename, "lacks '0.norm.weight' and 0 more and it has '0.gate_proj.weight' and 0 more"),
+        (
+            _rename,
+            "missing '0.norm.weight' and 0 more and it has unexpected '0.gate_proj.weight'",
+        ),
         (_reshape, r"'0.norm.weight' has shape \(64,\), not \(128,\)"),
     ],
     ids=["renamed", "reshaped"],

@@ -159,7 +159,7 @@ def test_what_an_engine_would_do_otherwise_is_refused_by_name(tmp_path):
     rowwise = r"q_proj' runs recipe 'rowwise'; convert the model with recipe='blockwise', or"
     with pytest.raises(ValueError, match=rf"'model.layers.0.self_attn.{rowwise}"):
         weights_for_engine(_model("rowwise"), "fp8_per_block")
-    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' runs in FP8 and"):
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' runs in FP8, but"):
         weights_for_engine(_model(num_key_value_heads=1), "fp8_per_block")
     with pytest.raises(TypeError, match="Linear has no such config"):
         weights_for_engine(nn.Linear(128, 128))

@@ -407,7 +407,7 @@ def test_summary_groups_what_was_skipped():
     model.adapters = nn.ModuleList(_Adapter() for _ in range(4))
     text = convert_to_float8(model).summary(model, [torch.optim.AdamW(model.parameters())])
     assert "FP8: 8 of 9 linear layers" in text  # those of the adapters are no layers left out
-    assert "  adapters  8 LoRA adapters, which stay in high precision" in text
+    assert "  adapters  8 linear layers of LoRA, which stay in high precision" in text
     assert "LoRA adapter" not in text
     assert "16.00 bytes per parameter, before and after" in text
     assert " MiB" in text
@@ -447,7 +447,7 @@ def test_summary_says_that_the_optimizer_is_not_converted_and_how():
     text = report.summary(model)
     assert "  optimizer not converted" in text
     assert "torch_fp8.convert_optimizer(optimizer, config, model=model)" in text
-    assert text.endswith("; optimizer states are not counted: no optimizer is known")
+    assert text.endswith("; the states are unknown and not counted")
     states = torch_fp8.convert_optimizer(optimizer, model=model)
     text = report.summary(model, [optimizer], [states])
     assert "not converted" not in text
@@ -630,4 +630,4 @@ def test_the_summary_says_of_states_what_its_bytes_say(features, said):
 def test_one_of_a_kind_is_singular():
     report = convert_to_float8(nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 64)))
     assert "1 of 1 linear layer, " in report.summary()
-    assert "1 norm or gated MLP, " in report.summary()
+    assert "1 norm or gated MLP with" in report.summary()

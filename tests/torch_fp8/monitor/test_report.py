@@ -187,7 +187,7 @@ def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
     _write(tmp_path / "two" / "b")
     status, _, err = _report(tmp_path / "two", capsys)
     assert status == 1
-    assert "the statistics of 2 runs; name one" in err
+    assert "the statistics of 2 runs; choose one" in err
 
 
 def _browser():

@@ -420,9 +420,7 @@ def test_mxfp8_takes_blocks_of_32(te, monkeypatch):
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(64, 64))
     report = convert_to_float8(model, FP8Config(recipe="mxfp8", backend="transformer-engine"))
     assert report.converted == ("1",)
-    assert report.skipped == (
-        ("0", "out_features=48 is not a multiple of 32 (Transformer Engine)"),
-    )
+    assert report.skipped == (("0", "out_features=48 is no multiple of 32 (Transformer Engine)"),)
     seen = recorded(monkeypatch, te, lambda inp, output: inp.shape)
     model[1](torch.ones(5, 64))
     assert seen == [(32, 64)]
@@ -434,8 +432,8 @@ def test_other_sizes_are_skipped_with_the_reason(te):
     report = convert_to_float8(model, TE)
     assert report.converted == ("2",)
     assert report.skipped == (
-        ("0", "in_features=40 is not a multiple of 16 (Transformer Engine)"),
-        ("1", "out_features=40 is not a multiple of 16 (Transformer Engine)"),
+        ("0", "in_features=40 is no multiple of 16 (Transformer Engine)"),
+        ("1", "out_features=40 is no multiple of 16 (Transformer Engine)"),
     )
 
 

@@ -327,7 +327,7 @@ def test_sharded_weights(mesh, order):
         optimizer.param_groups[0]["params"] = list(model.parameters())
         report = convert_optimizer(optimizer, O3, model=model)
         assert report.num_fp8_gradients == report.num_hooks_restored == 3
-        assert "3 gradients in 8 bits (3 hooks put back)" in str(report)
+        assert "3 gradients in 8 bits (3 hooks restored)" in str(report)
     else:
         shard()
         _, optimizer, _ = _converted(model=model)

@@ -301,7 +301,7 @@ def test_a_checkpoint_has_the_bytes_of_memory_and_a_written_moment_in_full():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("exp_avg_ratio_scale"), "'exp_avg_ratio_scale'] is no uint8 tensor"),
+        (lambda s: s.pop("exp_avg_ratio_scale"), "'exp_avg_ratio_scale'] is not a uint8 tensor"),
         (
             lambda s: s.update(exp_avg_ratio_codes=s["exp_avg_ratio_codes"][:, :-1]),
             r"has shape \(144, 31\), expected \(144, 32\)",
