@@ -273,5 +273,5 @@ def test_each_of_several_models_has_losses_names_a_file_and_a_state_of_its_own(
     assert is_paused(value[0])
     first, second = again._fp8_preparation.monitoring._monitors.values()
     assert (first.step, second.step) == (3, 3)
-    assert first.way_back.fallen["0"]["since"] == 1
-    assert second.way_back.fallen["0"]["since"] == 2
+    assert first.fallback.fallen["0"]["since"] == 1
+    assert second.fallback.fallen["0"]["since"] == 2

@@ -48,23 +48,17 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         state: return value of `scaling_state_dict`.
     Raises:
         ValueError: `state` belongs to another model or history length, or its history contains an
-            Inf or NaN. No scaling is loaded in that case.
+            Inf or NaN. Nothing is loaded in that case.
     """
     state = {unwrapped_name(key): value for key, value in state.items() if key != _FORMER}
     exchanges = state.pop(STATE_KEY, None)
-    if exchanges is not None:
-        load_exchanges_state(model, exchanges)
-    if not state:
-        return
-    modules = dict(_delayed_modules(model))
+    modules = dict(_delayed_modules(model)) if state else {}
     targets = {
         f"{name}.{key}": value
         for name, module in modules.items()
         for key, value in zip(_SCALING, module.scaling_state, strict=True)
     }
-    if not targets:
-        return
-    for key in sorted(targets.keys() ^ state.keys()):
+    for key in sorted(targets.keys() ^ state.keys()) if targets else ():
         where = "in the model, not in the state" if key in targets else "in the state only"
         raise ValueError(f"FP8 scaling state does not fit the model: {key!r} is {where}")
     for key, target in targets.items():
@@ -80,6 +74,8 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
             module.load_scaling_state(history, last_scale)
     restore_scales(layer for layer in modules.values() if layer.fp8.scales_known)
+    if exchanges is not None:
+        load_exchanges_state(model, exchanges)
 
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:

@@ -27,6 +27,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings, layer_of
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
+from torch_fp8.monitor.fallback import Fallback
 from torch_fp8.monitor.layer_observer import INPUT, guarded
 from torch_fp8.monitor.losses import Losses, is_told
 from torch_fp8.monitor.observer import Observer
@@ -44,7 +45,6 @@ from torch_fp8.monitor.parameters import (
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series, is_distributed
 from torch_fp8.monitor.step_hooks import hook_step
-from torch_fp8.monitor.way_back import WayBack
 
 
 class Monitor:
@@ -102,7 +102,7 @@ class Monitor:
         self._trained = [*trained(self._layers), *trained(self._experts.weights)]
         kinds = kinds_of(self._layers, self._mlps, config.monitor_probes)
         self.series = Series(kinds | self._experts.kinds())
-        self.way_back = WayBack(self._layers, self._mlps, config)
+        self.fallback = Fallback(self._layers, self._mlps, config)
         self._observer = Observer(
             self._layers,
             self._experts,
@@ -150,7 +150,7 @@ class Monitor:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types."""
         state = {"step": self.step, "losses": list(self._losses.spikes.losses)}
-        return state | self.way_back.state_dict()
+        return state | self.fallback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the result of `state_dict`."""
@@ -160,18 +160,18 @@ class Monitor:
         self._reported.clear()  # the histories have changed
         self.step = int(state["step"])
         self._losses.go_on(state["losses"])
-        self.way_back.load_state_dict(state)
+        self.fallback.load_state_dict(state)
         self._losses.forget()
         if self._events.file is not None:
             self._events.file.since = self.step
-        if self.way_back.fallen:
-            names = ", ".join(self.way_back.fallen)
+        if self.fallback.fallen:
+            names = ", ".join(self.fallback.fallen)
             self._events.tell(f"FP8 monitor: still out of FP8 at step {self.step}: {names}")
         self._begin()
 
     def summary(self) -> str:
         """Return one sentence on the events so far."""
-        return self._events.summary(self.way_back.fallen)
+        return self._events.summary(self.fallback.fallen)
 
     def close(self) -> None:
         """Stop measuring; layers that have fallen back run FP8 again. The file remains."""
@@ -181,7 +181,7 @@ class Monitor:
             handle.remove()
         self._handles = []
         self.flush()
-        self.way_back.undo()
+        self.fallback.undo()
 
     def flush(self) -> None:
         """Write the losses since the last measured step; all ranks call it together."""
@@ -237,7 +237,7 @@ class Monitor:
     def _after_update(self) -> None:
         self.step += 1
         with guarded(self._events.failed):
-            for event in self.way_back.tick(self.step):
+            for event in self.fallback.tick(self.step):
                 self._events.note(self.step, event)
             if self._restores:
                 self._restores = False
@@ -284,7 +284,7 @@ class Monitor:
         self._events.note_crossings(step, crossed, self.config.monitor)
         self._events.note_left_out(step, series, self.config.monitor)
         self._note_empty(step, crossed)
-        for event in self.way_back.judge(step, crossed):
+        for event in self.fallback.judge(step, crossed):
             self._events.note(step, event)
         with guarded(self._events.failed):
             self._events.write(step, self.series.names, series, self._losses.taken())
@@ -308,7 +308,7 @@ class Monitor:
         """
         action, told = self.config.on_loss_spike, is_told(self._losses.spikes.in_a_row)
         if action == "bf16":
-            event = self.way_back.pause_all(step)
+            event = self.fallback.pause_all(step)
             if told:
                 self._events.note(step, event)
         elif action in ("skip", "restore"):

@@ -18,6 +18,7 @@ from torch_fp8 import (
     revert,
 )
 from torch_fp8.autograd.function import of_text
+from torch_fp8.distributed import links
 from torch_fp8.nn.layer_filter import matches
 
 
@@ -528,13 +529,15 @@ def test_scaling_state_of_another_model_is_refused_whole():
     state = torch_fp8.scaling_state_dict(model)
     fresh = Model()
     convert_to_float8(fresh, FP8Config(recipe="delayed", amax_history_len=8))
+    state[links.STATE_KEY] = torch.ones(len(links.KINDS), dtype=torch.uint8)
     wrong = {**state, "layers.1.down.amax_history": torch.zeros(3, 9)}
     with pytest.raises(ValueError, match=r"layers\.1\.down\.amax_history.*amax_history_len"):
         torch_fp8.load_scaling_state_dict(fresh, wrong)
-    missing = dict(list(state.items())[:-1])
+    missing = dict(list(state.items())[1:])
     with pytest.raises(ValueError, match="in the model, not in the state"):
         torch_fp8.load_scaling_state_dict(fresh, missing)
     assert (fresh.layers[0]["up"].fp8_amax_history == 0).all()
+    assert fresh not in links._saved
     torch_fp8.load_scaling_state_dict(fresh, {})
     former = {"automatic_scaling.mu": torch.tensor(0.5)}  # of communication="fp8-lm", which is gone
     torch_fp8.load_scaling_state_dict(fresh, former)

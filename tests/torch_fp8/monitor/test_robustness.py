@@ -164,7 +164,7 @@ def test_what_fails_in_it_never_stops_a_run(monkeypatch):
     for place, name in (
         (watched.monitor._observer, "install"),
         (watched.monitor._losses, "add"),
-        (watched.monitor.way_back, "tick"),
+        (watched.monitor.fallback, "tick"),
     ):
         monkeypatch.setattr(place, name, fails)
     broken = lambda seen, device: fails() if seen else vector(seen, device)  # noqa: E731

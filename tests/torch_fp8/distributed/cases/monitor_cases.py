@@ -1,6 +1,6 @@
 """Trains with a monitor on one of two gloo ranks, with DDP and sharded; writes what it saw.
 
-Started by tests/torch_fp8/monitor/test_way_back.py:
+Started by tests/torch_fp8/monitor/test_fallback.py:
 ``python monitor_cases.py <rank> <ranks> <store> <result>``.
 """
 

@@ -1,4 +1,4 @@
-"""`WayBack`: automatic fallbacks of layers from FP8 because of their statistics, and their return.
+"""`Fallback`: automatic fallbacks of layers from FP8 because of their statistics, and their return.
 
 All decisions depend only on numbers that all ranks have joined, so all ranks decide alike.
 """
@@ -22,7 +22,7 @@ _BY_CAST = ("input", "weight", "grad_output", "swiglu")
 """The kinds of tensors whose alarms another recipe can fix."""
 
 
-class WayBack:
+class Fallback:
     """The layers that have left FP8, since when, and when they return.
 
     Args:
