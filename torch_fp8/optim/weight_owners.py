@@ -10,7 +10,8 @@ only weights are split that are known to be read by their own forward alone:
 * of output layers and other layers that compute what ``nn.Linear`` does, but stay in high precision
   by themselves: too small, say, or not faster in FP8. Outside autocast they multiply in float32.
 
-No weight is split whose memory another parameter or buffer has: each would have halves of its own.
+No weight is split whose memory another parameter, buffer or process has: each would have halves of
+its own.
 
 Everything else keeps its dtype, and its moments have 8 bits all the same: adapters of PEFT, which
 are merged outside autocast; parametrized tensors; parameters of any other module (convolutions,
@@ -49,6 +50,9 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
     reasons: dict[Tensor, str | None] = {}
     for tensor in _overlapping([*model.parameters(), *model.buffers()]):
         reasons[tensor] = "in memory that another parameter or buffer has, too"
+    for tensor in model.parameters():
+        if type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.is_shared():
+            reasons[tensor] = "in memory that processes share"
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:

@@ -11,9 +11,7 @@ as the chain of operators that make them. To train it, it must be thawed: ``requ
 does so with a warning where a layer owns it.
 """
 
-import functools
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,26 +23,13 @@ from torch_fp8.tensor.base import Payloads, QuantizableTensor, dequantized, map_
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
 from torch_fp8.tensor.halves import VERSIONS
+from torch_fp8.tensor.shared_parts import SharedParts, send_shared
+from torch_fp8.tensor.view_chain import Step, geometry_of, makes_view
 
 _aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One operator of the chain that makes a view; `index` where it returns several."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    index: int | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        value = self.func(x, *self.args, **self.kwargs)
-        result: Tensor = value if self.index is None else value[self.index]
-        return result
-
-
-class Float8FrozenWeight(QuantizableTensor):
+class Float8FrozenWeight(SharedParts, QuantizableTensor):
     """A weight (R, C), or a view of one, in FP8; reads as BF16.
 
     Attributes:
@@ -53,7 +38,7 @@ class Float8FrozenWeight(QuantizableTensor):
     """
 
     payload: FrozenPayload
-    chain: tuple[_Step, ...]
+    chain: tuple[Step, ...]
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -61,7 +46,7 @@ class Float8FrozenWeight(QuantizableTensor):
     def __new__(
         cls,
         payload: FrozenPayload,
-        chain: tuple[_Step, ...] = (),
+        chain: tuple[Step, ...] = (),
         like: Tensor | None = None,
         requires_grad: bool = False,
     ) -> "Float8FrozenWeight":
@@ -118,7 +103,7 @@ class Float8FrozenWeight(QuantizableTensor):
         whole = Float8FrozenWeight(payload)
         if not chain:
             return whole
-        return Float8FrozenWeight(payload, chain, whole.of_whole(_geometry(whole)))
+        return Float8FrozenWeight(payload, chain, whole.of_whole(geometry_of(whole)))
 
     @property
     def data(self) -> Tensor:
@@ -218,7 +203,10 @@ class Float8FrozenWeight(QuantizableTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], cls) and _makes_view(func):
+        if torch.is_inference_mode_enabled():  # views outlive it
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
+        if args and isinstance(args[0], cls) and makes_view(func):
             return _view(args[0], func, args[1:], kwargs)
         if func is _aten.copy_.default and _same_bytes(*args[:2]):
             return args[0]
@@ -241,6 +229,9 @@ class Float8FrozenWeight(QuantizableTensor):
         for key, payload in written.items():
             write_change(payload, whole[key], func)
         return map_tensors(result, lambda x: own[id(x)][1] if id(x) in own else x)
+
+
+send_shared(Float8FrozenWeight)
 
 
 def frozen_parameter(payload: FrozenPayload) -> nn.Parameter:
@@ -283,39 +274,18 @@ def _stored(weight: Float8FrozenWeight) -> QuantizedTensor:
     return QuantizedTensor(weight.qdata, weight.scale, weight.payload.spec.granularity)
 
 
-@functools.cache
-def _makes_view(func: Any) -> bool:
-    """Whether an operator returns views of its first argument and writes nothing."""
-    schema = func._schema
-    infos = [result.alias_info for result in schema.returns]
-    if not infos or any(info is None or info.is_write for info in infos):
-        return False
-    first = schema.arguments[0].alias_info
-    return first is not None and not first.is_write
-
-
 def _view(weight: Float8FrozenWeight, func: Any, args: Any, kwargs: Any) -> Any:
     if func in (_aten.detach.default, _aten.alias.default):
-        return Float8FrozenWeight(weight.payload, weight.chain, _geometry(weight))
-    geometry = func(_geometry(weight), *args, **kwargs)
+        return Float8FrozenWeight(weight.payload, weight.chain, geometry_of(weight))
+    geometry = func(geometry_of(weight), *args, **kwargs)
     several = isinstance(geometry, (list, tuple))
     views = [
         Float8FrozenWeight(
-            weight.payload, (*weight.chain, _Step(func, args, kwargs, i if several else None)), like
+            weight.payload, (*weight.chain, Step(func, args, kwargs, i if several else None)), like
         )
         for i, like in enumerate(geometry if several else [geometry])
     ]
     return views if several else views[0]
-
-
-def _geometry(weight: Tensor) -> Tensor:
-    """A tensor without data that lies as `weight` does."""
-    size, stride, offset = weight.shape, weight.stride(), weight.storage_offset()
-    whole = torch.empty_strided(size, stride, dtype=DTYPE, device="meta")
-    if not offset:
-        return whole
-    reach = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
-    return torch.empty(reach, dtype=DTYPE, device="meta").as_strided(size, stride, offset)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
