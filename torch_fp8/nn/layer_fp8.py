@@ -252,7 +252,7 @@ class LayerFP8:
             shape, dtype = input.shape, input.dtype
         else:
             return None
-        if shape[-1] != cache.columns or dtype not in FLOATS:
+        if not shape or shape[-1] != cache.columns or dtype not in FLOATS:
             return None
         if cache.quantizer is None:
             if self.observer is not None:
@@ -343,7 +343,7 @@ def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) 
             "torch_fp8.revert(model) first"
         )
     features = weight.shape[0 if fp8.transposed else 1]
-    if shape[-1] != features:
+    if not shape or shape[-1] != features:
         raise ValueError(
             f"FP8 linear '{fp8.name}' takes inputs (..., {features}), got {tuple(shape)}"
         )

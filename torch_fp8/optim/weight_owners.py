@@ -11,8 +11,8 @@ known to be read by nothing but their own forward are split:
   their own account, for example because they are too small or not faster in FP8. Outside autocast
   they multiply in float32.
 
-A weight that shares memory with another parameter or buffer is not split, because each of the two
-would get its own halves.
+A weight that shares memory with another parameter, buffer or process is not split, because each of
+them would get its own halves.
 
 All other weights keep their dtype and still get 8-bit moments: PEFT adapters, which are merged
 outside autocast; parametrized tensors; parameters of any other module (convolutions, experts in
@@ -51,6 +51,9 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
     reasons: dict[Tensor, str | None] = {}
     for tensor in _overlapping([*model.parameters(), *model.buffers()]):
         reasons[tensor] = "sharing memory with another parameter or buffer"
+    for tensor in model.parameters():
+        if type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.is_shared():
+            reasons[tensor] = "sharing memory with other processes"
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:

@@ -22,47 +22,29 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torch_fp8.tensor.leaves_as_copy import LeavesAsCopy
+from torch_fp8.tensor.shared_parts import SharedParts, send_shared
+
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
 
 
-class _Readable(Tensor):
+class _Readable(LeavesAsCopy, SharedParts):
     """Base of tensors without plain memory that read and write like plain ones."""
 
-    __tensor_flatten__: Any
     __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def dequantize(self) -> Tensor:
-        """Return a plain tensor of this shape and dtype."""
-        raise NotImplementedError
 
     def store(self, x: Tensor) -> None:
         """Encode `x`, of this shape."""
         raise NotImplementedError
 
-    def tolist(self) -> Any:
-        return self.dequantize().tolist()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        if self.requires_grad:
-            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        return self.dequantize().__dlpack__(**options)  # a copy, which does not write through
-
-    def __format__(self, spec: str) -> str:
-        return format(self.dequantize(), spec) if spec else str(self)
-
-    def numpy(self, **options: Any) -> Any:
-        array = self.dequantize().numpy(**options)
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None, **options: Any) -> Any:
-        return self.numpy().__array__(dtype, **options)
-
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # aliases and views outlive it
+            with torch.inference_mode(False), torch.no_grad():
+                return _dispatch(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
 
 
@@ -79,6 +61,9 @@ class Encoded(_Readable):
 
     handlers: ClassVar[dict[Any, Any]] = {}
     foreach_methods: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        send_shared(cls)
 
     def alias(self) -> "Encoded":
         """Return another object with the same parts."""

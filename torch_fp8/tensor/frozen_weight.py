@@ -31,6 +31,7 @@ from torch_fp8.tensor.encoded import is_view, template
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
 from torch_fp8.tensor.halves import VERSIONS
+from torch_fp8.tensor.shared_parts import SharedParts, send_shared
 
 _aten: Any = torch.ops.aten
 
@@ -50,7 +51,7 @@ class _Step:
         return result
 
 
-class Float8FrozenWeight(QuantizableTensor):
+class Float8FrozenWeight(SharedParts, QuantizableTensor):
     """A weight (R, C), or a view of one, that is stored in FP8 and reads as BF16.
 
     Attributes:
@@ -224,6 +225,9 @@ class Float8FrozenWeight(QuantizableTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # views outlive it
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if args and isinstance(args[0], cls) and is_view(func):
             return _view(args[0], func, args[1:], kwargs)
         if func is _aten.copy_.default and _same_bytes(*args[:2]):
@@ -248,6 +252,9 @@ class Float8FrozenWeight(QuantizableTensor):
         for key, payload in written.items():
             write_change(payload, whole[key], func)
         return map_tensors(result, lambda x: own[id(x)][1] if id(x) in own else x)
+
+
+send_shared(Float8FrozenWeight)
 
 
 def frozen_parameter(payload: FrozenPayload) -> nn.Parameter:

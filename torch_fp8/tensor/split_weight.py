@@ -7,7 +7,8 @@ it, it looks like the float32 Parameter that it replaces:
 * An operator that writes to it splits the float32 result exactly, into BF16 and 16 bits. The
   optimizer's next step keeps 8, 4 or none of these bits, as configured, by stochastic rounding.
 * Aliases (``p.data``, ``p.detach()``) and views share the halves. ``deepcopy`` of a Parameter
-  copies the halves. Other copies and pickles are plain float32 tensors.
+  copies the halves. Other copies and pickles are plain float32 tensors. A process to which torch's
+  multiprocessing sends the weight shares its halves.
 
 FP8 layers, embeddings and output layers use the BF16 half (`torch_fp8.tensor.weight_half`), and
 their gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad`).
@@ -16,7 +17,6 @@ their gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad
 import functools
 import weakref
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -117,7 +117,9 @@ class SplitWeight(SplitTensor):
             return grad
         wide: WideGrad | None = vars(self).get("_wide_grad")
         if wide is None or wide.stored is not grad:
-            wide = self._wide_grad = WideGrad(grad)
+            wide = WideGrad(grad)
+            if not wide.is_inference():  # or it would outlive an evaluation
+                self._wide_grad = wide
         return wide
 
     @grad.setter
@@ -187,12 +189,8 @@ class SplitWeight(SplitTensor):
     def share_memory_(self) -> Tensor:
         if self.halves.bits != EXACT_BITS:
             self.halves.write(self.halves.join())  # later writes are in place
-        for part in self.halves.tensors:
-            part.share_memory_()
+        super().share_memory_()
         return _unswapped(self)
-
-    def is_shared(self) -> bool:
-        return all(part.is_shared() for part in self.halves.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not _is_parameter(self):
@@ -326,21 +324,6 @@ def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
     return NotImplemented
 
 
-def _reduce(weight: SplitWeight) -> Any:
-    """Pickle for another process: weights in shared memory stay shared, others are copied."""
-    halves, device = weight.halves, weight.device.type
-    if halves.bits != EXACT_BITS or device != "cpu" or not weight.is_shared():
-        return weight.__reduce_ex__(2)
-    parts = halves.high, halves.residual, halves.bits, halves.step_bits
-    return _rebuild, (parts, weight.requires_grad, _is_parameter(weight))
-
-
-def _rebuild(parts: Any, requires_grad: bool, is_parameter: bool) -> SplitWeight:
-    weight = SplitWeight(Halves(*parts)).requires_grad_(requires_grad)
-    return _parameter(weight.halves, weight) if is_parameter else weight
-
-
-ForkingPickler.register(SplitWeight, _reduce)
 SplitWeight.handlers = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,

@@ -199,6 +199,17 @@ def test_bf16_weights_and_inputs(recipe):
     assert sqnr_db(stock(x), y) > 27
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(), (8, 65)])
+def test_wrong_input_shapes_are_refused_with_the_place(shape, training):
+    model = nn.Sequential(nn.Linear(64, 128))
+    convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    with torch.set_grad_enabled(training):
+        model.train(training)(torch.randn(4, 64))
+        with pytest.raises(ValueError, match=r"'0' takes inputs \(..., 64\), got \("):
+            model(torch.randn(shape))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64], ids=str)
 def test_wrong_input_dtypes_are_refused_with_the_place(dtype):
     _, fp8 = _pair()
