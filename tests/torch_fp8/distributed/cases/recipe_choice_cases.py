@@ -60,7 +60,7 @@ def choice(net=None, tokens=16):
         "recipe": report.recipe.name,
         "skipped": skipped,
         "measured": runs > before,
-        "warned": sum("unmeasured" in str(w.message) for w in warned),
+        "warned": sum("without measuring" in str(w.message) for w in warned),
     }
 
 
