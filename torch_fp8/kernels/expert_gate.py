@@ -23,7 +23,7 @@ more operands and takes half of that. If I is not a multiple of 16, elements mov
 tiles of one group (128 columns).
 """
 REGISTERS = 128
-"""Without this limit, the assembler uses 96 for one variant and spills 8 bytes."""
+"""Limit per thread; left alone, the assembler uses 96 for one variant and spills 8 bytes."""
 
 
 def _row_outputs(x: Tensor, cols: int) -> tuple[Tensor, Tensor]:

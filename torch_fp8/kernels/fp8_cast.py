@@ -79,8 +79,8 @@ def reciprocal(scale, POWER_OF_TWO: tl.constexpr):
 def divide(x, r, s, POWER_OF_TWO: tl.constexpr):
     """Compute x / s, correctly rounded, from the r and s of `reciprocal`.
 
-    This takes two residual corrections (Markstein 1990), 5 instructions in all, and is exact while
-    the residuals are not denormal (|x| > 2^-100).
+    Two residual corrections (Markstein 1990), 5 instructions in all, round correctly as long as the
+    residuals are not denormal (|x| > 2^-100).
     """
     y = x * r
     if not POWER_OF_TWO:
