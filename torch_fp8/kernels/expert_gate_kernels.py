@@ -45,6 +45,7 @@ def _load_pair(x_ptr, line, tile, rows, cols, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         both, inside = _wide(tile, rows, cols)
         x = tl.load(x_ptr + line[:, None] + both[None, :], mask=inside, other=0.0)
+        # (BLOCK_R, 2 BLOCK_C) to two of (BLOCK_R, BLOCK_C): even columns, odd columns.
         gate, up = tl.split(tl.reshape(x, (mask.shape[0], mask.shape[1], 2)))
     else:
         places = x_ptr + line[:, None] + c[None, :]

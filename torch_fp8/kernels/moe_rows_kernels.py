@@ -75,9 +75,9 @@ def group_amax_kernel(
     tile_r, _, _, c, _ = tile
     x = _load_values((x_ptr, scale_ptr, token_ptr), tokens, tile, rows, cols, GATHER)
     parts = tl.reshape(abs_bits(x), (BLOCK_R // SAME, SAME, BLOCK_C))
-    group = _groups_of(offs_ptr, tile_r, groups, BLOCK_R)
+    group = _groups_of(offs_ptr, tile_r, groups, BLOCK_R)  # (BLOCK_R / 16,)
     mask = (group[:, None] < groups) & (c[None, :] < cols)
-    places = amax_ptr + group[:, None] * cols + c[None, :]
+    places = amax_ptr + group[:, None] * cols + c[None, :]  # (BLOCK_R / 16, BLOCK_C)
     tl.atomic_max(places, tl.max(parts, axis=1), mask=mask, sem="relaxed")
 
 
@@ -117,9 +117,9 @@ def transpose_groups_kernel(
     scale = tl.load(new_scale_ptr + group[:, None] * cols + c[None, :], mask=mask, other=0.0)
     shape: tl.constexpr = (BLOCK_R // SAME, SAME, BLOCK_C)
     scale = tl.reshape(tl.broadcast_to(scale[:, None, :], shape), (BLOCK_R, BLOCK_C))
-    behind = scale == 0.0  # no scale is zero
+    behind = scale == 0.0  # rows behind the last group: real scales are not zero
     q = cast_bounded(tl.where(behind, 0.0, x), tl.where(behind, 1.0, scale), False, True)
-    store_col(out_ptr, q, r, c, rows, cols, PAD)
+    store_col(out_ptr, q, r, c, rows, cols, PAD)  # q (BLOCK_R, BLOCK_C) to out (K, R)
 
 
 @quick

@@ -55,7 +55,7 @@ def encode(m, second_codes, second_scale, index, key0, key1, turn):
     finite = tl.abs(ratio) < _INF
     ratio = tl.where(finite, ratio, 0.0)
     GROUPS: tl.constexpr = ratio.shape[0]
-    amax = tl.max(tl.reshape(tl.abs(ratio), (GROUPS, 4, 8)), axis=2)
+    amax = tl.max(tl.reshape(tl.abs(ratio), (GROUPS, 4, 8)), axis=2)  # (G, 4)
     bits = ((amax * _SEVENTH).to(tl.int32, bitcast=True) + _ROUNDED_UP) >> _KEPT_BITS
     scale = tl.minimum(tl.maximum(bits - _LEAST, 0), 255)
     words = random_words(index, key0, key1) + turn.to(tl.uint32, bitcast=True)

@@ -45,7 +45,7 @@ def unpack(stored, BITS: tl.constexpr):
     """Unpack stored int8 residuals to (G, 32) int32."""
     stored = stored.to(tl.int32)
     if BITS == 4:
-        stored = tl.interleave((stored << 28) >> 28, stored >> 4)
+        stored = tl.interleave((stored << 28) >> 28, stored >> 4)  # (G, 16) to (G, 32)
     return stored
 
 
@@ -55,5 +55,5 @@ def pack(residual, BITS: tl.constexpr):
     if BITS == 4:
         GROUPS: tl.constexpr = residual.shape[0]
         even, odd = tl.split(tl.reshape(residual, (GROUPS, 16, 2)))
-        residual = (even & 0xF) | (odd << 4)
+        residual = (even & 0xF) | (odd << 4)  # (G, 16)
     return residual.to(tl.int8)

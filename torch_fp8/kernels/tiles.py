@@ -63,6 +63,7 @@ def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
     """Store a tile of q, which is 0 beyond the last row, in the column layout."""
     length = padded(rows, PAD)
     mask = (r[:, None] < length) & (c[None, :] < cols)
+    # q (BLOCK_R, BLOCK_C) goes to col (C, R'), whose rows have `length` elements.
     tl.store(col_ptr + c[None, :] * length + r[:, None], q, mask=mask)
 
 
@@ -141,13 +142,13 @@ def store_groups(
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     _, tile_c, r, c, mask = tile
     groups = tl.reshape(abs_bits(y), (BLOCK_R, GROUPS, GROUP))
-    scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)
+    scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)  # (BLOCK_R, GROUPS)
     num_groups = tl.cdiv(cols, GROUP)
     g = (tl.arange(0, GROUPS) + tile_c * GROUPS).to(tl.int64)
     if GROUP == 128:
-        offsets = g[None, :] * padded(rows, 16) + r[:, None]
+        offsets = g[None, :] * padded(rows, 16) + r[:, None]  # columns of padded(R, 16) scales
     else:
-        offsets = r[:, None] * num_groups + g[None, :]
+        offsets = r[:, None] * num_groups + g[None, :]  # rows of ceil(C / GROUP) scales
     tl.store(scale_ptr + offsets, scale, mask=(r[:, None] < rows) & (g[None, :] < num_groups))
     scale = tl.broadcast_to(scale[:, :, None], (BLOCK_R, GROUPS, GROUP))
     scale = tl.reshape(scale, (BLOCK_R, GROUPS * GROUP))
@@ -177,13 +178,13 @@ def store_column_groups(
     GROUPS: tl.constexpr = y.shape[0] // GROUP
     tile_r, _, r, c, _ = tile
     groups = tl.reshape(abs_bits(y), (GROUPS, GROUP, BLOCK_C))
-    scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)
+    scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)  # (GROUPS, BLOCK_C)
     num_groups = tl.cdiv(rows, GROUP)
     g = (tl.arange(0, GROUPS) + tile_r * GROUPS).to(tl.int64)
     if GROUP == 128:
-        offsets = g[:, None] * padded(cols, 16) + c[None, :]
+        offsets = g[:, None] * padded(cols, 16) + c[None, :]  # columns of padded(C, 16) scales
     else:
-        offsets = c[None, :] * num_groups + g[:, None]
+        offsets = c[None, :] * num_groups + g[:, None]  # rows of ceil(R / GROUP) scales
     tl.store(scale_ptr + offsets, scale, mask=(c[None, :] < cols) & (g[:, None] < num_groups))
     scale = tl.broadcast_to(scale[:, None, :], (GROUPS, GROUP, BLOCK_C))
     scale = tl.reshape(scale, (GROUPS * GROUP, BLOCK_C))
@@ -317,7 +318,7 @@ def load_saved(x, tile, rows, cols, SAVED: tl.constexpr):
         g = tl.arange(0, GROUPS).to(tl.int64) + tile_c * GROUPS
         inside = (r[:, None] < rows) & (g[None, :] < tl.cdiv(cols, 128))
         scale_ptrs = scale_ptr + r[:, None] * scale_r + g[None, :] * scale_c
-        scale = tl.load(scale_ptrs, mask=inside, other=0.0)
+        scale = tl.load(scale_ptrs, mask=inside, other=0.0)  # (BLOCK_R, GROUPS)
         shape: tl.constexpr = (q.shape[0], GROUPS, 128)
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), (q.shape[0], q.shape[1]))
         return q * scale

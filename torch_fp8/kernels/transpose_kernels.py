@@ -36,4 +36,4 @@ def transpose_kernel(
     x = tl.load(x_ptr + offsets, mask=inside, other=0)
     offsets = c[:, None].to(tl.int64) * out_cols + r_out[None, :]
     inside = (c[:, None] < cols) & (r[None, :] < out_cols)
-    tl.store(out_ptr + offsets, tl.trans(x), mask=inside)
+    tl.store(out_ptr + offsets, tl.trans(x), mask=inside)  # (columns of x, rows of x)
