@@ -1,6 +1,7 @@
-"""This package holds the Triton kernels. The launches are in one file per module that they serve,
-of the same stem; the kernels themselves are in files of tiles, over what they share: rounding,
-codecs, random bits.
+"""The Triton kernels.
 
-Nothing else imports Triton, and nothing imports this before a CUDA tensor arrives.
+Each module of `torch_fp8.ops` that runs on CUDA has a launcher module of the same name in this
+package; the kernels are in `*_kernels.py`, and the code they share (rounding, codecs, random bits)
+in modules of its own. Only this package imports Triton, and it is imported with the first CUDA
+tensor.
 """

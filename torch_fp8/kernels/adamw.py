@@ -1,17 +1,17 @@
-"""The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, many matrices to a launch.
+"""The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, with many matrices per launch.
 
-Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
-`kernels.block_layout`). A launch works on all of a class: their addresses and scalars are a table
-that is built here and goes to the card in one asynchronous copy of 288 bytes per matrix and 4 per
-chunk.
+Matrices are grouped into classes by the properties that are compiled into a kernel: dtypes,
+residual bits and layout (see `kernels.block_layout`). One launch updates a whole class. This module
+builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
+copy of 288 bytes per matrix and 4 bytes per chunk.
 
-Where a weight's FP8 payload is kept, the step writes it, too (see `kernels.weight_cast`). With a
-scale for each weight a second launch follows for all of a class, which has something to do where a
-scale changed.
+If a weight has an FP8 payload, the step also writes that (see `kernels.weight_cast`). If the scale
+is tensorwise, a second launch per class casts again the weights whose scale has changed.
 
-The result is `adamw_step_reference`'s bit for bit, except in the last bit where an element is
-2^-100 of its group's largest (see `kernels.quotient`), and where g^2 overflows: there the weight
-becomes NaN at once, the reference's one step later. Codes of groups whose scale says NaN differ.
+The result equals `adamw_step_reference` bit for bit, with three exceptions. The last bit can differ
+if an element is below 2^-100 of its group's largest (see `kernels.fast_math`). If g^2 overflows,
+the weight becomes NaN in this step, in the reference in the next. Codes differ in groups whose
+scale is NaN.
 """
 
 from array import array
@@ -35,29 +35,30 @@ from torch_fp8.quantization.formats import GROUP_SIZE
 from torch_fp8.quantization.ratio_int4 import RatioInt4
 
 CHUNK = 512
-# Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
-# from memory, is a small part of it, and a billion elements still are 61,000 programs.
+# Groups per program, 16384 elements: enough work to hide reading the table (two dependent loads
+# from memory), and a billion elements are still 61,000 programs.
 SQUARE_CHUNK = 512  # a square of 128 x 128
 GROUPS, ODD_GROUPS = 16, 2
-# A tile has 16 elements for each thread of the one warp. Where elements move one by one, each
-# with an address and a mask in registers, 2: with 16 the kernels spill, with 4 nearly.
+# Groups per tile: 16 elements for each thread of the single warp. If elements move one by one, each
+# needs an address and a mask in registers, so a thread has 2: with 16 the kernels spill, with 4
+# nearly.
 REGISTERS = 168
-# A thread's registers where the payload is written, or the amax of rows wanted, so that a
-# multiprocessor of 65536 runs 12 programs: left alone the compiler takes up to 226. Elsewhere it
-# takes no more, but held to that number it spills.
+# Registers per thread if the step writes a payload, or an amax in "rows" layout: 12 programs then
+# fit in a multiprocessor's 65536 registers. Without the limit the compiler uses up to 226. Other
+# variants need no more than this, but spill if the limit is set.
 MORE_REGISTERS = 208  # with fewer, first moments of 4 bits in rows of half groups spill
 PARTIALS = 1024
-# Partial sums that are added at once: a matrix of 16 million elements has as many.
+# Partial sums added at once; a matrix of 16 million elements has this many.
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 _MASK32 = (1 << 32) - 1
-_LARGEST_SIDE = (1 << 31) // 128 - 1  # for a weight with payload: positions in a square are 32 bits
+_LARGEST_SIDE = (1 << 31) // 128 - 1  # of a weight with payload: int32 positions in a square
 
 Entry = tuple[WeightMatrix, StepScalars]
 
 
 class _Class(NamedTuple):
-    """The choices that are compiled into a kernel."""
+    """The properties of a matrix that are compiled into a kernel."""
 
     weight: torch.dtype
     residual_bits: int
@@ -96,9 +97,9 @@ def adamw_step(
     """Step every matrix in place, with the results of `adamw_step_reference` on each.
 
     Args:
-        entries: the matrices, on one CUDA device, with the scalars of their steps.
-        lr_multipliers: () float32 on the same device for each entry: factors of the learning rate,
-            as in the reference.
+        entries: matrices on one CUDA device, each with the scalars of its step.
+        lr_multipliers: a factor of the learning rate for each entry, () float32 on the same device,
+            or None; as in the reference.
     """
     multipliers = lr_multipliers or [None] * len(entries)
     for kind, chosen in _classes(entries).items():
@@ -130,7 +131,7 @@ def adamw_step(
 
 
 def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
-    """Return whether the step can write a payload: whole squares, moved 16 bytes at once."""
+    """Return whether the step can write a payload, in 128 x 128 squares and 16-byte accesses."""
     tensors = [payload.qdata] if payload.qdata_t is None else [payload.qdata, payload.qdata_t]
     rows, cols = matrix.weight.shape
     return (
@@ -142,8 +143,9 @@ def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
 
 
 def update_rms(entries: Sequence[Entry]) -> Tensor:
-    """Compute `update_rms_reference` of every matrix, (len(entries),) float32, the same in every
-    run.
+    """Compute `update_rms_reference` of every matrix, (len(entries),) float32.
+
+    The order of the sums is fixed, so results repeat bit for bit.
     """
     if not entries:
         return torch.zeros(0, device="cpu", dtype=torch.float32)
@@ -151,7 +153,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
-        kind = kind._replace(first=8)  # which it does not read
+        kind = kind._replace(first=8)  # not read by this kernel
         without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
         for i in chosen:
             coupled = bool(entries[i][1].weight_decay)
@@ -218,13 +220,14 @@ def _tables(
     lr_multipliers: list[Tensor | None] | None = None,
     update_rms: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, int]:
-    """Build, on the device, the records of the matrices and the matrix of each program.
+    """Build, on the device, a record per matrix and the matrix index of each program.
 
     Returns:
-        (M, fields of Record) int64, (P or P + 1,) int32, P.
+        records (M, fields of Record) int64, matrix indices (P or P + 1,) int32, and the number of
+        programs P.
     """
     none = [None] * len(entries)
-    # Arrays: torch.tensor looks at each number of a list by itself.
+    # Arrays, because torch.tensor inspects each number of a list in turn.
     places, numbers = array("q"), array("f")
     counts, first = [], 0
     for (matrix, scalars), multiplier, rms in zip(
@@ -242,7 +245,7 @@ def _tables(
     bits = torch.frombuffer(numbers, dtype=torch.int32).view(len(entries), -1)
     records = torch.cat([integers, bits.long()], dim=1)
     device = entries[0][0].weight.device
-    # Pinned, or the copy would wait for the kernels before it.
+    # Pinned: a copy from pageable memory would wait for the kernels before it.
     host = torch.empty(
         records.numel() + cdiv(first, 2),
         dtype=torch.int64,

@@ -1,12 +1,12 @@
-"""These kernels are launched by `torch_fp8.kernels.adamw`.
+"""The kernels of `torch_fp8.kernels.adamw`.
 
-One launch works on many matrices (R, K). A program takes one chunk, CHUNK consecutive groups of one
-matrix, tile by tile; `chunk_ptr` names its matrix, `table_ptr` has each `Record`.
+One launch updates many matrices (R, K). A program works tile by tile on a chunk: CHUNK consecutive
+groups of one matrix. `chunk_ptr` holds each program's index into the `Record`s of `table_ptr`.
 
-An element moves about 14 bytes, and at 4 TB/s there is time for a hundred instructions. So a thread
-has 16 consecutive elements, which move in accesses of 16 bytes; a program is one warp, which never
-waits for another; products and sums are not contracted (`enable_fp_fusion=False`), so that they
-round as the reference's; and roots and quotients have no branches (`quotient`).
+The step moves about 14 bytes per element, which at 4 TB/s leaves time for 100 instructions. So each
+thread has 16 consecutive elements and moves 16 bytes per access; a program is a single warp, which
+waits for no other; roots and quotients have no branches (`fast_math`). Multiply-adds are not fused
+(`enable_fp_fusion=False`), so they round as in the reference.
 """
 
 import triton
@@ -52,9 +52,9 @@ def adamw_step_kernel(
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
     FIRST: tl.constexpr,  # bits of the first moment
-    AMAX: tl.constexpr,  # whether the amax of the new weights is wanted
-    PAYLOAD: tl.constexpr,  # granularity of its scale: "tensorwise", "block_128x128"; "": none
-    TRANSPOSED: tl.constexpr,  # whether the payload has a transpose, too
+    AMAX: tl.constexpr,  # whether to raise the amax to that of the new weights
+    PAYLOAD: tl.constexpr,  # granularity of its scale, "tensorwise" or "block_128x128"; "": none
+    TRANSPOSED: tl.constexpr,  # whether to write the payload's transpose, too
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of a tile
 ):
@@ -168,7 +168,7 @@ def adamw_step_kernel(
             weight, residual = split(weight, words, BITS)
             tl.store(weight_ptr + position, weight, mask=mask)
             if BITS:
-                # The residual of zero, which is read beyond the last column, is 0.
+                # Columns beyond the last one were loaded as zeros, whose residual is 0.
                 tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
         weight = weight.to(tl.float32)
         if AMAX or PAYLOAD == "block_128x128":
@@ -187,13 +187,13 @@ def adamw_step_kernel(
             )
 
     if AMAX:
-        # Bits of magnitudes are ordered as the numbers are; in any order the result is the same.
+        # Magnitudes compare like their bit patterns; the order of the updates does not matter.
         amax_ptr = pointer(record, AT.value.amax, tl.int32)
         tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
     if PAYLOAD == "block_128x128":
         scale = scale_of_square(largest)
         if scale != payload_scale:
-            tl.debug_barrier()  # the weights are read again, by other threads
+            tl.debug_barrier()  # other threads read these weights again
             cast_square(
                 weight_ptr,
                 scale,
@@ -250,12 +250,12 @@ def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.co
 def recast_kernel(
     table_ptr, chunk_ptr, WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Store the scale of the new weights; cast them again where it differs from the old one."""
+    """Store the scale of the new weights; cast them again if it differs from the old scale."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
     first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * 512
     amax_bits = tl.load(pointer(record, AT.value.amax, tl.int32))
     scale = scale_from_amax(amax_bits, 448.0, True)
-    # The old scale stays where it is: other programs have yet to compare.
+    # The old scale is kept, because other programs have yet to compare with it.
     if first == 0:
         tl.store(pointer(record, AT.value.new_scale, tl.float32), scale)
     if scale != tl.load(pointer(record, AT.value.payload_scale, tl.float32)):
@@ -279,7 +279,7 @@ def update_squares_kernel(
     BITS: tl.constexpr,
     GRAD: tl.constexpr,
     LAYOUT: tl.constexpr,
-    COUPLED: tl.constexpr,  # weight decay is part of the gradient: only then weights are read
+    COUPLED: tl.constexpr,  # whether g includes weight decay; only then are weights read
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -329,14 +329,14 @@ def update_squares_kernel(
         exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
         unbiased = exp_avg_sq * inv_sqrt_correction * inv_sqrt_correction
         floor = eps * eps
-        unbiased = tl.where(unbiased < floor, floor, unbiased)  # a NaN stays
+        unbiased = tl.where(unbiased < floor, floor, unbiased)  # keeps NaN
         total += tl.where(mask, (grad * grad) / unbiased, 0.0)
     tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit
 def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Compute sqrt(sum of a matrix's partial sums / its elements), always in the same order."""
+    """Compute sqrt(sum of a matrix's partial sums / its elements), in a fixed order."""
     record = table_ptr + tl.program_id(0) * RECORD
     first = integer(record, AT.value.first_chunk)
     num_chunks = tl.cdiv(integer(record, AT.value.num_groups), CHUNK)

@@ -1,4 +1,4 @@
-"""What the kernels of the optimizer step know of a matrix, and how they read it."""
+"""The record of a matrix that the optimizer kernels read, and functions to load its fields."""
 
 from typing import NamedTuple
 
@@ -7,24 +7,24 @@ import triton.language as tl
 
 
 class Record(NamedTuple):
-    """What the kernels know of one matrix, in fields of 64 bits: addresses, integers, float32 bits.
+    """One matrix, in 64-bit fields: addresses, integers or the bits of a float32.
 
-    The number of fields is even, so that what follows the table in memory is aligned to 16 bytes.
+    The number of fields is even, so the data behind the table in memory is aligned to 16 bytes.
     """
 
     weight: int
     residual: int
     grad: int
     grad_scale: int
-    grad_multiplier: int  # 0: there is none
+    grad_multiplier: int  # 0: none
     exp_avg: int
     exp_avg_scale: int
     exp_avg_sq: int
     exp_avg_sq_scale: int
-    lr_multiplier: int  # 0: there is none
+    lr_multiplier: int  # 0: none
     update_rms: int
-    amax: int  # 0: it is not wanted
-    payload: int  # 0: there is none; so are the rest
+    amax: int  # 0: none
+    payload: int  # 0: none; the next four are 0, too
     payload_t: int
     payload_scale: int
     new_scale: int
@@ -33,11 +33,11 @@ class Record(NamedTuple):
     num_groups: int
     rows: int
     cols: int
-    row_length: int  # random words: modulo 2^32
+    row_length: int  # modulo 2^32, as `start`: indices of random words
     start: int
     key0: int
     key1: int
-    first_keys: int  # of thresholds, two in one field
+    first_keys: int  # both keys of the 4-bit first moment's thresholds
     first_turn: int
     grad_sign: int
     beta1_complement: int
@@ -62,18 +62,18 @@ def integer(record, FIELD: tl.constexpr):
 
 @triton.jit
 def number(record, FIELD: tl.constexpr):
-    """Load a float32."""
+    """Load the float32 in a field."""
     return integer(record, FIELD).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def factor(record, FIELD: tl.constexpr):
-    """Load the () float32 at an address, or 1 where the address is 0."""
+    """Load the () float32 whose address is in a field, or return 1 if the address is 0."""
     address = tl.load(record + FIELD)
     return tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=1.0)
 
 
 @triton.jit
 def pointer(record, FIELD: tl.constexpr, DTYPE: tl.constexpr):
-    """Load an address."""
+    """Load an address as a pointer to DTYPE."""
     return tl.load(record + FIELD).to(tl.pointer_type(DTYPE))

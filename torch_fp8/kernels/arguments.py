@@ -1,4 +1,4 @@
-"""Tuples of arguments that operators hand to their kernels."""
+"""The tuples of arguments that operators pass to their kernels."""
 
 from typing import Literal, NamedTuple
 
@@ -17,20 +17,20 @@ from torch_fp8.quantization.recipe import CastSpec
 
 
 class CastOptions(NamedTuple):
-    """How a matrix x (R, C) is cast to FP8; the arguments of every operator that casts.
+    """The options for casting a matrix x (R, C) to FP8, shared by every operator that casts.
 
     Attributes:
         dtype: float8_e4m3fn or float8_e5m2.
         granularity: see `torch_fp8.quantization.recipe`.
         power_of_two: whether scales are rounded up to powers of two; implied by ``block_1x32``.
-        rowwise: whether to make x quantized along C, (R, C).
-        columnwise: whether to make x^T quantized along R, (C, R'); see
+        rowwise: whether to return x quantized along C, (R, C).
+        columnwise: whether to return x^T quantized along R, (C, R'); see
             `torch_fp8.quantization.payload_shape`.
-        scale: () float32 dequantization scale, for tensorwise, used as it is; or None.
-        amax: () float32 or None, for tensorwise. Without a scale: at least the amax of x, from
-            which the scale is made. Beside a scale: a slot, 0 or more or NaN, which is raised in
-            place to the amax of x. Schemas do not declare that write: inside a graph of
-            torch.compile no slot is given, and what nobody reads can be dropped.
+        scale: () float32 dequantization scale for tensorwise, used unchanged; or None.
+        amax: () float32 for tensorwise, or None. Without `scale`, an upper bound of |x|, from which
+            the cast derives the scale. With `scale`, a slot (>= 0 or NaN) that the cast raises in
+            place to the amax of x. Operator schemas do not declare that write, so graphs of
+            torch.compile pass no slot, and unused casts can be eliminated.
     """
 
     dtype: torch.dtype
@@ -51,30 +51,30 @@ class CastOptions(NamedTuple):
         rowwise: bool,
         columnwise: bool,
     ) -> "CastOptions":
-        """Build the options of a cast with format and granularity of `spec`."""
+        """Build the options of a cast to the format and granularity of `spec`."""
         how = (spec.format.dtype, spec.granularity, spec.power_of_two)
         return cls(*how, rowwise, columnwise, scale, amax)
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the scale is made from an amax that is not given."""
+        """Whether the cast must compute the amax for its scale."""
         return self.granularity == "tensorwise" and self.scale is None and self.amax is None
 
     @property
     def raises_amax(self) -> bool:
-        """Whether `amax` is a slot, which the cast raises."""
+        """Whether `amax` is a slot that the cast raises."""
         return self.scale is not None and self.amax is not None
 
     def transposed(self) -> "CastOptions":
-        """Return the options with which x^T is cast to the same payloads, in the other order."""
+        """Return the options that cast x^T to the same payloads, with the two layouts swapped."""
         return self._replace(rowwise=self.columnwise, columnwise=self.rowwise)
 
     def new_layouts(self, x: Tensor, cols: int | None = None) -> Layouts:
-        """Allocate what a cast of a result with x's rows returns.
+        """Allocate the payloads and scales of a cast of a result with x's rows.
 
         Args:
             x: (R, C), on the device of the result.
-            cols: the columns of the result; None: C.
+            cols: number of columns of the result; None: C.
         """
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
         by_row: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -97,8 +97,8 @@ class CastOptions(NamedTuple):
         """Return the casts of SwiGLU's two gradients, dgate and dup.
 
         Args:
-            dup_scale, dup_amax: dup's, where these options have the scale of dgate; without one,
-                their amax is (2,), of both, or None.
+            dup_scale, dup_amax: scale and amax of dup, used if these options have a scale, which is
+                then dgate's. Without a scale, `amax` of these options is (2,), for both, or None.
         """
         if self.scale is not None:
             return self, self._replace(scale=dup_scale, amax=dup_amax)
@@ -110,8 +110,8 @@ class StepScalars(NamedTuple):
     """The numbers of an optimizer step that are equal for all elements of a parameter.
 
     Attributes:
-        keys: the keys of its random words.
-        first_keys, first_turn: the keys and the turn of the thresholds of a first moment in 4 bits
+        keys: keys of the random words.
+        first_keys, first_turn: keys and turn of the rounding thresholds of a 4-bit first moment
             (`torch_fp8.quantization.linear_int8.threshold_keys`).
     """
 
@@ -130,8 +130,12 @@ class StepScalars(NamedTuple):
 
 
 class GradientParts(NamedTuple):
-    """An 8-bit gradient: codes (R, K), scales (R, ceil(K / 32)) and a () float32 factor of all
-    values.
+    """An 8-bit gradient.
+
+    Attributes:
+        qdata: (R, K) uint8 codes.
+        scale: (R, ceil(K / 32)) uint8 scales.
+        multiplier: () float32 factor of all values.
     """
 
     qdata: Tensor
@@ -140,15 +144,15 @@ class GradientParts(NamedTuple):
 
 
 class WeightPayload(NamedTuple):
-    """The FP8 weight of the last step (E4M3, power-of-two scales), which the next step overwrites.
+    """The FP8 weight (E4M3, power-of-two scales) of the last step; the next step overwrites it.
 
     Attributes:
         granularity: tensorwise or block_128x128.
-        qdata: (R, K) as `torch_fp8.ops.quantize.QuantizedTensor` has it.
-        scale: the scale of qdata: () or (ceil(R / 128), ceil(K / 128)) float32.
-        new_scale: receives the new scale: for tensorwise another tensor, else the very same.
-        qdata_t: (K, R), of the transpose, or None.
-        scale_t: (ceil(K / 128), ceil(R / 128)), of block_128x128, or None.
+        qdata: (R, K) codes, as in `torch_fp8.ops.quantize.QuantizedTensor`.
+        scale: float32 scale of qdata, () or (ceil(R / 128), ceil(K / 128)).
+        new_scale: output for the new scale: a second tensor for tensorwise, else `scale` itself.
+        qdata_t: (K, R) codes of the transpose, or None.
+        scale_t: (ceil(K / 128), ceil(R / 128)) scales of qdata_t for block_128x128, or None.
     """
 
     granularity: Literal["tensorwise", "block_128x128"]
@@ -160,22 +164,22 @@ class WeightPayload(NamedTuple):
 
 
 class WeightMatrix(NamedTuple):
-    """A parameter's tensors as matrices that share its memory and are updated in place.
+    """A parameter and its optimizer state as matrices that share its memory, updated in place.
 
     Attributes:
         weight: (R, K) contiguous; bfloat16, or float32 without residual.
-        residual: as `torch_fp8.quantization.split_float.pack` stores it; None with residual_bits =
-        0.
-        residual_bits: k; 0 for a float32 weight.
+        residual: residual as stored by `torch_fp8.quantization.split_float.pack`; None if
+            residual_bits is 0.
+        residual_bits: bits of the residual per element; 0 for a float32 weight.
         grad: (R, K) bfloat16 or float32 contiguous, or `GradientParts`.
-        exp_avg: the first moment, `MOMENT1`, or in 4 bits with the tensors of `exp_avg_sq`.
-        exp_avg_sq: the second moment, `MOMENT2`.
-        row, col: the position at which this shard starts in the whole matrix.
+        exp_avg: first moment: 8-bit `MOMENT1`, or 4-bit relative to `exp_avg_sq`.
+        exp_avg_sq: second moment, `MOMENT2`.
+        row, col: position of this shard's first element in the whole matrix.
         row_length: columns of the whole matrix.
-        amax: () float32, raised to the largest magnitude among the new weights, for whoever casts
-            them next; a NaN among them makes it NaN. None: it is not wanted.
-        payload: the weight's, written by the kernel alone (the reference leaves it; whoever keeps
-            it casts then); None: there is none.
+        amax: () float32 that the step raises to the amax of the new weights for their next cast;
+            NaN if a weight is NaN. None: not computed.
+        payload: FP8 payload that the kernel writes; None: none. The reference does not write it, so
+            its caller has to cast the weight.
     """
 
     weight: Tensor
@@ -198,8 +202,8 @@ class BackwardInputs(NamedTuple):
 
     Attributes:
         grad: (R, C) float32, bfloat16 or float16, the gradient of h.
-        gate, up: (R, C), or, with their scales, the FP8 that was saved of them.
-        gate_scale, up_scale: (R, ceil(C / 128)) float32 or None.
+        gate, up: (R, C), in full precision, or as saved in FP8 with their scales.
+        gate_scale, up_scale: (R, ceil(C / 128)) float32, or None in full precision.
         smooth: (C,) float32 or None.
         out_dtype: the dtype of the gradients of gate and up.
     """
@@ -214,13 +218,13 @@ class BackwardInputs(NamedTuple):
 
 
 class NormInputs(NamedTuple):
-    """The arguments of an RMSNorm that finds its own statistics.
+    """The arguments of an RMSNorm that computes its own statistics.
 
     Attributes:
         x: (R, C) float32, bfloat16 or float16, any strides.
         weight: (C,), any floating dtype.
-        eps: added to the mean of squares.
-        offset: added to the weight.
+        eps: constant added to the mean of squares.
+        offset: constant added to the weight.
         out_dtype: the dtype of the norm's result.
     """
 
@@ -231,12 +235,12 @@ class NormInputs(NamedTuple):
     out_dtype: torch.dtype
 
     def with_rstd(self, rstd: Tensor) -> "NormWithRstd":
-        """Return the arguments of the same norm, whose statistics are known."""
+        """Return the arguments of the same norm with known statistics."""
         return NormWithRstd(self.x, self.weight, rstd, self.offset, self.out_dtype)
 
 
 class NormWithRstd(NamedTuple):
-    """The arguments of an RMSNorm whose statistics are known: `NormInputs`, but for rstd.
+    """The arguments of an RMSNorm with known statistics: `NormInputs` with rstd instead of eps.
 
     Attributes:
         rstd: (R,) float32, ``1 / sqrt(mean(x^2) + eps)``.
@@ -254,11 +258,11 @@ class NormBackwardInputs(NamedTuple):
 
     Attributes:
         grad: (R, C) float32, bfloat16 or float16, the gradient of the result.
-        x: (R, C): what was normalized, or, with `x_scale`, the FP8 that was saved of it.
-        x_scale: (R, ceil(C / 128)) float32 or None.
+        x: (R, C) input of the norm, in full precision, or as saved in FP8 with `x_scale`.
+        x_scale: (R, ceil(C / 128)) float32, or None in full precision.
         weight, rstd, offset: see `NormWithRstd`.
         dx_dtype: the dtype of the gradient of x.
-        weight_grad: whether dw is wanted.
+        weight_grad: whether to compute dw.
     """
 
     grad: Tensor

@@ -1,16 +1,18 @@
-"""Positions of the groups of 32 of a matrix (R, K): kernels work on tiles of whole groups, (G, 32).
+"""Positions of groups of 32 elements in a matrix (R, K); kernels work on tiles of groups, (G, 32).
 
-Groups are counted over the rows, so that a tile may span several. Positions are relative to the
-element where a program's first group starts, or its row: 64 bits once, 32 for each element.
+Groups are numbered row after row, so a tile can span several rows. Positions are relative to the
+first element of the program's first group, or of its row: one 64-bit offset per program, then 32
+bits per element.
 
-Layouts of a class of matrices, as launches find them:
+The launcher picks one of these layouts for a class of matrices:
 
-* ``"flat"``: K a multiple of 32, rows not cut, addresses multiples of 16: groups follow each other.
-* ``"rows"``: K a multiple of 16, addresses too: what is loaded at once stays within a row.
-* ``"any"``: element by element.
-* ``"squares"``: as "flat", but counted over squares of 128 x 128 elements, 512 groups each, down a
-  square's columns of groups: 16 groups that follow each other are 16 rows, and their transpose 32
-  runs of 16 elements. Squares beyond the last row or column count in full.
+* ``"flat"``: K is a multiple of 32, rows are whole, and addresses are multiples of 16; groups are
+  adjacent in memory.
+* ``"rows"``: K and addresses are multiples of 16; a 16-byte access stays within a row.
+* ``"any"``: elements move one by one.
+* ``"squares"``: as "flat", but groups are numbered within squares of 128 x 128 elements, 512 groups
+  each, down the square's 4 columns of groups. 16 consecutive groups are 16 rows, and their
+  transpose is 32 runs of 16 elements. Squares cut by the last row or column count 512, too.
 """
 
 import triton
@@ -19,10 +21,10 @@ import triton.language as tl
 
 @triton.jit
 def at_origin(pointer, first, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 32):
-    """Move `pointer`, to a matrix, to the origin of a program that starts with group `first`.
+    """Move `pointer` from the start of a matrix to the origin of a program starting at `first`.
 
-    What the compiler is told of it holds for a result of this function, not for an argument: on
-    those it would be lost when the function is inlined.
+    The alignment hints are on the result, because Triton drops hints on arguments when it inlines
+    the function.
     """
     if LAYOUT == "flat":
         pointer = tl.multiple_of(pointer + first.to(tl.int64) * WIDTH, 16)
@@ -39,7 +41,7 @@ def at_origin(pointer, first, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 
 
 @triton.jit
 def square(first, groups_per_row):
-    """Return row and column, counted in squares, of the square that starts with group `first`."""
+    """Return the row and column, in squares, of the square that starts with group `first`."""
     squares_per_row = tl.cdiv(groups_per_row, 4)
     index = first // 512
     return index // squares_per_row, index % squares_per_row
@@ -51,11 +53,11 @@ def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.const
 
     Args:
         local: (G,) int32.
-        cols: columns of the matrix as stored, WIDTH to a group: 32, or 16 where two share a byte.
-        rows: the number of rows of the matrix; wanted for squares.
+        cols: stored columns of the matrix, WIDTH per group: 32, or 16 if two elements share a byte.
+        rows: number of rows of the matrix; needed for "squares" only.
     Returns:
-        positions (G, WIDTH) after `at_origin`, mask that broadcasts to them, row (G,) and column
-        (G, WIDTH) in the matrix. Of "flat" ones, row is 0 and column the position in the whole.
+        position (G, WIDTH) relative to `at_origin`, a mask that broadcasts to it, and the row (G,)
+        and column (G, WIDTH) in the matrix. If "flat", row is 0 and column the index in the whole.
     """
     group = first + local
     inside = (group < num_groups)[:, None]
@@ -72,7 +74,7 @@ def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.const
         mask = (row < rows)[:, None] & (col < cols)
     else:
         if LAYOUT == "rows":
-            cols = cols // (WIDTH // 2) * (WIDTH // 2)  # tells the compiler what it is
+            cols = cols // (WIDTH // 2) * (WIDTH // 2)  # the compiler learns the divisibility
         groups_per_row = tl.cdiv(cols, WIDTH)
         row = group // groups_per_row
         col = ((group - row * groups_per_row) * WIDTH)[:, None] + lane
@@ -83,7 +85,7 @@ def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def scales_at_origin(pointer, first, cols, LAYOUT: tl.constexpr):
-    """Move `pointer`, to a matrix's scales (one for each group), as `at_origin` does."""
+    """Move `pointer` to a matrix's scales, one per group, as `at_origin` does for elements."""
     if LAYOUT == "squares":
         groups_per_row = tl.cdiv(cols, 32)
         square_row, square_col = square(first, groups_per_row)
@@ -93,8 +95,8 @@ def scales_at_origin(pointer, first, cols, LAYOUT: tl.constexpr):
 
 @triton.jit
 def scale_places(first, local, num_groups, cols, LAYOUT: tl.constexpr, rows=0):
-    """Return positions (G,) of the scales of groups `first + local` after `scales_at_origin`, and
-    mask.
+    """Return the positions (G,) of the scales of groups `first + local`, relative to
+    `scales_at_origin`, and a mask (G,).
     """
     if LAYOUT == "squares":
         groups_per_row = tl.cdiv(cols, 32)

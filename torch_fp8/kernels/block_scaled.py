@@ -1,10 +1,11 @@
 """Groups of 8-bit codes in registers: `torch_fp8.quantization.block_scaled` in fewer instructions.
 
-A tile is (G, 32): a group per row, so that a scale is a reduction over the last dimension and
-belongs to a row. Formats are the `ByteFloat` objects themselves, as compile-time constants.
+A tile is (G, 32), one group per row: a row has one scale, reduced over the last dimension. Formats
+are `ByteFloat` objects, passed as compile-time constants.
 
-Decoding shifts a code to where float32 has exponent and mantissa and multiplies by the difference
-of the biases: an exact product, for subnormal codes, too, which are subnormal float32 then.
+Decoding shifts a code into float32's exponent and mantissa bits and multiplies by a power of two
+that corrects the exponent bias. The product is exact, also for subnormal codes, which the shift
+turns into subnormal float32.
 """
 
 import triton
@@ -29,10 +30,10 @@ def decode(codes, scale, FORMAT: tl.constexpr):
     """Decode uint8 codes and (G,) uint8 scales to (G, 32) float32, exactly."""
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     REBIAS: tl.constexpr = 2.0 ** (127 - FORMAT.value.bias)
-    if FORMAT.value.name == "e4m3":  # which the hardware knows
+    if FORMAT.value.name == "e4m3":  # converted by the hardware
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT.value.signed:
-        # The sign comes to where float32 has it, as it is in all upper bits.
+        # Sign extension has put the sign into all upper bits, float32's sign bit included.
         bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << SHIFT
         bits = _unfolded(bits & (0x7F << SHIFT), FORMAT) | (bits & -(1 << 31))
         value = bits.to(tl.float32, bitcast=True) * REBIAS
@@ -71,13 +72,13 @@ def scale_of(x, FORMAT: tl.constexpr):
 def encode(x, scale, offset, FORMAT: tl.constexpr):
     """Quantize (G, 32) float32 to uint8 codes with the scales of `scale_of`.
 
-    Brought to float32's smallest exponents, magnitudes have the codes' own bits on top, subnormal
-    ones, too: the product rounds to nearest where the reference's sum with the smallest normal
-    does, 23 bits under it.
+    The product moves magnitudes to float32's smallest exponents, where the code's bits are the
+    upper bits, also of subnormal codes. The product rounds to nearest at the same bit as the
+    reference's sum with the smallest normal, 23 bits under it.
 
     Args:
-        offset: (G, 32) uint32 below 2 ** (23 - mantissa bits), added below the last kept bit for
-            stochastic rounding; None: to nearest, ties to the even code.
+        offset: (G, 32) uint32 < 2 ** (23 - mantissa bits), added below the last kept bit for
+            stochastic rounding; None: round to nearest, ties to the even code.
     """
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     UNBIAS: tl.constexpr = 2.0 ** (FORMAT.value.bias - 127)
@@ -86,19 +87,18 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
     if offset is None:
         offset = ((bits >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
     bits += offset
-    # No code exceeds the largest, to which the scale brings the group; in a group that reads NaN
-    # codes do not matter.
+    # The scale keeps the codes within the largest code. If it is NaN, the codes do not matter.
     if FORMAT.value.signed:
         codes = (bits >> SHIFT) | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
     else:
-        # A positive value stays positive, however small.
+        # A positive value never rounds to zero.
         codes = tl.maximum(bits, tl.where(x > 0, 1 << SHIFT, 0).to(tl.uint32)) >> SHIFT
     return codes.to(tl.uint8)
 
 
 @triton.jit
 def _folded(bits, FORMAT: tl.constexpr):
-    """Fold a magnitude's uint32 bits as `ByteFloat` says: the upper ones are the code then."""
+    """Fold a magnitude's uint32 bits as in `ByteFloat`, so that the upper bits are the code."""
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     codes = bits
     for i in tl.static_range(1, len(FORMAT.value.intercepts)):
@@ -125,6 +125,6 @@ def _scale_of_amax(amax, FORMAT: tl.constexpr):
     over = ((amax & _MANTISSA) > MAX_MANTISSA).to(tl.int32)
     scale = tl.maximum((amax >> 23) - MAX_EXPONENT + over, 1)
     scale = tl.where(amax == 0, _SCALE_ONE, scale)
-    # Compared as unsigned: a NaN with its sign is negative.
+    # Unsigned comparison, because a NaN with sign bit is negative.
     nonfinite = amax.to(tl.uint32, bitcast=True) >= _INF
     return tl.where(nonfinite, _SCALE_NAN, scale).to(tl.uint8)

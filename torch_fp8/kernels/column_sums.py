@@ -1,7 +1,7 @@
-"""Sums over rows or columns that a cast makes of the tiles it has in registers anyway.
+"""Sums over rows or columns that a cast computes from the tiles it has in registers.
 
-Each tile stores its partial sums, a hundredth of x in bytes; one more launch adds these up. The
-order is fixed by the shape, so a run repeats bit for bit.
+Each tile stores its partial sums, about 1 % of the bytes of x, and another launch adds them. The
+shape fixes the order, so results repeat bit for bit.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import positions
 
-# Narrow blocks of columns fill the card; 64 rows at a time are 16 loads in flight for each thread.
+# Narrow blocks of columns fill the GPU; 64 rows at a time keep 16 loads in flight per thread.
 BLOCK_ROWS = 64
 BLOCK_COLS = 32
 
@@ -40,8 +40,8 @@ class TileSums:
     """Partial sums over the rows of x, or over its columns, one for each tile.
 
     Attributes:
-        axis: 0: over rows; 1: over columns.
-        partial: (tiles, columns or rows) float32, once a cast has made them.
+        axis: 0 to sum over rows, 1 to sum over columns.
+        partial: (tiles, columns or rows) float32; None before a cast has allocated it.
     """
 
     axis: int = 0
@@ -53,12 +53,12 @@ class TileSums:
         return self.partial
 
     def turn(self) -> None:
-        """Exchange sums of x for sums of x^T, or back."""
+        """Switch between sums of x and the same sums of x^T."""
         self.axis = 1 - self.axis
 
     def total(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sums, added in float32 and rounded once to `dtype`."""
-        if self.partial is None:  # nothing was cast tile by tile
+        if self.partial is None:  # the cast did not run in tiles
             return x.sum(self.axis, dtype=torch.float32).to(dtype)
         tiles, size = self.partial.shape
         total = x.new_empty(size, dtype=dtype)

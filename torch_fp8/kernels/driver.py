@@ -1,8 +1,8 @@
-"""Triton's driver."""
+"""Access to Triton's driver."""
 
 from triton.runtime import driver
 
 
 def start_driver() -> None:
-    """Start Triton's driver: compile its C module, or load it from Triton's cache."""
+    """Start Triton's driver, which compiles its C module or loads it from Triton's cache."""
     driver.active  # noqa: B018

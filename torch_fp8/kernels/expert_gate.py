@@ -1,7 +1,8 @@
 """The gated activation of experts on CUDA: the twin of `torch_fp8.ops.expert_gate`.
 
-Bound by memory. Forward reads 4 bytes for each pair of gate and up in BF16, twice, the second time
-from a cache, and writes 1, and 2 for backward; backward reads 4 and writes 3.
+These kernels are memory-bound. For each BF16 pair of gate and up, the forward reads 4 bytes twice,
+the second time from cache, writes 1 byte, and saves 2 for backward. The backward reads 4 bytes and
+writes 3.
 
 Legend: R rows of all experts, I expert width. Launch configurations are fixed.
 """
@@ -17,12 +18,12 @@ from torch_fp8.kernels.quantize import BLOCK, pointers
 
 ROWS, WARPS = 4, 4
 WIDE = 512
-"""Columns of a tile: 16 elements of each operand for each thread, half as many of float32, and half
-of these in backward, which holds more. Columns that are no multiple of 16 are moved one by one, in
-tiles of one group.
+"""Columns of a tile: 16 elements of each operand per thread, half as many in float32. Backward has
+more operands and takes half of that. If I is not a multiple of 16, elements move one by one, in
+tiles of one group (128 columns).
 """
 REGISTERS = 128
-"""Left to itself, the assembler takes 96 for one variant and spills 8 bytes."""
+"""Limit per thread; left alone, the assembler uses 96 for one variant and spills 8 bytes."""
 
 
 def _row_outputs(x: Tensor, cols: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
-"""These kernels of the gated activation of experts are launched by
-`torch_fp8.kernels.expert_gate`.
+"""The kernels of `torch_fp8.kernels.expert_gate`, the gated activation of experts.
 
-A program casts a few whole rows and reads them twice: first for their amaxes, then for the bytes.
-Float32 inside; no multiplication is fused with an addition. Beyond the last column all is zero,
-which changes neither an amax nor a sum.
+A program casts a few whole rows and reads them twice: first for their amaxes, then to cast them. It
+computes in float32 without fused multiply-adds. Values beyond the last column are zero, so they
+change neither an amax nor a sum.
 
 Legend: R rows, E groups, I columns of gate and of up.
 """
@@ -20,15 +19,15 @@ from torch_fp8.kernels.tiles import load_saved, load_tile, positions, rounded, s
 
 @triton.jit
 def _row_tile(tile_r, tile_c, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return a tile as `tiles.tile_at` does, by its row and column."""
+    """Return the tile at a row and column of tiles, as `tiles.tile_at` does for an index."""
     r, c = positions(tile_r, BLOCK_R), tl.arange(0, BLOCK_C).to(tl.int64) + tile_c * BLOCK_C
     return tile_r, tile_c, r, c, (r[:, None] < rows) & (c[None, :] < cols)
 
 
 @triton.jit
 def _wide(tile, rows, cols):
-    """Return the positions (2 BLOCK_C,) of gate and up in a row where they take turns, and which of
-    these (BLOCK_R, 2 BLOCK_C) exist.
+    """Return the positions (2 BLOCK_C,) of gate and up in a row that interleaves them, and a mask
+    (BLOCK_R, 2 BLOCK_C).
     """
     _, tile_c, r, _, mask = tile
     WIDE: tl.constexpr = 2 * mask.shape[1]
@@ -38,14 +37,15 @@ def _wide(tile, rows, cols):
 
 @triton.jit
 def _load_pair(x_ptr, line, tile, rows, cols, INTERLEAVED: tl.constexpr):
-    """Load gate and up of a tile, float32, from lines of 2I elements that begin at `line`.
+    """Load gate and up of a tile as float32 from rows of 2I elements.
 
-    line: positions (BLOCK_R,) of the first elements.
+    line: positions (BLOCK_R,) of the rows' first elements.
     """
     _, _, _, c, mask = tile
     if INTERLEAVED:
         both, inside = _wide(tile, rows, cols)
         x = tl.load(x_ptr + line[:, None] + both[None, :], mask=inside, other=0.0)
+        # (BLOCK_R, 2 BLOCK_C) to two of (BLOCK_R, BLOCK_C): even columns, odd columns.
         gate, up = tl.split(tl.reshape(x, (mask.shape[0], mask.shape[1], 2)))
     else:
         places = x_ptr + line[:, None] + c[None, :]
@@ -56,7 +56,7 @@ def _load_pair(x_ptr, line, tile, rows, cols, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _store_pair(out_ptr, gate, up, tile, rows, cols, INTERLEAVED: tl.constexpr):
-    """Store bytes of gate and up of a tile in rows of 2I."""
+    """Store the bytes of gate and up of a tile in rows of 2I elements."""
     _, _, r, c, mask = tile
     line = r[:, None] * (2 * cols)
     if INTERLEAVED:
@@ -70,7 +70,7 @@ def _store_pair(out_ptr, gate, up, tile, rows, cols, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _within(gate, up, limit, CLAMPED: tl.constexpr):
-    """Return gate and what it is multiplied by, within their limits; NaN stays."""
+    """Return gate and its factor, clamped to their limits; NaN stays NaN."""
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, up)
@@ -80,7 +80,9 @@ def _within(gate, up, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _saved(x, limit, CLAMPED: tl.constexpr, BOTH: tl.constexpr):
-    """Return gate, or up with limits on BOTH sides, as it is saved; see the operator."""
+    """Return the value to save for gate, or for up, which has limits on BOTH sides; see the
+    operator.
+    """
     if CLAMPED:
         beyond = limit * 1.25
         x = tl.where((x > limit) & (x < beyond), beyond, x)
@@ -112,7 +114,7 @@ def _gradients(grad, gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _row_scale(largest, scale_ptr, r, rows):
-    """Store and return the scales of rows whose amaxes have these bits."""
+    """Compute, store and return the rows' scales from the bits of their amaxes."""
     scale = scale_from_amax(largest, 448.0, True)
     tl.store(scale_ptr + r, scale, mask=r < rows)
     return scale[:, None]
@@ -131,7 +133,7 @@ def _expert_input(
 ):
     """Return gate and up with their bias, rounded to OUT.
 
-    h: pointers to h and bias; lines: where their rows begin.
+    h: pointers to h and bias; lines: positions of their rows.
     """
     gate, up = _load_pair(h[0], lines[0], tile, rows, cols, INTERLEAVED)
     if BIAS:
@@ -166,7 +168,7 @@ def expert_gate_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Cast the activations of BLOCK_R rows times their scores, and save gate and up."""
+    """Cast the activations of BLOCK_R rows times their scores; save gate and up if SAVE."""
     tile_r = tl.program_id(0)
     r = positions(tile_r, BLOCK_R)
     score = tl.load(score_ptr + r, mask=r < rows, other=0.0)[:, None]
@@ -199,8 +201,8 @@ def expert_gate_kernel(
 def _backward_tile(operands, form, tile, rows, cols, score, CLAMPED: tl.constexpr):
     """Return a tile of the gradient, the activation, and the gradients of gate and up.
 
-    operands: pointers to the gradient and to codes and scales of gate and up, and the lengths of
-    two columns of scales; form: alpha, limit.
+    operands: pointers to the gradient and to codes and scales of gate and up, and the column stride
+    of the scales; form: alpha, limit.
     """
     grad_ptr, gate_ptr, gate_s_ptr, up_ptr, up_s_ptr, scale_c = operands
     alpha, limit = form

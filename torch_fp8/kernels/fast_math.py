@@ -1,10 +1,10 @@
-"""Square roots and quotients, correctly rounded, without a branch per element; and the sigmoid.
+"""Correctly rounded square roots and quotients without a branch per element, and a fast sigmoid.
 
-`sqrt_rn` and `div_rn` test each element's exponent and call a slow path: no spills here, but a
-dozen instructions and a barrier of the warp for each element, of the hundred that an element has
-time for. Their fast paths alone, below, need operands far from float32's limits. Groups of 32 with
-a common scale, which the caller has anyway, make them so: an element that is smaller than 2^-100 of
-the largest of its group is where these differ from IEEE 754, and there by an ulp.
+`sqrt_rn` and `div_rn` test each element's exponent and call a slow path if needed. This costs a
+dozen instructions and a warp barrier per element, out of about a hundred that memory leaves time
+for. The functions below are the fast paths alone, which need operands far from float32's limits.
+The caller's group scales bring them there. Results differ from IEEE 754 only if an element is
+below 2^-100 of its group's largest, and then by one ulp.
 """
 
 import triton
@@ -22,7 +22,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _negative(x):
-    """Return -x; Triton would subtract from zero, while a product with -1 only flips the sign."""
+    """Return -x by flipping the sign; Triton's minus subtracts from zero."""
     return x * -1.0
 
 
@@ -32,13 +32,13 @@ def square_root(x, scale, factor):
 
     Args:
         x: (G, 32) float32 >= 0; Inf becomes NaN.
-        scale: (G,) uint8, as `block_scaled.scale_of` has it.
+        scale: (G,) uint8 scale of `block_scaled.scale_of`.
         factor: () float32.
     """
     scale = scale.to(tl.int32)
     half = tl.where(scale == _SCALE_NAN, 0, (scale - 127) >> 1)
     x = x * _power_of_two(-2 * half)[:, None]
-    approximate = tl.rsqrt(x + 1.1754943508222875e-38)  # not Inf at 0; elsewhere the sum is x
+    approximate = tl.rsqrt(x + 1.1754943508222875e-38)  # not Inf at 0; otherwise the sum is x
     root = x * approximate
     root = tl.fma(tl.fma(_negative(root), root, x), approximate * 0.5, root)
     return root * (factor * _power_of_two(half))[:, None]
@@ -50,11 +50,11 @@ def scaled_quotient(x, scale, y, factor):
 
     Args:
         x: (G, 32) float32.
-        scale: (G,) uint8, as `block_scaled.scale_of` has it.
-        y: (G, 32) float32 within 2^-64 and 2^64; 0, Inf and NaN give NaN.
+        scale: (G,) uint8 scale of `block_scaled.scale_of`.
+        y: (G, 32) float32 between 2^-64 and 2^64; 0, Inf and NaN give NaN.
         factor: () float32.
     """
-    # As `block_scaled.encode` brings it there: one product for both.
+    # `block_scaled.encode` computes the same product; the compiler shares it.
     x = x * reciprocal_of(scale)[:, None]
     scale = scale.to(tl.int32)
     exponent = tl.where(scale == _SCALE_NAN, 0, scale - 127)
@@ -66,7 +66,7 @@ def scaled_quotient(x, scale, y, factor):
 
 @triton.jit
 def reciprocal(x):
-    """Compute 1 / x, x within 2^-120 and 2^120; 0, Inf and NaN give NaN."""
+    """Compute 1 / x for x between 2^-120 and 2^120; 0, Inf and NaN give NaN."""
     r = _approximate_reciprocal(x)
     return tl.fma(tl.fma(_negative(x), r, 1.0), r, r)
 
@@ -75,8 +75,8 @@ def reciprocal(x):
 def fast_sigmoid(x):
     """Compute 1 / (1 + exp(-x)) in four instructions; below x = -88 it is 0.
 
-    Triton's takes eighteen, for results that are denormal, which are no part of ``x * sigmoid(x)``
-    in 16 bits.
+    Triton's own takes eighteen, because it supports denormal results, which do not matter to
+    ``x * sigmoid(x)`` in 16 bits.
     """
     return tl.inline_asm_elementwise(
         """

@@ -1,18 +1,18 @@
 """The cast from float32 in registers to FP8 bytes that all kernels share: scale, divide, convert.
 
-Byte for byte what `torch_fp8.quantization.scaling` and `torch_fp8.ops.quantize.cast_saturating`
-compute on the CPU.
+The bytes equal those of `torch_fp8.quantization.scaling` and
+`torch_fp8.ops.quantize.cast_saturating` on the CPU.
 
-* The absolute maximum is taken on bit patterns: for |x| they are ordered as the numbers are, and
-  NaN > Inf > finite, so an integer maximum propagates NaN, and is the same in any order.
-* FP8 leaves as uint8, and no ``min.NaN``/``max.NaN`` instruction is used: next to those, Triton
-  (3.6 to 3.8 at least) corrupts transposed one-byte stores (triton-lang/triton#11111).
-* The conversion is assembly (`fp8_bytes`), for the assemblers that come with Triton lose bytes of
-  Triton's own.
-* Divisions are fused multiply-adds. IEEE division (`div_rn`) is a branch and a call each: it took
-  a hundred more registers per thread, and some kernels spilled.
-* Bit patterns are named where they are used: Triton looks at each global of a kernel in each
-  launch.
+* The amax is an integer maximum of bit patterns. Those of |x| are ordered like the numbers, with
+  NaN > Inf > finite, so the maximum propagates NaN and does not depend on the order.
+* FP8 is stored as uint8, without ``min.NaN``/``max.NaN`` instructions: next to those, Triton (3.6
+  to 3.8 at least) corrupts transposed one-byte stores (triton-lang/triton#11111).
+* The conversion is inline assembly (`fp8_bytes`), because the assemblers shipped with Triton lose
+  bytes of Triton's own conversion.
+* Divisions are fused multiply-adds. IEEE division (`div_rn`) is a branch and a call each; it took a
+  hundred more registers per thread, and some kernels spilled.
+* Constants of bit patterns are local to functions, because Triton checks every global of a kernel
+  at each launch.
 """
 
 import triton
@@ -21,13 +21,13 @@ import triton.language as tl
 
 @triton.jit
 def abs_bits(x):
-    """Return the bits of |x|, x float32: ordered as the numbers are, NaN above all."""
+    """Return the bits of |x| for float32 x; they are ordered like the numbers, NaN above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def largest_bits(x):
-    """Return the largest `abs_bits` of a tile, which are the bits of its amax."""
+    """Return the largest `abs_bits` of a tile, the bits of its amax."""
     return tl.max(tl.max(abs_bits(x), axis=1), axis=0)
 
 
@@ -52,7 +52,7 @@ def scale_from_amax(bits, FMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _nearer_reciprocal(scale, r, STEP: tl.constexpr):
-    """Return r or its neighbour, whichever is closer to 1 / scale; the residuals are exact."""
+    """Return r or its neighbor, whichever is closer to 1 / scale; the residuals are exact."""
     other = (r.to(tl.int32, bitcast=True) + STEP).to(tl.float32, bitcast=True)
     nearer = tl.abs(tl.fma(-scale, other, 1.0)) < tl.abs(tl.fma(-scale, r, 1.0))
     return tl.where(nearer, other, r)
@@ -60,7 +60,7 @@ def _nearer_reciprocal(scale, r, STEP: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale, POWER_OF_TWO: tl.constexpr):
-    """Return (1 / scale correctly rounded, scale), with 0 and 0 for infinity."""
+    """Return (1 / scale correctly rounded, scale), or (0, 0) if scale is infinite."""
     if POWER_OF_TWO:
         TWICE_BIAS: tl.constexpr = 254 << 23  # minus the bits of a power of two: its reciprocal
         bits = scale.to(tl.int32, bitcast=True)
@@ -77,10 +77,10 @@ def reciprocal(scale, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def divide(x, r, s, POWER_OF_TWO: tl.constexpr):
-    """Compute x / s, correctly rounded, from the r and s that `reciprocal` returned.
+    """Compute x / s, correctly rounded, from the r and s of `reciprocal`.
 
-    Two residual corrections do it (Markstein 1990), in 5 fused multiply-adds, as long as the
-    residuals are not denormal, |x| > 2^-100.
+    Two residual corrections (Markstein 1990), 5 instructions in all, round correctly as long as the
+    residuals are not denormal (|x| > 2^-100).
     """
     y = x * r
     if not POWER_OF_TWO:
@@ -91,11 +91,11 @@ def divide(x, r, s, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def fp8_bytes(x, E5M2: tl.constexpr):
-    """Convert float32 to FP8 bytes, to nearest even; overflow and Inf saturate, NaN stays.
+    """Convert float32 to FP8 bytes, to nearest even; overflow and Inf saturate, NaN stays NaN.
 
-    Four values at a time, joined by ``prmt``. Where ``mov.b32`` joins two pairs, as Triton and LLVM
-    have it, ptxas 12.8 and 12.9 let the second conversion write into the word of the first; if a
-    pair is used elsewhere, too, or both are equal, they read a register that nothing has written.
+    The assembly converts four values at a time and joins them by ``prmt``. Triton and LLVM join two
+    pairs by ``mov.b32``; ptxas 12.8 and 12.9 then let the second conversion overwrite the first. If
+    a pair is used elsewhere, too, or both are equal, they read a register that was never written.
     """
     KIND: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
     return tl.inline_asm_elementwise(
@@ -122,12 +122,12 @@ def fp8_bytes(x, E5M2: tl.constexpr):
 def cast_bounded(x, scale, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Cast x / scale to FP8 bytes, to nearest even, for a scale from an amax that includes x.
 
-    Nothing can overflow then; a non-finite x made its scale non-finite, and becomes NaN itself.
+    Nothing overflows then. If x is not finite, neither is its scale, and the result is NaN.
     """
     r, s = reciprocal(scale, POWER_OF_TWO)
     y = divide(x, r, s, POWER_OF_TWO)
-    # -0.0 becomes 0.0, as in the reference. Added to a product, 0.0 would be fused with it, and a
-    # product that underflows keep its sign.
+    # -0.0 becomes 0.0, as in the reference. For a power of two, y is a product: adding 0.0 would be
+    # fused with it, and an underflowing product would keep its sign.
     y = tl.where(y == 0.0, 0.0, y) if POWER_OF_TWO else y + 0.0
     return fp8_bytes(y, E5M2)
 
@@ -137,7 +137,7 @@ def cast_saturating(x, scale, E5M2: tl.constexpr):
     """Cast x / scale to FP8 bytes for any scale: finite overflow saturates, Inf and NaN stay."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     r, s = reciprocal(scale, False)
-    # Clamped before the division, so that no residual overflows: the limit divides to FMAX.
+    # Clamp before the division, so that no residual overflows; limit / scale is FMAX.
     limit = FMAX * scale
     y = tl.where(x > limit, limit, x)
     y = divide(tl.where(x < -limit, -limit, y), r, s, False)

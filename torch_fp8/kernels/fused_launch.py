@@ -1,7 +1,7 @@
-"""What the launchers of fused producers share: outputs, and stand-ins for absent tensors.
+"""Functions shared by the launchers of fused producers (norms, activations that cast their result).
 
-Legend: R rows, C columns of the result; rowwise is it quantized along C, columnwise its transpose
-quantized along R.
+Legend: R rows, C columns of the result; rowwise: the result quantized along C; columnwise: its
+transpose quantized along R.
 """
 
 import torch
@@ -17,12 +17,12 @@ GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
 
 def fits_tiles(options: CastOptions, *inputs: Tensor) -> bool:
-    """Return whether one launch computes a result and casts it in tiles.
+    """Return whether one launch can compute a result and cast it in tiles.
 
-    A rowwise scale belongs to more than a tile. Columns that are no multiple of 16 are moved one
-    element at a time, each with an address and a mask in registers, and FP8 GEMMs do not take them:
-    these are computed first and cast then. Rows may be any number, but where the column layout has
-    squares and no padding.
+    Rowwise scales span more than a tile. If C is not a multiple of 16, elements move one at a time,
+    each with an address and a mask in registers, and FP8 GEMMs reject the result anyway. Both are
+    computed first and then cast. R is arbitrary, except for 128 x 128 blocks in the column layout,
+    which is not padded.
     """
     granularity = options.granularity
     assert granularity == "tensorwise" or (options.amax is None and options.scale is None)
@@ -33,17 +33,17 @@ def fits_tiles(options: CastOptions, *inputs: Tensor) -> bool:
 
 
 def scale_source(options: CastOptions, unused: Tensor) -> Tensor:
-    """Return the tensor from which `tiles.store_cast` reads the scale."""
+    """Return the tensor with the scale, or the bits of the amax, for `tiles.store_cast`."""
     if options.scale is not None:
         return options.scale
     return unused if options.amax is None else options.amax.view(torch.int32)
 
 
 def fused_flags(options: CastOptions, whole: bool = False) -> dict[str, object]:
-    """Return the compile-time arguments of a kernel that computes what it casts.
+    """Return the compile-time arguments of a kernel that computes and casts its result.
 
     Args:
-        whole: whether one tile is all of the result, as a cast without its amax demands.
+        whole: whether one tile holds the whole result; required if the amax is not known.
     """
     assert whole == options.needs_amax
     if whole:
@@ -60,13 +60,13 @@ def fused_flags(options: CastOptions, whole: bool = False) -> dict[str, object]:
 
 
 def no_cast(made: Layouts) -> dict[str, object]:
-    """Return `fused_flags` of a kernel that stores its result as it is, or stores none."""
+    """Return `fused_flags` for a kernel that stores its result without a cast, or not at all."""
     how = {"GROUP": BLOCK, "E5M2": False, "POWER_OF_TWO": False, "COL": False}
     return {"SCALE": "plain", **how, "ROW": made[0] is not None}
 
 
 def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate x as it is saved for backward, if it is."""
+    """Allocate codes and scales to save x for backward, or return (None, None)."""
     if not wanted:
         return None, None
     rows, cols = x.shape
@@ -74,15 +74,15 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor
 
 
 def registers(warps: int) -> int:
-    """Return the registers of a thread when one program at a time occupies a multiprocessor.
+    """Return the registers per thread if a multiprocessor runs one program at a time.
 
-    For kernels of which one program runs, or with a mask more than there are registers: left to
-    itself, the assembler takes half as many for most of them, so that two programs fit, and spills
-    a few bytes.
+    This limit is for kernels of a single program, or with one mask too many for their registers.
+    Without it the assembler uses half as many for most of them, so that two programs fit, and
+    spills a few bytes.
     """
     return min(65536 // (32 * warps), 255)
 
 
 def amax_bits(x: Tensor, *shape: int) -> Tensor:
-    """Allocate the bits of amaxes, initialised to 0, for kernels to raise."""
+    """Allocate int32 bits of amaxes, zeros that kernels raise."""
     return x.new_zeros(shape, dtype=torch.int32)

@@ -1,16 +1,16 @@
-"""The form of the gated activation of experts, which operators hand to their kernels."""
+"""The form of the gated activation of experts, an argument of operators and their kernels."""
 
 from typing import NamedTuple
 
 
 class GateForm(NamedTuple):
-    """``gate * sigmoid(alpha * gate) * up``, or with limits as GPT-OSS has it.
+    """``gate * sigmoid(alpha * gate) * up``, or the clamped form of GPT-OSS.
 
     Attributes:
-        interleaved: whether gate and up take turns in a row; else gate comes first.
-        clamped: whether gate is at most `limit`, up within it on both sides, and up + 1 multiplied.
-        alpha: factor of gate in the sigmoid, 1 unless clamped.
-        limit: positive number.
+        interleaved: whether a row alternates gate and up; else all of gate comes first.
+        clamped: whether gate <= limit, -limit <= up <= limit, and the factor is up + 1.
+        alpha: factor of gate in the sigmoid; 1 unless clamped.
+        limit: bound of the clamped form, positive there.
     """
 
     interleaved: bool = False

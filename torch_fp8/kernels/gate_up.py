@@ -1,7 +1,7 @@
-"""SwiGLU's backward into one gradient on CUDA: the twin of `torch_fp8.ops.gate_up`.
+"""SwiGLU's backward into one matrix on CUDA: the twin of `torch_fp8.ops.gate_up`.
 
-The kernels and what they read and write are those of `torch_fp8.kernels.swiglu_backward`; the two
-gradients are told where in one matrix they lie.
+The kernels and their memory traffic are those of `torch_fp8.kernels.swiglu_backward`; they write
+the two gradients into the halves of one matrix (R, 2C).
 
 Legend: R rows, C columns of gate and of up.
 """
@@ -38,7 +38,7 @@ def gate_up_backward_quantize(
 ) -> Layouts:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize`."""
     grad = inputs.grad
-    # A block that had a part of both would be a matter of two tiles.
+    # A block with columns of both gradients would span two tiles.
     whole = options.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
     if not (whole and casts_at_once(inputs, options)):
         return quantize_2d(gate_up_backward(inputs, gate_first), options)
@@ -50,7 +50,7 @@ def gate_up_backward_quantize(
 
 
 def _halves(x: Any, dim: int, gate_first: bool) -> tuple[Any, Any]:
-    """Return gate's and up's halves of a matrix, as views; what is no matrix serves for both."""
+    """Return views of gate's and up's halves of a matrix; both share a scalar scale or None."""
     if x is None or x.ndim < 2:
         return x, x
     size = x.shape[dim] // 2

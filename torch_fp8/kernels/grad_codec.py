@@ -1,7 +1,7 @@
 """8-bit gradients on CUDA: the twin of `torch_fp8.ops.grad_codec`, byte for byte.
 
-Legend: codes (R, K) uint8 and scales (R, ceil(K / 32)) uint8 of `formats.GRADIENT`. Everything is
-contiguous. Codes of groups whose scale says NaN are free.
+Legend: codes (R, K) uint8 and scales (R, ceil(K / 32)) uint8 of `formats.GRADIENT`. All tensors are
+contiguous. Codes are unspecified in groups whose scale is NaN.
 """
 
 import torch
@@ -13,17 +13,17 @@ from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 GROUPS, ODD_GROUPS = 64, 16
-# A tile has 16 elements for each thread of four warps, in accesses of 16 bytes; 4 if elements
-# are moved one by one, each with an address and a mask.
+# Groups per tile: 16 elements for each thread of four warps, in accesses of 16 bytes; 4 if elements
+# move one by one, each with an address and a mask.
 WARPS = 4
 
 
 def quantize_gradient(x: Tensor, keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantize a gradient into codes and scales, rounded stochastically.
+    """Quantize a gradient to codes and scales with stochastic rounding.
 
     Args:
         x: (R, K) bfloat16 or float32.
-        keys: keys of the random words, one for each element by its index in x.
+        keys: keys of the random words; an element's word depends on its index in x.
     """
     rows, cols = x.shape
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
@@ -42,8 +42,9 @@ def accumulate_gradient(
     """Encode decode(codes, scales) * multiplier + x into `qdata` and `scale`.
 
     Args:
-        qdata, scale: an (R, K) gradient. The multiplier of what they hold afterwards is 1.
-        multiplier: () float32; only read.
+        qdata, scale: codes and scales of an (R, K) gradient, overwritten; the result's multiplier
+            is 1.
+        multiplier: () float32 multiplier of the old gradient; not written.
         x, keys: see `quantize_gradient`.
     """
     _encode(x, qdata, scale, multiplier, keys)

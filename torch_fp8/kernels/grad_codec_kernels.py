@@ -1,6 +1,6 @@
-"""These kernels are launched by `torch_fp8.kernels.grad_codec`.
+"""The kernels of `torch_fp8.kernels.grad_codec`.
 
-A program has a tile of GROUPS groups of one matrix (R, K); see `groups` for how they lie.
+A program works on a tile of GROUPS groups of one matrix (R, K); see `block_layout` for positions.
 """
 
 import triton
@@ -12,7 +12,7 @@ from torch_fp8.kernels.stochastic_rounding import random_words
 from torch_fp8.kernels.tiles import LINE
 
 
-# One binary for all sizes and keys, whatever they happen to be multiples of.
+# Not specialized on sizes and keys: one binary serves all of them, whatever their divisibility.
 @triton.jit(do_not_specialize=["num_groups", "cols", "key0", "key1"])
 def encode_gradient_kernel(
     x_ptr,
@@ -23,7 +23,7 @@ def encode_gradient_kernel(
     cols,
     key0,
     key1,
-    ACCUMULATE: tl.constexpr,  # onto what is there, times the multiplier
+    ACCUMULATE: tl.constexpr,  # whether to add the stored gradient times the multiplier
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
 ):

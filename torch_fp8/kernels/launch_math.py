@@ -1,4 +1,4 @@
-"""Integer arithmetic of launches; Triton's functions of the same names ask for constants first."""
+"""Integer arithmetic for launches, without the constexpr checks of Triton's functions."""
 
 
 def cdiv(x: int, y: int) -> int:

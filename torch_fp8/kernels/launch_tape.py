@@ -1,17 +1,17 @@
-"""What an operator allocates and launches, recorded once and played again.
+"""Recordings of an operator's allocations and launches, which later calls replay.
 
-A launcher decides in Python which kernel runs, in which tiles, with how many warps, and what it
-writes. It decides the same whenever tensors of the same shapes come with the same options, as they
-do in every step and with every generated token. So `Replayed` writes down what a call allocates and
-launches, and does just that in later calls, with their tensors. ``TORCH_FP8_REPLAY=0 python -m
-benchmarks.evidence.host_time`` measures the host's time without it.
+A launcher chooses kernels, tiles, warps and outputs in Python. It chooses the same ones whenever
+shapes and options are the same, as in every step and for every generated token. `Replayed`
+therefore records the allocations and launches of one call and repeats them in later calls with
+their tensors. To measure the host time without replay, run ``TORCH_FP8_REPLAY=0 python -m
+benchmarks.evidence.host_time``.
 
-What is written down is seen, not told: a mode of torch's dispatcher sees all operators that the
-launcher calls, and `torch_fp8.kernels.quick_launch` reports every launch. A launcher that does more
-than that with its tensors, such as to read an element, is always called as it is.
+The recording is observed, not declared: a torch dispatch mode sees every operator that the launcher
+calls, and `torch_fp8.kernels.quick_launch` reports every launch. If a launcher does anything else
+with its tensors, such as reading an element, it is called every time instead.
 
-``TORCH_FP8_REPLAY=0`` in the environment plays nothing, and no launch is remembered: whoever looks
-for a fault on a card can leave both out.
+Set ``TORCH_FP8_REPLAY=0`` in the environment to turn off both the replay and the remembered
+launches of `quick_launch`, for example to debug a fault on a GPU.
 """
 
 import functools
@@ -32,15 +32,15 @@ from torch.utils._pytree import tree_leaves
 _aten: Any = torch.ops.aten
 _ALLOCATE = {_aten.new_empty.default, _aten.empty.memory_format, _aten.empty_like.default}
 _DETACH = _aten.detach.default
-"""What a mode sees behind allocations; the tensor is the same."""
+"""A dispatch mode sees this operator after allocations; it returns the same tensor."""
 _SAME_ADDRESS = {_aten.view.default, _aten.view.dtype, _aten._unsafe_view.default, _aten.t.default}
 _SAME_ADDRESS.add(_DETACH)
-"""Views that begin where their base begins: a kernel may be given either."""
+"""Views that start at their base's address, so a kernel can take either."""
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
-"""Types of what is no tensor among a launcher's arguments."""
+"""Types of a launcher's arguments other than tensors."""
 _MOST = 512
-"""Calls that are kept of an operator: numbers of tokens that never come again shall not add up."""
+"""Calls remembered per operator, a bound for runs whose token counts never repeat."""
 
 
 def _replays() -> bool:
@@ -54,16 +54,16 @@ def _replays() -> bool:
 
 
 REPLAYS = _replays()
-"""Whether calls are played and launches remembered in this process."""
+"""Whether this process replays calls and remembers launches."""
 
 
 class Step(NamedTuple):
-    """A launch, an allocation or an operator.
+    """A launch, an allocation or another operator call.
 
     Attributes:
-        run: does it.
-        choose: takes its arguments from the values so far.
-        makes: whether it returns another value.
+        run: function that performs the step.
+        choose: function that picks the step's arguments from the values so far.
+        makes: whether the result of `run` is appended to the values.
     """
 
     run: Callable[..., Any]
@@ -72,13 +72,13 @@ class Step(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """What a call does.
+    """The recorded steps of a call.
 
     Attributes:
-        constants: the first of the values; the call's tensors are next, then what steps make.
-        steps: in their order.
-        results: chooses what is returned.
-        hooks: the kernels' hooks, as Triton lists them; where there are any, nothing is played.
+        constants: first values; the call's tensors follow, then the results of steps.
+        steps: steps in the order of execution.
+        results: function that picks the call's result from the values.
+        hooks: Triton's lists of the kernels' hooks; the tape isn't replayed if one is not empty.
     """
 
     constants: list[Any]
@@ -87,7 +87,7 @@ class Tape(NamedTuple):
     hooks: list[list[Any]]
 
     def play(self, tensors: list[Tensor]) -> Any:
-        """Do with `tensors`, which are on the current device, what the recorded call has done."""
+        """Repeat the recorded call with `tensors`, which are on the current device."""
         values = self.constants + tensors
         for run, choose, makes in self.steps:
             if makes:
@@ -98,7 +98,7 @@ class Tape(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """A launch of `kernel`, or who made a tensor."""
+    """A launch of `kernel`, or the operator call that returned the tensor `made`."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -107,20 +107,20 @@ class _Event(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """Sees what a launcher does with its tensors.
+    """Dispatch mode that records what a launcher does with its tensors.
 
     Args:
-        tensors: what it is given.
+        tensors: tensors among the launcher's arguments.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        # One tensor in two places would look like the other in calls where they are two.
+        # If one tensor is passed twice, the tape cannot tell which argument a step uses.
         self._fits = len({id(t) for t in tensors}) == len(tensors)
         self._events: list[_Event] = []
         self._on_demand: dict[int, _Event] = {}
-        """Allocations and views: they read no element, and are made where they are needed."""
+        """Allocations and views by id of their tensor; a tape has only those that it needs."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -146,12 +146,13 @@ class Recording(TorchDispatchMode):
         return made
 
     def launched(self, kernel: Any, args: Sequence[Any], found: Any) -> None:
-        """Write down a launch.
+        """Record a launch.
 
         Args:
-            kernel: a Triton kernel.
-            args: tensors and numbers.
-            found: who runs its binary, and the constants that follow; None: it is not known.
+            kernel: Triton kernel that was launched.
+            args: tensors and numbers of the launch.
+            found: function that runs the binary, and the constants that follow `args`; None if the
+                binary is not known.
         """
         if found is None:
             self._fits = False
@@ -161,13 +162,13 @@ class Recording(TorchDispatchMode):
             self._events.append(_Event(run, (*bases, *constants), None, kernel))
 
     def _base(self, x: Any) -> Any:
-        """Return the tensor at whose address x begins."""
+        """Return the base tensor that starts at the address of x."""
         while id(x) in self._on_demand and self._on_demand[id(x)].run in _SAME_ADDRESS:
             x = self._on_demand[id(x)].args[0]
         return x
 
     def tape(self, made: Any) -> Tape | None:
-        """Return the tape of a call that has returned `made`, or None: it cannot be played."""
+        """Return the tape of a call that returned `made`, or None if it cannot be replayed."""
         several = type(made) is tuple
         results = made if several else (made,)
         if not self._fits or not all(x is None or isinstance(x, Tensor) for x in results):
@@ -180,7 +181,7 @@ class Recording(TorchDispatchMode):
             for event in self._events:
                 writer.add(event)
             chosen = _chooser([writer.place(x) for x in results], several)
-        except KeyError:  # a tensor that was there before the call and is none of its arguments
+        except KeyError:  # the call used a tensor from elsewhere, which is not an argument
             return None
         hooks = [e.kernel.pre_run_hooks for e in self._events if e.kernel is not None]
         return Tape([*constants.values()], writer.steps, chosen, hooks)
@@ -190,8 +191,8 @@ class _Writer:
     """Writes the steps of a tape.
 
     Args:
-        on_demand: who makes a tensor that no event has made, by its id.
-        places: the places of the values that are there at first, by their ids.
+        on_demand: allocations and views by id of their tensor.
+        places: indices of the initial values by id.
     """
 
     def __init__(self, on_demand: dict[int, _Event], places: dict[int, int]) -> None:
@@ -200,7 +201,7 @@ class _Writer:
         self.steps: list[Step] = []
 
     def place(self, x: Any) -> int:
-        """Return where x is among the values, from here on."""
+        """Return the index of x among the values; add the step that creates it if necessary."""
         if id(x) not in self._places:
             event = self._on_demand[id(x)]
             if event.run is _DETACH:
@@ -218,19 +219,19 @@ class _Writer:
 
 
 def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
-    """Return who takes these values from a list: as a tuple, or the only one as it is."""
+    """Return a function that picks these values from a list, as a tuple if `several`."""
     if len(places) > 1 or not several:
         return itemgetter(*places)
     return itemgetter(slice(0, 0)) if not places else lambda values: (values[places[0]],)
 
 
 def _function(func: Any) -> Any:
-    """Return what torch's operator calls, without its layer of Python; anything else as it is."""
+    """Return the function under a torch operator's Python layer; return others unchanged."""
     return getattr(func, "_op", func)
 
 
 def recording() -> Recording | None:
-    """Return the recording that goes on, if one does."""
+    """Return the active recording, or None."""
     if not _len_torch_dispatch_stack():
         return None
     mode = _get_current_dispatch_mode()
@@ -238,13 +239,13 @@ def recording() -> Recording | None:
 
 
 class Replayed:
-    """An operator's launcher, whose calls are recorded and played again.
+    """A launcher whose calls are recorded and replayed.
 
-    A call is recorded when it comes for the second time.
+    A call is recorded when its shapes and options come for the second time.
 
     Args:
-        launcher: takes tensors, None, numbers, words, dtypes, and tuples of these, a tensor first;
-            it returns a tensor, or a tuple of tensors and None.
+        launcher: function of tensors, None, numbers, strings, dtypes, and tuples of these, with a
+            tensor first; it returns a tensor, or a tuple of tensors and None.
     """
 
     def __init__(self, launcher: Callable[..., Any]) -> None:
@@ -258,7 +259,7 @@ class Replayed:
         tensors: list[Tensor] = []
         for argument in args:
             for x in argument if isinstance(argument, tuple) else (argument,):
-                if type(x) in _VALUES:  # sooner than to ask each whether it is a tensor
+                if type(x) in _VALUES:  # faster than an isinstance check for Tensor
                     key.append(x)
                 else:
                     tensors.append(x)
@@ -288,5 +289,5 @@ class Replayed:
         return made
 
     def forget(self) -> None:
-        """Forget all calls, as is due where the launcher is to decide differently."""
+        """Forget all calls; needed if the launcher's choices change."""
         self._tapes.clear()

@@ -1,6 +1,6 @@
 """Messages on CUDA: the twin of `torch_fp8.ops.messages`, byte for byte.
 
-Codes of groups whose scale says NaN are free.
+Codes are unspecified in groups whose scale is NaN.
 """
 
 from typing import Any
@@ -20,17 +20,15 @@ from torch_fp8.kernels.messages_kernels import (
 Keys = tuple[int, int]
 
 GROUPS, ODD_GROUPS = 64, 16
-# A tile has 16 values for each thread of four warps, in accesses of 16 bytes; 4 if values are
-# moved one by one.
+# Groups per tile: 16 values for each thread of four warps, in accesses of 16 bytes; 4 if values
+# move one by one.
 PLAIN = 1024
 WARPS = 4
 _COMPILE = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> None:
-    """Write the groups of a flat buffer into the messages; for the arguments see
-    `ops.messages.pack_flat`.
-    """
+    """Encode the groups of a flat buffer into messages; see `ops.messages.pack_flat`."""
     if not layout.num_groups:
         return
     aligned, groups = _tile(values)
@@ -50,7 +48,7 @@ def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> No
 
 
 def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
-    """Write the values of the groups into a flat buffer, which may end before the groups do."""
+    """Decode the groups of messages into a flat buffer, which may end before the last group."""
     if not layout.num_groups or not values.numel():
         return
     aligned, groups = _tile(values)
@@ -68,7 +66,7 @@ def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
 
 
 def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None:
-    """Write the sum over the messages, times `scale`."""
+    """Write the sum over the messages, times `scale`, into `out`."""
     if not layout.num_groups:
         return
     aligned, groups = _tile(out)
@@ -93,7 +91,7 @@ def reduce_and_repack(
     scale: float,
     keys: Keys | None,
 ) -> None:
-    """Write the sum over the messages, times `scale`, as codes and scales of a message (1, B)."""
+    """Encode the sum over the messages, times `scale`, into the message `combined` (1, B)."""
     if not layout.num_groups:
         return
     with torch.cuda.device_of(messages):

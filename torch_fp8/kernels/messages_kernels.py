@@ -1,8 +1,8 @@
-"""These kernels are launched by `torch_fp8.kernels.messages`.
+"""The kernels of `torch_fp8.kernels.messages`.
 
-A program has GROUPS groups of one message, or of the sum of all. Messages (N, B) lie `stride` bytes
-apart, a multiple of 16; codes come first, scales behind them. Positions are relative to a tile's
-first: 64 bits once, 32 for each value.
+A program works on GROUPS groups of one message, or of the sum of all messages. Messages (N, B) are
+`stride` bytes apart, a multiple of 16; each holds its codes, then its scales. Positions are
+relative to the tile's first value: one 64-bit offset per program, then 32 bits per value.
 """
 
 import triton
@@ -36,7 +36,7 @@ def _values_of(values_ptr, first, numel, inside, ALIGNED: tl.constexpr, GROUPS: 
     left = tl.minimum(numel - first, GROUPS * 32).to(tl.int32)
     values_ptr = values_ptr + first
     if ALIGNED:
-        left = left // 16 * 16  # a multiple already; now the compiler knows
+        left = left // 16 * 16  # no change; the compiler learns the divisibility
         values_ptr = tl.multiple_of(values_ptr, 16)
     local = _local(GROUPS)
     return values_ptr + local, inside[:, None] & (local < left)
@@ -73,7 +73,7 @@ def _store(
     STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Encode and store (GROUPS, 32) float32 whose first value has the index `first`."""
+    """Encode and store (GROUPS, 32) float32; `first` is the index of the first value."""
     scale = scale_of(x, GRADIENT)
     if STOCHASTIC:
         index = first.to(tl.int32) + _local(GROUPS)
@@ -85,7 +85,7 @@ def _store(
     tl.store(scales_ptr, scale, mask=inside)
 
 
-# One binary for all sizes and keys, whatever they happen to be multiples of.
+# Not specialized on sizes and keys: one binary serves all of them, whatever their divisibility.
 @triton.jit(do_not_specialize=["numel", "num_groups", "stride", "key0", "key1"])
 def pack_kernel(
     values_ptr,
@@ -96,7 +96,7 @@ def pack_kernel(
     key0,
     key1,
     STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr,  # whether 16 values can be moved at once
+    ALIGNED: tl.constexpr,  # whether 16 values can move at once
     GROUPS: tl.constexpr,
 ):
     """Encode groups of a flat buffer, padded with zeros, into this row's message."""
@@ -162,7 +162,7 @@ def reduce_and_repack_kernel(
     STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write the sum over all messages, times `scale`, as a message."""
+    """Encode the sum over all messages, times `scale`, into one message."""
     tile = tl.program_id(0)
     codes_ptr, scales_ptr, inside = _tile_of(messages_ptr, tile, num_groups, GROUPS)
     total = _load_sum(codes_ptr, scales_ptr, inside, num_messages, stride) * scale
@@ -173,7 +173,7 @@ def reduce_and_repack_kernel(
 
 @triton.jit(do_not_specialize=["num_messages", "count", "stride"])
 def sum_plain_kernel(plain_ptr, out_ptr, num_messages, count, stride, scale, BLOCK: tl.constexpr):
-    """Write the sum over rows of BF16 values, `stride` of them apart, times `scale`."""
+    """Write the sum over BF16 rows that are `stride` elements apart, times `scale`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     plain_ptr += place

@@ -1,8 +1,8 @@
 """Rows of experts on CUDA: the twins of `torch_fp8.ops.moe_rows`, bit for bit.
 
-All are bound by memory. The transposition reads rows twice: their amaxes for each group and column
-are raised by atomic maxima of whole groups of 16 rows, whose order does not matter, so that one
-expert with most of the tokens takes as many programs as many experts with few.
+All of them are memory-bound. The transpose reads rows twice. Its first pass raises the amax of each
+expert and column by atomic maxima over 16 rows at a time, in any order. Programs therefore work on
+equal tiles, whether one expert has most of the tokens or many experts have few.
 
 Legend: T tokens, k experts of a token, R rows, E experts, K columns. Launch configurations are
 fixed.
@@ -22,11 +22,11 @@ from torch_fp8.kernels.moe_rows_kernels import (
 )
 
 GATHER_ROWS, GATHER_COLS = 16, 512
-"""16 bytes for each of 512 accesses: four for each thread of four warps."""
+"""Rows and columns of a gathered tile: 512 accesses of 16 bytes, four per thread of four warps."""
 TILE, TILE_WARPS = 128, 16
 """Rows and columns of a transposed tile: 128 contiguous bytes in both directions."""
 ODD_TILE, ODD_WARPS = 64, 8
-"""The same where columns are no multiple of 16, and bytes are moved one by one."""
+"""Tile and warps if K is not a multiple of 16, so that bytes move one by one."""
 ODD_GATHER_COLS = 128
 COMBINE_TOKENS, COMBINE_COLS = 4, 256
 SCALES = 1024

@@ -1,7 +1,7 @@
-"""These kernels of rows of experts are launched by `torch_fp8.kernels.moe_rows`.
+"""The kernels of `torch_fp8.kernels.moe_rows`.
 
 Legend: T tokens, k experts of a token, R rows, E groups, K columns. Groups of rows end at multiples
-of 16, so that 16 rows of a tile have one scale for each column.
+of 16, so 16 rows of a tile share one scale per column.
 """
 
 import triton
@@ -12,17 +12,17 @@ from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import positions, store_col, tile_at
 
 SAME = tl.constexpr(16)
-"""Rows that belong to one group together."""
+"""Number of rows that always belong to the same group."""
 
 
 @triton.jit
 def group_of(offs_ptr, r, groups):
-    """Return how many groups end at or before each of the rows r: its group, or `groups`.
+    """Return each row's group, or `groups` behind the last one, by a binary search.
 
     offs_ptr: ends of at most 1,023 groups, ascending.
     """
     before = tl.zeros_like(r).to(tl.int32)
-    for i in tl.static_range(10):  # of 1,023 ends, the most that a grouped GEMM takes
+    for i in tl.static_range(10):  # 2^10 > 1,023, the most groups of a grouped GEMM
         further = before + (512 >> i)
         end = tl.load(offs_ptr + further - 1, mask=further <= groups, other=0x7FFFFFFF)
         before = tl.where(end <= r, further, before)
@@ -31,9 +31,9 @@ def group_of(offs_ptr, r, groups):
 
 @triton.jit
 def _load_values(operands, tokens, tile, rows, cols, GATHER: tl.constexpr):
-    """Load a tile of rows as float32, zeros outside, and for tokens that are none.
+    """Load a tile of rows as float32, with zeros outside and for padding rows.
 
-    operands: pointers to codes (T, K), their scales (T,), and the tokens of rows (R,).
+    operands: pointers to codes (T, K), their scales (T,), and each row's token (R,).
     """
     x_ptr, scale_ptr, token_ptr = operands
     _, _, r, c, mask = tile
@@ -49,7 +49,7 @@ def _load_values(operands, tokens, tile, rows, cols, GATHER: tl.constexpr):
 
 @triton.jit
 def _groups_of(offs_ptr, tile_r, groups, BLOCK_R: tl.constexpr):
-    """Return the groups (BLOCK_R / 16,) of a tile's rows, each of 16."""
+    """Return the groups (BLOCK_R / 16,) of a tile's rows, one for each 16 rows."""
     first = (tile_r * BLOCK_R + tl.arange(0, BLOCK_R // SAME) * SAME).to(tl.int32)
     return group_of(offs_ptr, first, groups).to(tl.int64)
 
@@ -70,21 +70,21 @@ def group_amax_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Raise the amaxes (E, K) of groups and columns to those of one tile of rows."""
+    """Raise the amaxes (E, K) of groups and columns to include one tile of rows."""
     tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
     tile_r, _, _, c, _ = tile
     x = _load_values((x_ptr, scale_ptr, token_ptr), tokens, tile, rows, cols, GATHER)
     parts = tl.reshape(abs_bits(x), (BLOCK_R // SAME, SAME, BLOCK_C))
-    group = _groups_of(offs_ptr, tile_r, groups, BLOCK_R)
+    group = _groups_of(offs_ptr, tile_r, groups, BLOCK_R)  # (BLOCK_R / 16,)
     mask = (group[:, None] < groups) & (c[None, :] < cols)
-    places = amax_ptr + group[:, None] * cols + c[None, :]
+    places = amax_ptr + group[:, None] * cols + c[None, :]  # (BLOCK_R / 16, BLOCK_C)
     tl.atomic_max(places, tl.max(parts, axis=1), mask=mask, sem="relaxed")
 
 
 @quick
 @triton.jit(do_not_specialize=["size"])
 def group_scale_kernel(amax_ptr, scale_ptr, size, BLOCK: tl.constexpr):
-    """Turn the bits of amaxes into scales, powers of two."""
+    """Compute power-of-two scales from the bits of amaxes."""
     i = positions(tl.program_id(0), BLOCK)
     bits = tl.load(amax_ptr + i, mask=i < size, other=0)
     tl.store(scale_ptr + i, scale_from_amax(bits, 448.0, True), mask=i < size)
@@ -106,7 +106,7 @@ def transpose_groups_kernel(
     GATHER: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PAD: tl.constexpr,  # 16 if rows are a multiple of it, else 1
+    PAD: tl.constexpr,  # 16 if R is a multiple of 16, else 1
 ):
     """Store the transpose (K, R) of one tile of rows, cast with the scales of its groups."""
     tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
@@ -117,9 +117,9 @@ def transpose_groups_kernel(
     scale = tl.load(new_scale_ptr + group[:, None] * cols + c[None, :], mask=mask, other=0.0)
     shape: tl.constexpr = (BLOCK_R // SAME, SAME, BLOCK_C)
     scale = tl.reshape(tl.broadcast_to(scale[:, None, :], shape), (BLOCK_R, BLOCK_C))
-    behind = scale == 0.0  # no scale is zero
+    behind = scale == 0.0  # rows behind the last group: real scales are not zero
     q = cast_bounded(tl.where(behind, 0.0, x), tl.where(behind, 1.0, scale), False, True)
-    store_col(out_ptr, q, r, c, rows, cols, PAD)
+    store_col(out_ptr, q, r, c, rows, cols, PAD)  # q (BLOCK_R, BLOCK_C) to out (K, R)
 
 
 @quick
@@ -136,7 +136,7 @@ def gather_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Copy the codes and scales of the tokens of BLOCK_R rows; zeros and 1 for padding."""
+    """Copy the codes and scales of BLOCK_R rows' tokens; padding gets zeros and scale 1."""
     r, c = positions(tl.program_id(0), BLOCK_R), positions(tl.program_id(1), BLOCK_C)
     exists = r < rows
     token = tl.load(token_ptr + r, mask=exists, other=tokens)

@@ -1,13 +1,13 @@
 """Casts to FP8 on CUDA: the twin of `torch_fp8.ops.quantize.quantize_2d`, byte for byte.
 
-Casting is bound by memory. Blocks and tensorwise casts with a known scale read a matrix once and
-write both layouts from the same tile; a tensorwise scale from the tensor at hand costs one more
-read, except where one tile is all of it; row scales and column scales live in groups that no tile
-holds, so the column layout of a rowwise cast reads the matrix twice on its own.
+Casts are memory-bound. Block casts, and tensorwise casts with a known scale, read the matrix once
+and write both layouts from the same tile. If the tensorwise scale comes from the matrix itself, it
+is read once more, unless it fits in one tile. The column layout of a rowwise cast reads the matrix
+twice on its own, because a tile holds neither whole rows nor whole columns.
 
-Legend: R rows, C columns of x; rowwise is x quantized along C, columnwise is x^T quantized along R.
+Legend: R rows, C columns of x; rowwise: x quantized along C; columnwise: x^T quantized along R.
 
-Launch configurations are fixed, so that a run is reproducible and starts fast.
+Launch configurations are fixed, so runs are reproducible and start fast.
 """
 
 from collections.abc import Iterable
@@ -36,29 +36,29 @@ from torch_fp8.quantization.payload_shape import (
 )
 
 BLOCK = 128
-# 128 x 128 because it holds whole groups of every block granularity in both directions, and makes
-# the transposed store 128 contiguous bytes, a full cache line. 16 warps leave each thread 32
-# elements, four 16-byte loads in flight; with 8 warps some variants take more than 200 registers.
+# 128 x 128, because it holds whole groups of every block granularity in both directions, and the
+# transposed store writes 128 contiguous bytes, a full cache line. With 16 warps each thread has 32
+# elements, four 16-byte loads in flight; with 8 warps some variants need more than 200 registers.
 TILE_WARPS = 16
 
-# Columns that are no multiple of 16 are moved one element at a time, each with an address and a
-# mask in registers. Casts then work on smaller tiles, those with 1x128 or 1x32 blocks for one
-# layout per launch, and squares have zeros put behind them. FP8 GEMMs take multiples of 16: the
-# rare case. Rows, which are tokens, may be any number: the column layout has them padded.
+# If C is not a multiple of 16, elements move one at a time, each with an address and a mask in
+# registers. Casts then use smaller tiles, 1x128 and 1x32 blocks cast one layout per launch, and
+# 128x128 blocks get a zero-padded copy. This is rare, because FP8 GEMMs need multiples of 16. R,
+# the number of tokens, is arbitrary, because the column layout is padded.
 ODD_BLOCK = 64
 ODD_WARPS = 8
 ODD_SLICE = 32
 
-# The amax pass only loads: 64 x 128 tiles of 16 kB, and two waves of four CTAs on 132 SMs.
+# The amax pass only loads: 64 x 128 tiles of 16 kB, in two waves of four CTAs on 132 SMs.
 AMAX_ROWS = 64
 AMAX_PROGRAMS = 1024
 
-# A row that fits is read once and kept in registers: 16384 elements are 32 per thread in 16 warps.
+# Rows up to this length are read once and kept in registers: 32 elements per thread in 16 warps.
 MAX_ROW_IN_REGISTERS = 16384
 ROW_CHUNK = 8192
 
-# Column maxima: partial maxima per slab of rows, as many slabs as it takes to fill the card. The
-# cast then reduces at most 32 partials per column: 16 kB from L2 beside its own tile of 32 kB.
+# Column amaxes: one partial maximum per slab of rows, with enough slabs to fill the GPU. The cast
+# then reduces at most 32 partials per column: 16 kB from L2 besides its own tile of 32 kB.
 COLUMN_PROGRAMS = 512
 MAX_SLABS = 32
 
@@ -68,18 +68,18 @@ BLOCK_GRANULARITIES = ("block_1x128", "block_128x128", "block_1x32")
 def quantize_2d(
     x: Tensor, options: CastOptions, sums: TileSums | None = None, pads: bool = True
 ) -> Layouts:
-    """Quantize x along its last dimension (rowwise) and x^T along its own (columnwise).
+    """Quantize x along C (rowwise) and x^T along R (columnwise).
 
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides.
-        options: how; a given scale must be a power of two already where scales are to be.
-        sums: filled, if given, where x is cast in tiles.
-        pads: whether the column layout is padded; else it is (C, R).
+        options: cast options; with power_of_two, a given scale must already be a power of two.
+        sums: output for partial sums, filled if x is cast in tiles; or None.
+        pads: whether to pad the column layout; else it is (C, R).
     Returns:
-        See `Layouts`. All are contiguous, but scales of block_1x128: see `new_group_scales`.
+        See `Layouts`. All are contiguous except scales of block_1x128; see `new_group_scales`.
     """
     granularity = options.granularity
-    if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
+    if x.stride(1) != 1 and x.stride(0) == 1:  # cast x^T: loads then run along the contiguous dim
         if sums is not None:
             sums.turn()
         by_col, scale_col, by_row, scale = quantize_2d(x.t(), options.transposed(), sums, False)
@@ -103,7 +103,7 @@ def quantize_2d(
 def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:
     source, scale, partial, whole = "given", options.scale, None, None
     if scale is not None:
-        options = options._replace(power_of_two=False)  # it is as it is
+        options = options._replace(power_of_two=False)  # a given scale stays unchanged
     elif not x.numel():
         scale = x.new_ones((), dtype=torch.float32)
     else:
@@ -122,7 +122,7 @@ def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bo
 
 
 class Tile(NamedTuple):
-    """What one program works on."""
+    """The size of the tile that one program works on."""
 
     rows: int
     cols: int
@@ -130,16 +130,16 @@ class Tile(NamedTuple):
 
 
 def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
-    """Return a tile that is all of x, or None: it does not fit.
+    """Return a tile that holds all of x, or None if x does not fit.
 
-    The program then knows the amax. These are the few tokens of a generation, where a launch takes
-    longer than what it does.
+    A single program then finds the amax and casts in one launch. This serves generation with few
+    tokens, where a launch takes longer than the work in it.
     """
     rows, cols = x.shape
     if not x.numel() or x.numel() > BLOCK * BLOCK or is_odd(x):
         return None
     block_r, block_c = next_power_of_2(rows), max(next_power_of_2(cols), BLOCK)
-    if columnwise:  # whose padding the tile writes
+    if columnwise:  # the tile also writes the padding
         block_r = max(block_r, COL_ALIGNMENT["tensorwise"])
     elements = block_r * block_c
     fits = elements <= BLOCK * BLOCK
@@ -147,9 +147,9 @@ def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
 
 
 def _partial_amax(x: Tensor) -> Tensor:
-    """Return (P,) int32 whose maximum is the bits of the amax of x.
+    """Return (P,) int32 partial maxima; the largest is the bits of the amax of x.
 
-    P is a multiple of 16, of which some may have no tile: what reads them is one binary for all R.
+    P is a multiple of 16, so one binary of the reader serves all R; some programs may have no tile.
     """
     rows, cols = x.shape
     num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
@@ -189,13 +189,13 @@ def _most_slabs(cols: int) -> int:
 
 
 def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
-    """Return (slabs, C) int32 whose maxima are the bits of the amaxes of x's columns.
+    """Return (slabs, C) int32 partial maxima; the largest are the bits of the columns' amaxes.
 
-    There are as many slabs for all R, of which some may have no rows.
+    The number of slabs does not depend on R; some may have no rows.
 
     Args:
         x: (R, C), not empty.
-        sums: filled, if given, where they are over rows.
+        sums: output for partial sums, filled if they are over rows; or None.
     """
     (rows, cols), column_blocks = x.shape, cdiv(x.shape[1], BLOCK)
     slabs = _most_slabs(cols)
@@ -213,7 +213,7 @@ def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
         SUMS=by_slab,
         BLOCK_R=AMAX_ROWS,
         BLOCK_C=BLOCK,
-        num_warps=8 if by_slab else 4,  # a sum beside each maximum
+        num_warps=8 if by_slab else 4,  # it keeps sums as well as maxima
     )
     return partial
 
@@ -228,13 +228,13 @@ def _cast_tiles(
     sums: TileSums | None = None,
     whole: Tile | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Cast the payloads in tiles, or in the `whole` one; `scale` is filled unless it is "given"."""
+    """Cast in tiles, or in the single tile `whole`; fill `scale` unless `source` is "given"."""
     rows, cols = x.shape
     by_row, by_col = _outputs(x, options, pad)
     slot = amax_slot(options)
     if x.numel() and (options.rowwise or options.columnwise or slot is not None):
         num_partials = 1 if partial is None else partial.shape[0]
-        # Another length and mask of columns leave few registers beside sums, or an amax in E5M2.
+        # Padding needs another length and mask: too many registers with sums, or an amax in E5M2.
         raises = slot is not None and options.columnwise and format_of(options.dtype).has_inf
         small = is_odd(x) or (pad > 1 and source == "given" and (sums is not None or raises))
         block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
@@ -263,7 +263,7 @@ def _cast_tiles(
 
 
 def _most_partials(options: CastOptions, source: str, cols: int) -> int:
-    """Return a power of two that the partials of a cast do not exceed, one for every R."""
+    """Return an upper bound of a cast's number of partials, a power of two that suits all R."""
     if source == "columns":
         return next_power_of_2(_most_slabs(cols))
     return AMAX_PROGRAMS if source == "tensor" and options.amax is None else 1
@@ -278,7 +278,7 @@ def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     in_registers = cols <= MAX_ROW_IN_REGISTERS
     block_c = max(next_power_of_2(cols), 16) if in_registers else ROW_CHUNK
-    block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
+    block_r = max(1, 4096 // block_c)  # several short rows: 32 elements per thread
     quantize_rows_kernel[(cdiv(rows, block_r),)](
         x,
         qdata.view(torch.uint8),
@@ -297,7 +297,7 @@ def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None
 
 
 def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) -> Tensor:
-    """Allocate the sums of tiles of `block` rows and columns; any pointer without `sums`."""
+    """Allocate sums of tiles of `block` rows and columns; return `unused` without `sums`."""
     return unused if sums is None else sums.allocate(x, cdiv(x.shape[sums.axis], block))
 
 
@@ -315,7 +315,7 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
         by_col = _blocks(x, options._replace(rowwise=False), None, pads)
         return (*by_row[:2], *by_col[2:])
     if squares or odd:
-        sums = None  # squares are for weights; with sums these kernels spill
+        sums = None  # squares are for weights; with sums both would spill
 
     by_row, by_col = _outputs(x, options, pad)
     row_scale = new_scales(x, rows, cols, granularity) if row else None
@@ -355,20 +355,20 @@ def is_odd(x: Tensor) -> bool:
 
 
 def pad_of(rows: int, granularity: str, pads: bool) -> int:
-    """Return a kernel's PAD: 1 if nothing is padded, so that one length and mask suffice."""
+    """Return a kernel's PAD: 1 if no padding is needed, so that one length and mask suffice."""
     pad = COL_ALIGNMENT[granularity] if pads else 1
     return pad if rows % pad else 1
 
 
 def amax_slot(options: CastOptions) -> Tensor | None:
-    """Return the int32 bits of the amax that a cast raises, if it does."""
+    """Return the int32 bits of the amax slot that a cast raises, or None."""
     if options.amax is None or options.scale is None:
         return None
     return options.amax.view(torch.int32)
 
 
 def cast_flags(options: CastOptions) -> dict[str, object]:
-    """Return the compile-time arguments of a kernel that casts, but where the scale comes from."""
+    """Return the compile-time arguments of a kernel that casts, except the scale's source."""
     return {
         "E5M2": format_of(options.dtype).has_inf,
         "POWER_OF_TWO": options.power_of_two or options.granularity == "block_1x32",
@@ -378,14 +378,14 @@ def cast_flags(options: CastOptions) -> dict[str, object]:
 
 
 def _outputs(x: Tensor, options: CastOptions, pad: int) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate payloads; in blocks of 1x128, the memory has whole multiples of 16 rows."""
+    """Allocate the payloads; with 1x128 blocks their memory has a multiple of 16 rows."""
     (rows, cols), dtype, col = x.shape, options.dtype, options.columnwise
     by_row = new_payload(x, rows, cols, dtype, options.granularity) if options.rowwise else None
     return by_row, x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None
 
 
 def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
-    """Pad a payload of x^T, (C, R), to (C, R') by a copy."""
+    """Pad a payload of x^T from (C, R) to (C, R'), in a copy."""
     more = 0 if qdata is None else -qdata.shape[1] % COL_ALIGNMENT[granularity]
     if qdata is None or not more:
         return qdata
@@ -393,7 +393,7 @@ def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
 
 
 def pointers(tensors: Iterable[Tensor | None], unused: Tensor) -> list[Tensor]:
-    """Return tensors as kernels take them, FP8 as bytes; `unused` for None, which none touches."""
+    """Return kernel arguments: FP8 tensors as bytes, and `unused`, never accessed, for None."""
     return [
         unused if t is None else t.view(torch.uint8) if t.dtype.itemsize == 1 else t
         for t in tensors

@@ -1,9 +1,9 @@
-"""These kernels are launched by `torch_fp8.kernels.quantize`.
+"""The kernels of `torch_fp8.kernels.quantize`.
 
-Legend: R rows, C columns of x; ``row`` is x quantized along C, ``col`` is x^T quantized along R and
+Legend: R rows, C columns of x; ``row`` is x quantized along C; ``col`` is x^T quantized along R,
 padded with zeros to a multiple of PAD columns (`torch_fp8.quantization.payload_shape`), so that its
-rows begin where many bytes are stored at once. A program works on a tile of x in registers; every
-size that is a launch's choice is a parameter.
+rows are aligned for wide stores. A program works on a tile of x in registers; the launcher chooses
+all sizes.
 """
 
 import triton
@@ -66,8 +66,8 @@ def column_amax_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Write into partial[s, c] the maximum of abs_bits over slab s's rows, into sum[s, c] their
-    sum.
+    """Write the maximum of abs_bits over slab s's rows into partial[s, c], and the sum of x over
+    them into sum[s, c] if SUMS.
     """
     c = positions(tl.program_id(0), BLOCK_C)
     slab = tl.program_id(1)
@@ -103,9 +103,9 @@ def cast_kernel(
     cols,
     num_partials,
     sum_ptr,
-    SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
-    SCALE: tl.constexpr,  # "given", "tensor" from partials of amax_kernel, "whole", "columns"
-    AMAX: tl.constexpr,  # whether an amax is raised, for "given"
+    SUM_AXIS: tl.constexpr,  # axis of the tile's sums, or -1 for none
+    SCALE: tl.constexpr,  # "given", "tensor" (from partials of amax_kernel), "whole", "columns"
+    AMAX: tl.constexpr,  # whether to raise an amax; only with "given"
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
@@ -115,9 +115,9 @@ def cast_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Cast one tile of x in the layouts asked for, with a scale per tensor or per column.
+    """Cast one tile of x to the requested layouts, with a scale per tensor or per column.
 
-    SCALE: for "whole" the tile is all of x; for "columns" partials are those of slabs.
+    SCALE: if "whole", the tile is all of x; if "columns", `partial_ptr` has an amax per slab.
     """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
@@ -184,7 +184,7 @@ def quantize_rows_kernel(
     BLOCK_C: tl.constexpr,
     IN_REGISTERS: tl.constexpr,  # BLOCK_C >= cols: x is read once
 ):
-    """Cast BLOCK_R whole rows, with a scale each."""
+    """Cast BLOCK_R whole rows, each with its own scale."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     r = positions(tl.program_id(0), BLOCK_R)
     c = tl.arange(0, BLOCK_C).to(tl.int64)
@@ -225,7 +225,7 @@ def quantize_blocks_kernel(
     rows,
     cols,
     sum_ptr,
-    SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
+    SUM_AXIS: tl.constexpr,  # axis of the tile's sums, or -1 for none
     SCALE: tl.constexpr,  # "square" or "groups" of GROUP; see `store_blocks`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
@@ -236,7 +236,7 @@ def quantize_blocks_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Cast one tile of x, of whole blocks of the layouts asked for, with a scale per block."""
+    """Cast one tile of x, made of whole blocks, to the requested layouts; one scale per block."""
     tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
     x = load_tile(x_ptr, stride_r, stride_c, tile[2], tile[3], tile[4])
     store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)

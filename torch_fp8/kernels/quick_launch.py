@@ -1,13 +1,13 @@
-"""Launches that were made before, made again without what Triton asks each time.
+"""Repeated launches without Triton's search for the binary.
 
-Triton finds out with each launch which binary its arguments take: types, alignment of pointers,
-divisibility of integers, compile-time constants and options, all of it in Python. A step makes
-the same few launches again and again, with other tensors. So the binary is kept beside what told
-it, and launched as ``kernel[grid](*arguments)`` does, but for what that makes for hooks where
-nobody has registered one.
+At each launch, Triton determines in Python which binary fits the arguments: types, alignment of
+pointers, divisibility of integers, compile-time constants and options. A training step repeats the
+same few launches with other tensors. `QuickKernel` therefore remembers the binary for each such key
+and launches it as ``kernel[grid](*arguments)`` does, but skips the preparation for hooks if none
+is registered.
 
-What tells the binary is taken at least as finely as Triton takes it: an integer by its value, a
-tensor by its dtype and by whether its address is a multiple of 16, a float by being one.
+The key is at least as fine as Triton's: an integer counts by value, a tensor by dtype and alignment
+(its address modulo 16), a float by its type.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 from torch_fp8.kernels.launch_tape import REPLAYS, recording
 
 _MOST = 4096
-"""Launches that are kept of a kernel: numbers of tokens that never come again shall not add up."""
+"""Launches remembered per kernel, a bound for runs whose token counts never repeat."""
 
 
 class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
-    """A Triton kernel whose launches are remembered; see the module."""
+    """A Triton kernel that remembers its launches; see the module's docstring."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
@@ -33,7 +33,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         def launch(*args: Any, **how: Any) -> None:
             parts: list[Any] = [grid, args[0].get_device(), *how, *how.values()]
             add = parts.append
-            for a in args:  # without a call for a number: there are a hundred in a block
+            for a in args:  # no function call for numbers: a block has a hundred
                 kind = a.__class__
                 if kind is int or kind is bool:
                     add(a)
@@ -62,10 +62,10 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         args: tuple[Any, ...],
         how: dict[str, Any],
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """Launch as Triton does, and keep what it has found, which is returned."""
+        """Launch through Triton; remember and return its binary's runner and constants."""
         kernel = self.run(*args, grid=grid, warmup=False, **how)
         if self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
-            return None  # somebody's hook sees the launch, or has taken it
+            return None  # a hook sees the launch, or has replaced it
         known: dict[Any, Any] = self.__dict__["_launches"]
         if len(known) >= _MOST:
             known.clear()
@@ -75,11 +75,11 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
 
 def _runner(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Return what launches a binary.
+    """Return a function that launches a binary.
 
     Args:
-        kernel: a kernel of Triton 3.6 or 3.7, which has been launched.
-        grid: the numbers of its programs.
+        kernel: compiled kernel of Triton 3.6 or 3.7 that has been launched before.
+        grid: numbers of programs along the three axes.
     """
     hooked = kernel[grid]
     run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
@@ -96,18 +96,19 @@ def _runner(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
 
 def _calls(hook: Any) -> Any:
-    """Return what a hook of Triton's, a chain of functions mostly, calls."""
+    """Return the functions that a Triton hook calls, if it is a chain; else the hook."""
     return getattr(hook, "calls", hook)
 
 
 def quick(kernel: Any) -> Any:
-    """Make a kernel of ``triton.jit`` remember its launches; the interpreter's stays as it is.
+    """Make a kernel of ``triton.jit`` remember its launches.
 
-    So does each one where `torch_fp8.kernels.launch_tape.REPLAYS` is False.
+    Kernels of Triton's interpreter are returned unchanged, and all kernels are if
+    `torch_fp8.kernels.launch_tape.REPLAYS` is False.
 
     Args:
-        kernel: launched with its compile-time constants and options by name, and with a tensor
-            on the current device as its first argument.
+        kernel: kernel whose callers pass compile-time constants and options by name, and a tensor
+            on the current device as the first argument.
     """
     if REPLAYS and type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel

@@ -1,6 +1,6 @@
-"""A first moment in 4 bits in registers: `torch_fp8.quantization.ratio_int4`, bit for bit.
+"""A 4-bit first moment in registers: `torch_fp8.quantization.ratio_int4`, bit for bit.
 
-A tile is (G, 32), four groups of 8 to a row; scales are (G, 4).
+A tile is (G, 32), with four groups of 8 per row; scales are (G, 4).
 """
 
 import triton
@@ -28,10 +28,10 @@ def decode(codes, scale, second, second_scale):
     """Decode a first moment.
 
     Args:
-        codes: (G, 16) int8, two to a byte.
+        codes: (G, 16) int8, two codes per byte.
         scale: (G, 4) uint8 scales.
-        second: (G, 32) float32, the second moment as it is stored.
-        second_scale: (G,) uint8 scales of it.
+        second: (G, 32) float32, the decoded second moment.
+        second_scale: (G,) uint8 scales of the second moment.
     """
     codes = unpack(codes, 4)
     value = tl.where(codes == _NAN, _NOT_A_NUMBER, codes.to(tl.float32))
@@ -40,13 +40,13 @@ def decode(codes, scale, second, second_scale):
 
 @triton.jit
 def encode(m, second_codes, second_scale, index, key0, key1, turn):
-    """Quantize (G, 32) float32, rounded by thresholds.
+    """Quantize a first moment, rounded with random thresholds.
 
     Args:
-        m: (G, 32) float32.
-        second_codes, second_scale: (G, 32) and (G,) uint8: the second moment as the step stores it.
-        index: (G, 32) int32, the elements' places in the whole matrix.
-        key0, key1, turn: int32 numbers that name the thresholds.
+        m: (G, 32) float32 first moment.
+        second_codes, second_scale: (G, 32) and (G,) uint8, the second moment as the step stores it.
+        index: (G, 32) int32 indices of the elements in the whole matrix.
+        key0, key1, turn: int32 numbers that select the thresholds.
     Returns:
         codes (G, 16) int8 and scales (G, 4) uint8.
     """
@@ -55,7 +55,7 @@ def encode(m, second_codes, second_scale, index, key0, key1, turn):
     finite = tl.abs(ratio) < _INF
     ratio = tl.where(finite, ratio, 0.0)
     GROUPS: tl.constexpr = ratio.shape[0]
-    amax = tl.max(tl.reshape(tl.abs(ratio), (GROUPS, 4, 8)), axis=2)
+    amax = tl.max(tl.reshape(tl.abs(ratio), (GROUPS, 4, 8)), axis=2)  # (G, 4)
     bits = ((amax * _SEVENTH).to(tl.int32, bitcast=True) + _ROUNDED_UP) >> _KEPT_BITS
     scale = tl.minimum(tl.maximum(bits - _LEAST, 0), 255)
     words = random_words(index, key0, key1) + turn.to(tl.uint32, bitcast=True)
@@ -73,6 +73,6 @@ def _scale(byte):
 
 @triton.jit
 def _each(x):
-    """Repeat (G, 4) for each element of a group, (G, 32)."""
+    """Repeat (G, 4) for the 8 elements of each group, (G, 32)."""
     GROUPS: tl.constexpr = x.shape[0]
     return tl.reshape(tl.broadcast_to(x[:, :, None], (GROUPS, 4, 8)), (GROUPS, 32))

@@ -1,8 +1,9 @@
-"""RMSNorm on CUDA: the twin of `torch_fp8.ops.rms_norm`, byte for byte where rstd is the same.
+"""RMSNorm on CUDA: the twin of `torch_fp8.ops.rms_norm`, byte for byte if rstd is the same.
 
-What each reads of x and writes, per element of BF16, is: `rms_norm_statistics` 2 and, saving, 1;
-`rms_norm_quantize` 2 and 1 for each layout; `rms_norm_quantize_once` 2, 1 and 1 for each layout;
-`rms_norm_backward` 2 of the gradient, 1 of saved x, and 2 of dx.
+Memory traffic in bytes per BF16 element of x: `rms_norm_statistics` reads 2 and writes 1 if it
+saves x; `rms_norm_quantize` reads 2 and writes 1 per layout; `rms_norm_quantize_once` reads 2,
+saves 1 and writes 1 per layout; `rms_norm_backward` reads 2 of the gradient and 1 of saved x, and
+writes 2 of dx.
 
 Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at run time.
 """
@@ -49,20 +50,20 @@ from torch_fp8.quantization.payload_shape import Layouts
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
 PLAIN_TILE = 32, 256, 8
 
-# A band of rows is read from memory once as long as the bands at work stay in the L2 cache: 36 MiB
-# of an H200's 50, one band on each of 132 multiprocessors, 16 warps with more than 64 registers.
+# A band of rows is read from memory only once if all active bands fit in the L2 cache: 36 MiB of an
+# H200's 50, one band on each of 132 multiprocessors, 16 warps with more than 64 registers.
 BAND_ROWS = {"tensorwise": 32, "block_1x32": 32, "block_1x128": 128, "block_128x128": 128}
 MULTIPROCESSORS = 132
 BANDS_IN_CACHE = 36 * 2**20
-BAND_COLS = 256  # read at a time; half of it where fewer registers are left
+BAND_COLS = 256  # read at a time; half of it for bands of 128 rows
 
-# Backward holds a row of the gradient, of x, of the weight and of dw, 16 elements each for every
-# thread; two slabs of rows for each multiprocessor, whose parts of dw are 4 bytes per column.
+# Backward holds a row of the gradient, x, the weight and dw in registers, 16 elements of each per
+# thread. Each multiprocessor has two slabs of rows; a slab's part of dw is 4 bytes per column.
 BACKWARD_ROW_IN_REGISTERS = 8192
 BACKWARD_SLABS = 264
 WIDE_ROWS, WIDE_CHUNK = 4, 1024
 
-# Rows that are moved one element at a time take an address and a mask for each.
+# Rows that move one element at a time need an address and a mask per element.
 ODD_ROW_IN_REGISTERS, ODD_CHUNK = 2048, 512
 
 
@@ -72,7 +73,7 @@ def rms_norm_statistics(
     """See `torch_fp8.ops.rms_norm.rms_norm_statistics`.
 
     Args:
-        slot: () int32, the bits of an amax, which is raised and returned.
+        slot: () int32 bits of an amax to raise and return; None: a new one from 0.
     """
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
@@ -83,7 +84,7 @@ def rms_norm_statistics(
         return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), *saved
     in_registers = cols <= MAX_ROW_IN_REGISTERS
     block_c = max(next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
-    block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
+    block_r = max(1, 4096 // block_c)  # several short rows: 32 elements per thread
     with torch.cuda.device_of(x):
         statistics_kernel[(cdiv(rows, block_r),)](
             x,
@@ -126,12 +127,12 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
 
 
 def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> None:
-    """Fill the layouts, or, without a cast, the first of them with the result as it is."""
+    """Fill the layouts; without `options`, write the plain result into the first of them."""
     x, weight, rstd, offset, out_dtype = norm
     rows, cols = x.shape
     slot = None if options is None else amax_slot(options)
     block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
-    if slot is not None:  # one more value for each element than a whole tile has registers for
+    if slot is not None:  # one more value per element: too many registers for a whole tile
         block_r, warps = block_r // 2, warps // 2
     by_columns = options is not None and options.granularity == "block_1x128" and options.columnwise
     if x.numel():
@@ -166,7 +167,7 @@ def rms_norm_quantize_once(
     finds_amax = options.needs_amax
     if fits_tiles(options, inputs.x):
         whole = None
-        if finds_amax and not save:  # as in SwiGLU
+        if finds_amax and not save:  # as in `swiglu_quantize`
             whole = whole_tile(inputs.x, options.columnwise)
         fills = not finds_amax and bands_fill_the_card(inputs.x, options.granularity)
         if whole is not None or fills:
@@ -188,7 +189,7 @@ def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
 def _bands(
     inputs: NormInputs, options: CastOptions, save: bool, whole: Tile | None
 ) -> tuple[Tensor | None, ...]:
-    """Compute and cast bands of rows, or all of them in one tile of a `whole_tile`."""
+    """Compute and cast bands of whole rows, or all rows in the single tile `whole`."""
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
     made, saved = options.new_layouts(x), saved_outputs(x, save)

@@ -1,10 +1,10 @@
-"""These kernels are launched by `torch_fp8.kernels.rms_norm`.
+"""The kernels of `torch_fp8.kernels.rms_norm`.
 
 Legend: R rows, C columns of x; ``xhat = x * rstd``, ``w = weight + offset``, ``y = xhat * w``;
 ``dx = rstd * (grad w - xhat * mean(grad w xhat))``, ``dw = sum over rows of grad xhat``.
-Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same y.
-A program of backward owns a slab of rows and adds up its part of dw; the slabs are the launch's
-choice by the shape alone, and their parts are added in order.
+Kernels compute in float32 without fused multiply-adds, so all of them get the same y. In backward,
+a program sums its part of dw over a slab of rows. Slabs depend on the shape alone, and their parts
+are added in a fixed order.
 """
 
 import triton
@@ -26,14 +26,14 @@ from torch_fp8.kernels.tiles import (
 
 @triton.jit
 def load_columns(weight_ptr, stride, offset, c, cols):
-    """Load weight + offset as a row of float32."""
+    """Load weight + offset of columns c as float32 (1, BLOCK_C)."""
     weight = tl.load(weight_ptr + c * stride, mask=c < cols, other=0.0).to(tl.float32)
     return (weight + offset)[None, :]
 
 
 @triton.jit
 def load_rows(rstd_ptr, stride, r, rows):
-    """Load rstd of rows as a column of float32."""
+    """Load rstd of rows r as float32 (BLOCK_R, 1)."""
     return tl.load(rstd_ptr + r * stride, mask=r < rows, other=0.0)[:, None]
 
 
@@ -60,7 +60,7 @@ def statistics_kernel(
     BLOCK_C: tl.constexpr,
     IN_REGISTERS: tl.constexpr,  # BLOCK_C >= cols: x is read once
 ):
-    """Compute rstd of BLOCK_R whole rows, the amax of y, and x in E4M3; `inverse` is 1 / C."""
+    """Store rstd of BLOCK_R whole rows, raise the amax of y, save x in E4M3; `inverse` is 1 / C."""
     r = positions(tl.program_id(0), BLOCK_R)
     c = tl.arange(0, BLOCK_C).to(tl.int64)
     if IN_REGISTERS:
@@ -79,7 +79,7 @@ def statistics_kernel(
             squares += x * x
         rstd = tl.rsqrt(tl.sum(squares, axis=1) * inverse + eps)
         largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
-        for start in range(0, cols, BLOCK_C):  # out of the cache: BLOCK_R rows are small
+        for start in range(0, cols, BLOCK_C):  # from cache: BLOCK_R rows are small
             columns = start + c
             mask = (r[:, None] < rows) & (columns[None, :] < cols)
             x = load_tile(x_ptr, stride_r, stride_c, r, columns, mask)
@@ -222,16 +222,16 @@ def norm_backward_kernel(
     rows_per_slab,
     inverse,
     offset,
-    SAVED: tl.constexpr,  # x is E4M3, with scales
+    SAVED: tl.constexpr,  # x is E4M3 with scales
     WEIGHT_GRAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WIDE: tl.constexpr,  # BLOCK_C < cols
 ):
-    """Compute dx of a slab of rows, BLOCK_R rows at a time, and partial[slab], their part of dw.
+    """Compute dx of a slab, BLOCK_R rows at a time, and partial[slab], the slab's part of dw.
 
-    Rows that do not fit in registers (WIDE) are read twice, the second time out of the cache, and
-    dw is added up in memory.
+    If rows do not fit in registers (WIDE), they are read twice, the second time from cache, and dw
+    accumulates in memory.
     """
     slab = tl.program_id(0)
     first = slab.to(tl.int64) * rows_per_slab
@@ -266,7 +266,7 @@ def norm_backward_kernel(
                 dx = rstd * (grad - xhat * mean[:, None])
                 offsets = r[:, None] * cols + c[None, :]
                 tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            tl.debug_barrier()  # what one thread has stored of dw another may load
+            tl.debug_barrier()  # another thread may load this thread's part of dw
     else:
         c = columns
         weight = load_columns(weight_ptr, weight_stride, offset, c, cols)

@@ -1,8 +1,8 @@
-"""Scales per channel on CUDA: the twin of `torch_fp8.ops.smooth`, up to the last bits of exp.
+"""Per-channel scales on CUDA: the twin of `torch_fp8.ops.smooth`, up to the last bits of exp.
 
-What each reads and writes, per element of BF16, is: `column_amax` 2; `swiglu_save_columns` 4 of
-gate and up and, saving, 2; `quantize_columns` 2 and 1 for each layout. `smooth_factors` is one
-program.
+Memory traffic in bytes per BF16 element: `column_amax` reads 2; `swiglu_save_columns` reads 4 of
+gate and up, and writes 2 if it saves them; `quantize_columns` reads 2 and writes 1 per layout.
+`smooth_factors` is a single program.
 
 Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
 """
@@ -27,7 +27,7 @@ from torch_fp8.kernels.smooth_kernels import (
 from torch_fp8.kernels.swiglu import is_fused, swiglu_save, tile
 
 FACTORS = 1024
-"""The channels that the program of the factors takes at a time."""
+"""Channels that `smooth_factors_kernel` processes at a time."""
 RANGE = 32
 """See `torch_fp8.ops.smooth.RANGE`."""
 

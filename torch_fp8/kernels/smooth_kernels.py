@@ -1,6 +1,6 @@
-"""These kernels of scales per channel are launched by `torch_fp8.kernels.smooth`.
+"""The kernels of `torch_fp8.kernels.smooth`, for per-channel scales.
 
-Legend: R rows, C columns. Bit patterns of magnitudes are ordered as the numbers are, NaN above all.
+Legend: R rows, C columns. Bit patterns of magnitudes are ordered like the numbers, NaN above all.
 """
 
 import triton
@@ -13,7 +13,7 @@ from torch_fp8.kernels.tiles import load_tile, push_amax, store_cast, tile_at
 
 @triton.jit
 def _exponents(amax_ptr, i, cols):
-    """Return the exponents of amaxes (-127 of zero and beyond the end) and their bits."""
+    """Return the amaxes' exponents (-127 for zero and beyond the end) and their bits."""
     MANTISSA: tl.constexpr = 23
     BIAS: tl.constexpr = 127
     bits = tl.load(amax_ptr + i, mask=i < cols, other=0)
@@ -31,10 +31,10 @@ def smooth_factors_kernel(
     RANGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute all factors in one program, which reads the amaxes twice."""
+    """Compute all factors in a single program, which reads the amaxes twice."""
     MANTISSA: tl.constexpr = 23
     BIAS: tl.constexpr = 127
-    # Scalars of type int32 from the start: a loop does not change types.
+    # A Triton loop cannot change a variable's type, so these start as int32 scalars.
     largest = tl.max(tl.zeros((BLOCK,), tl.int32), axis=0) - BIAS
     for start in range(0, cols, BLOCK):
         exponent, _ = _exponents(amax_ptr, start + tl.arange(0, BLOCK), cols)
@@ -78,7 +78,7 @@ def quantize_columns_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Cast one tile of x whose columns are multiplied by factors."""
+    """Multiply the columns of one tile of x by their factors and cast it."""
     tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
     _, _, r, c, mask = tile
     made = (q_ptr, s_ptr, qt_ptr, st_ptr)

@@ -1,6 +1,7 @@
 """Split master weights in registers: `torch_fp8.quantization.split_float`, bit for bit.
 
-Residuals are stored int8 (G, 32), or, two to a byte, (G, 16), even columns in the lower half.
+Residuals are stored as int8: (G, 32), or for 4 bits (G, 16), two per byte with the even column in
+the lower half.
 """
 
 import triton
@@ -17,24 +18,23 @@ def join(weight, residual, BITS: tl.constexpr):
     if BITS:
         word = high.to(tl.int32, bitcast=True) + (residual << (16 - BITS))
         joined = word.to(tl.float32, bitcast=True)
-        # Stale residuals make a number of an Inf, and a NaN of a zero: neither is close to it.
+        # A stale residual can turn Inf into a number or zero into NaN; the difference isn't finite.
         high = tl.where(tl.abs(joined - high) < _INF, joined, high)
     return high
 
 
 @triton.jit
 def split(weight, words, BITS: tl.constexpr):
-    """Split a float32, rounded stochastically, into bfloat16 and a residual in an int32's low BITS
-    bits.
+    """Round float32 stochastically and split it into bfloat16 and a residual of BITS bits.
 
-    The lower bits of the rounded integer, read as signed, are the residual: what the bfloat16,
-    rounded to nearest from it, lacks.
+    The residual is in the low bits of an int32. Read as a signed integer, it is the difference
+    between the rounded value and the nearest bfloat16.
     """
     DROPPED: tl.constexpr = 16 - BITS
     HALF: tl.constexpr = 0x8000 if BITS else 0
     offset = words.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
-    # An Inf has no bits that the offset could carry out of; the hardware's NaN is all ones, but
-    # for the sign.
+    # The offset cannot carry out of an Inf, whose lower bits are 0. The hardware's NaN is all ones
+    # but for the sign, and would overflow.
     word = tl.minimum(weight.to(tl.int32, bitcast=True), _NAN_BITS) + offset
     high = ((word + HALF) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return high, word >> DROPPED
@@ -42,18 +42,18 @@ def split(weight, words, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(stored, BITS: tl.constexpr):
-    """Unpack int8 as stored to (G, 32) int32."""
+    """Unpack stored int8 residuals to (G, 32) int32."""
     stored = stored.to(tl.int32)
     if BITS == 4:
-        stored = tl.interleave((stored << 28) >> 28, stored >> 4)
+        stored = tl.interleave((stored << 28) >> 28, stored >> 4)  # (G, 16) to (G, 32)
     return stored
 
 
 @triton.jit
 def pack(residual, BITS: tl.constexpr):
-    """Pack the low BITS bits of a (G, 32) int32 into int8 as stored."""
+    """Pack the low BITS bits of (G, 32) int32 residuals into int8 for storage."""
     if BITS == 4:
         GROUPS: tl.constexpr = residual.shape[0]
         even, odd = tl.split(tl.reshape(residual, (GROUPS, 16, 2)))
-        residual = (even & 0xF) | (odd << 4)
+        residual = (even & 0xF) | (odd << 4)  # (G, 16)
     return residual.to(tl.int8)

@@ -12,7 +12,7 @@ _SECOND = tl.constexpr(MULTIPLIERS[2])
 
 @triton.jit
 def random_words(index, key0, key1):
-    """Return 32 random bits, uint32, for each index modulo 2^32 (int32 or uint32)."""
+    """Return a random uint32 word for each index modulo 2^32 (int32 or uint32)."""
     x = index.to(tl.uint32, bitcast=True) * _SPREAD + key0.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * _FIRST + key1.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 15)) * _SECOND
@@ -21,5 +21,5 @@ def random_words(index, key0, key1):
 
 @triton.jit
 def second_words(words, key0, key1):
-    """Return 32 more bits for each element that already has a word of `random_words`."""
+    """Return a second random word for each word of `random_words`."""
     return random_words(words, key1, key0)

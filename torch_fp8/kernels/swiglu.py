@@ -1,7 +1,7 @@
 """SwiGLU on CUDA: the twin of `torch_fp8.ops.swiglu`, up to the last bits of exp.
 
-What each reads and writes, per element of BF16, is: `swiglu_save` 4 of gate and up, and 2;
-`swiglu_quantize` 4, 1 for each layout and, saving, 2.
+Memory traffic in bytes per BF16 element: `swiglu_save` reads 4 of gate and up and writes 2;
+`swiglu_quantize` reads 4, writes 1 per layout, and 2 if it saves gate and up.
 
 Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
 """
@@ -32,11 +32,11 @@ from torch_fp8.kernels.quantize import (
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel
 from torch_fp8.quantization.payload_shape import Layouts
 
-# Where no column layout asks for 128 rows: 16 elements of each operand for each of 256 threads.
+# Tile without a column layout: 16 elements of each operand for each of 256 threads.
 ROWS, WARPS = 32, 8
 
-# Column groups of 128 take tiles of 128 rows. Others are left with half of it, which is 64
-# contiguous bytes of a transposed store, with as many warps as need no spill.
+# Column groups of 128 need tiles of 128 rows. Other column layouts use 64 rows, 64 contiguous bytes
+# of a transposed store, and as many warps as it takes to avoid spills.
 WHOLE_TILES = ("block_1x128", "block_128x128")
 COLUMN_ROWS = 64
 
@@ -51,7 +51,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True, by_column: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """See `torch_fp8.ops.swiglu.swiglu_save`, and `by_column` `torch_fp8.ops.smooth`'s."""
+    """See `torch_fp8.ops.swiglu.swiglu_save`; `by_column`, see `smooth.swiglu_save_columns`."""
     largest = amax_bits(gate, *gate.shape[1:] if by_column else ())
     saved = _launch(gate, up, smooth, None, save, (None,) * 4, largest)
     return (*saved, largest.view(torch.float32))
@@ -62,7 +62,7 @@ def swiglu_quantize(
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
     fused, whole = is_fused(options, gate, up), None
-    if options.needs_amax and fused and not save:  # saving comes with gradients, and spills
+    if options.needs_amax and fused and not save:  # with saving, this kernel would spill
         whole = whole_tile(gate, options.columnwise)
     if options.needs_amax and whole is None:
         *saved, amax = swiglu_save(gate, up, smooth, save)
@@ -86,11 +86,13 @@ def _launch(
     largest: Tensor | None,
     whole: Tile | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Fill the layouts, and the amax or those of columns, in one launch; return what is saved.
+    """Fill the layouts and raise the amaxes in one launch; return the saved gate and up.
 
     Args:
-        made: without `options` the first of them is the result itself, (R, C) contiguous, or None.
-        whole: the tile of a cast that takes all of them at once.
+        made: layouts to fill; without `options`, the first is the plain result, (R, C) contiguous,
+            or None.
+        largest: int32 bits of the amax, (), or of the columns' amaxes, (C,); or None.
+        whole: tile that holds the whole result, or None.
     """
     rows, cols = gate.shape
     saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
@@ -123,11 +125,11 @@ def _launch(
 
 
 def is_fused(options: CastOptions, *inputs: Tensor) -> bool:
-    """Return whether one launch computes and casts the result without a spill.
+    """Return whether one launch can compute and cast the result without spilling registers.
 
-    A tile of 128 rows takes a few registers more than there are where scales are no powers of two,
-    and so divide in five steps, where the column layout is alone, neither of which a recipe asks
-    for, or where what is loaded is float32.
+    A tile of 128 rows would spill a few registers in three cases: scales that are not powers of two
+    (division takes five steps), the column layout alone, and float32 inputs. No recipe needs the
+    first two.
     """
     whole = options.granularity in WHOLE_TILES and options.columnwise
     square = options.granularity == "block_128x128"
@@ -137,7 +139,7 @@ def is_fused(options: CastOptions, *inputs: Tensor) -> bool:
 
 
 def tile(options: CastOptions | None) -> tuple[int, int]:
-    """Return a tile's rows and warps."""
+    """Return the rows and warps of a tile."""
     granularity = "" if options is None else options.granularity
     if options is None or (granularity != "block_128x128" and not options.columnwise):
         return ROWS, WARPS

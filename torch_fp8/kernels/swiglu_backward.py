@@ -1,7 +1,7 @@
 """SwiGLU's backward on CUDA: `torch_fp8.ops.swiglu_backward`, up to the last bits of exp.
 
-What each reads and writes, per element of BF16, is: `swiglu_backward_quantize` 2 of the gradient,
-2 of saved gate and up, and 2 for each layout; `swiglu_backward_amax` 4 of the same.
+Memory traffic in bytes per BF16 element: `swiglu_backward_quantize` reads 2 of the gradient and 2
+of saved gate and up, and writes 2 per layout; `swiglu_backward_amax` reads the same 4.
 
 Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
 """
@@ -54,7 +54,7 @@ def _room(inputs: BackwardInputs) -> Tensor:
 def _operands(
     inputs: BackwardInputs, unused: Tensor
 ) -> tuple[list[Tensor], list[int], dict[str, object]]:
-    """Return pointers, strides and flags of backward's inputs, in the order of its kernels."""
+    """Return pointers, strides and flags of the inputs, in the kernels' argument order."""
     grad, gate, gate_scale, up, up_scale, smooth, out_dtype = inputs
     strides = [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
@@ -76,11 +76,13 @@ def store_gradients(
     largest: Tensor | None,
     joined: bool = False,
 ) -> None:
-    """Compute and store both gradients, or their amaxes, or all of these.
+    """Compute both gradients; store them, raise their amaxes, or do both.
 
     Args:
-        dgate, dup: (R, C) contiguous, or, `joined`, the halves of the rows of a matrix.
-        largest: int32 bits, two, or `joined` one.
+        dgate, dup: (R, C) outputs, contiguous, or if `joined` the halves of a matrix (R, 2C); or
+            None.
+        largest: int32 bits of the amaxes, (2,), or if `joined` of one for both, (); or None.
+        joined: whether both gradients are parts of one matrix.
     """
     grad = inputs.grad
     rows, cols = grad.shape
@@ -123,8 +125,9 @@ def swiglu_backward_quantize(
 
 
 def casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
-    """Return whether one launch computes and casts both gradients: of a tile of 128 rows registers
-    do not hold both.
+    """Return whether one launch can compute and cast both gradients.
+
+    Registers cannot hold both for a tile of 128 rows.
     """
     fits = is_fused(options, inputs.grad, inputs.gate, inputs.up)
     return fits and tile(options)[0] < BLOCK
@@ -136,11 +139,12 @@ def cast_gradients(
     made: Sequence[Tensor | None],
     joined: bool = False,
 ) -> None:
-    """Fill the layouts of both gradients, and raise their amaxes where there are slots.
+    """Fill the layouts of both gradients, and raise their amaxes if the options have slots.
 
     Args:
-        casts: the casts of dgate and dup, which differ in scale and amax alone.
-        made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
+        casts: cast options of dgate and dup, which differ only in scale and amax.
+        made: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, views of those of one matrix.
+        joined: whether both gradients are parts of one matrix.
     """
     grad, options = inputs.grad, casts[0]
     rows, cols = grad.shape

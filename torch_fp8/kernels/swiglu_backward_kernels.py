@@ -1,9 +1,9 @@
-"""These kernels of the backward are launched by `torch_fp8.kernels.swiglu_backward`.
+"""The backward kernels of `torch_fp8.kernels.swiglu_backward`.
 
 Legend: R rows, C columns; ``sig = sigmoid(gate)``,
 ``dgate = grad * smooth * up * (sig + gate * sig * (1 - sig))``,
 ``dup = grad * smooth * gate * sig``.
-Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same.
+Kernels compute in float32 without fused multiply-adds, so all of them get the same gradients.
 """
 
 import triton
@@ -32,7 +32,7 @@ def _gradients(grad, gate, up):
 
 @triton.jit
 def _row_length(cols, JOINED: tl.constexpr):
-    """Return the row length of the matrix to which a gradient of `cols` columns is written."""
+    """Return the row length of the output matrix for gradients of `cols` columns."""
     return cols * 2 if JOINED else cols
 
 
@@ -65,13 +65,13 @@ def swiglu_backward_kernel(
     SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
-    JOINED: tl.constexpr,  # both gradients are halves of the rows of one matrix
+    JOINED: tl.constexpr,  # whether both gradients are halves of one matrix's rows
     STORE: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Store one tile of dgate and dup, and raise their amaxes, or the one amax of both."""
+    """Compute one tile of dgate and dup; store it if STORE, raise the amaxes if AMAX."""
     tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
     _, _, r, c, mask = tile
     gate = (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c)
@@ -130,7 +130,7 @@ def swiglu_backward_cast_kernel(
     SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
-    JOINED: tl.constexpr,  # as above; with a scale per group it is to divide a half
+    JOINED: tl.constexpr,  # as above; groups with scales must not span both halves
     AMAX: tl.constexpr,
     SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,

@@ -1,7 +1,7 @@
-"""These kernels of the forward are launched by `torch_fp8.kernels.swiglu`.
+"""The forward kernels of `torch_fp8.kernels.swiglu`.
 
 Legend: R rows, C columns; ``h = gate * sigmoid(gate) * up * smooth``.
-Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same h.
+Kernels compute in float32 without fused multiply-adds, so all of them get the same h.
 """
 
 import triton
@@ -53,7 +53,7 @@ def swiglu_cast_kernel(
     OUT: tl.constexpr,
     SMOOTH: tl.constexpr,
     SAVE: tl.constexpr,
-    AMAX: tl.constexpr,  # of all ("tensor") or of each of "columns"; "": not taken
+    AMAX: tl.constexpr,  # amax to raise: of the "tensor", or of each of the "columns"; "": none
     SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
@@ -74,7 +74,7 @@ def swiglu_cast_kernel(
     if SAVE:
         save_tile(gate, gate_q_ptr, gate_s_ptr, tile, rows, cols)
         save_tile(up, up_q_ptr, up_s_ptr, tile, rows, cols)
-    h = h.to(tl.float32)  # from here on: it takes fewer registers while the others are saved
+    h = h.to(tl.float32)  # only here: in OUT it needs fewer registers during the saves
     if AMAX == "tensor":
         push_amax(amax_ptr, h)
     if AMAX == "columns":

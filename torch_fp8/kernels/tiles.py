@@ -1,10 +1,9 @@
-"""Tiles of matrices in registers, of which kernels are made: read, rounded, cast and stored.
+"""Building blocks of kernels that load, round, cast and store a tile of a matrix.
 
-Legend: R rows, C columns of the matrix; ``row`` is it quantized along C, ``col`` is its transpose
-quantized along R and padded with zeros to a multiple of PAD columns
-(`torch_fp8.quantization.payload_shape`), so that its rows begin where many bytes are stored at
-once. A tile is 0 beyond the last row. All offsets are int64, for tensors of more than 2^31
-elements.
+Legend: R rows, C columns of the matrix; ``row`` is the matrix quantized along C; ``col`` is its
+transpose quantized along R, padded with zeros to a multiple of PAD columns
+(`torch_fp8.quantization.payload_shape`), so that its rows are aligned for wide stores. A tile is 0
+beyond the last row. All offsets are int64, because tensors can have more than 2^31 elements.
 """
 
 import triton
@@ -19,18 +18,18 @@ from torch_fp8.kernels.fp8_cast import (
 )
 
 LINE = tl.constexpr(8)
-"""Bytes of a row that a thread moves at once, told to `tl.max_contiguous` of pointers to them.
+"""Bytes of a row that a thread moves at once, a hint for `tl.max_contiguous` on FP8 pointers.
 
-All accesses to a tile get the layout of the widest. With 16 bytes of FP8 to a thread it would load
-32 of BF16, in two accesses that leave 16 bytes between neighbours, and a warp would ask for each
-sector of 32 bytes twice. Kernels that compute more than a cast have no registers left for it: 22 of
-their variants would spill.
+All accesses to a tile share the layout of the widest one. With 16 bytes of FP8 per thread, a thread
+would load 32 bytes of BF16 in two accesses with gaps of 16 bytes between threads, and a warp would
+request each 32-byte sector twice. Only casts use the hint: other kernels lack the registers, and 22
+of their variants would spill.
 """
 
 
 @triton.jit
 def positions(index, BLOCK_SIZE: tl.constexpr):
-    """Return the int64 positions of block `index`: tensors of more than 2^31 elements need them."""
+    """Return the int64 positions of block `index`, for tensors of more than 2^31 elements."""
     return index.to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
 
 
@@ -38,7 +37,7 @@ def positions(index, BLOCK_SIZE: tl.constexpr):
 def tile_at(index, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Return tile `index`, counted along rows of tiles: (its row, its column, r, c, mask).
 
-    r, c: the positions of its elements; mask: which of these exist.
+    r (BLOCK_R,), c (BLOCK_C,): rows and columns of its elements; mask: elements within the matrix.
     """
     tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r, tile_c = index // tiles_c, index % tiles_c
@@ -48,14 +47,14 @@ def tile_at(index, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def load_tile(x_ptr, stride_r, stride_c, r, c, mask):
-    """Load x[r, c] as float32, and 0, which changes no maximum, outside."""
+    """Load x[r, c] as float32, with 0 outside, which changes no maximum of magnitudes."""
     offsets = r[:, None] * stride_r + c[None, :] * stride_c
     return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def padded(size, PAD: tl.constexpr):
-    """Round `size` up to multiples of PAD, in a way that tells the compiler of the divisibility."""
+    """Round `size` up to a multiple of PAD; the compiler sees the divisibility."""
     return tl.cdiv(size, PAD) * PAD
 
 
@@ -64,6 +63,7 @@ def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
     """Store a tile of q, which is 0 beyond the last row, in the column layout."""
     length = padded(rows, PAD)
     mask = (r[:, None] < length) & (c[None, :] < cols)
+    # q (BLOCK_R, BLOCK_C) goes to col (C, R'), whose rows have `length` elements.
     tl.store(col_ptr + c[None, :] * length + r[:, None], q, mask=mask)
 
 
@@ -82,13 +82,13 @@ def store_layouts(
     LINES: tl.constexpr = False,
     PLAIN_PADS: tl.constexpr = False,
 ):
-    """Store the same bytes in the layouts asked for.
+    """Store the same bytes in the requested layouts.
 
-    With both layouts, the column layout is made of what the row layout has stored, read back:
-    otherwise Triton would cast every element twice, once for each store. Rows beyond the last one
-    are zeros; with PLAIN_PADS, which is for a scale per column, they keep what the cast made of
-    them. width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
-    LINES: whether a thread moves a LINE at once.
+    With both layouts, the kernel reads the stored row layout back to store the column layout;
+    otherwise Triton would cast every element twice, once per store. Rows beyond the last one are
+    zeros; with PLAIN_PADS, for a scale per column, they keep the cast's result.
+    width: number of columns of the tile's part of the matrix, if a row of `cols` has more; None:
+    all. LINES: whether a thread moves a LINE at once.
     """
     _, _, r, c, mask = tile
     if ROW:
@@ -110,8 +110,8 @@ def store_layouts(
 
 @triton.jit
 def store_sums(x, sum_ptr, tile, rows, cols, AXIS: tl.constexpr):
-    """Store the tile's sums along AXIS: sum[tile_r, c] over its rows, or sum[tile_c, r] over
-    columns.
+    """Store the tile's sums along AXIS: over its rows in sum[tile_r, c] for 0, over its columns in
+    sum[tile_c, r] for 1.
     """
     tile_r, tile_c, r, c, _ = tile
     if AXIS == 0:
@@ -133,22 +133,22 @@ def store_groups(
     POWER_OF_TWO: tl.constexpr,
     LINES: tl.constexpr = False,
 ):
-    """Store y with a scale per GROUP columns, block by block for 128, row by row for 32.
+    """Cast and store y with a scale per GROUP columns.
 
-    LINES: see `store_layouts`.
+    Scales are stored column by column for 128, row by row for 32. LINES: see `store_layouts`.
     """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     BLOCK_R: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = y.shape[1] // GROUP
     _, tile_c, r, c, mask = tile
     groups = tl.reshape(abs_bits(y), (BLOCK_R, GROUPS, GROUP))
-    scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)
+    scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)  # (BLOCK_R, GROUPS)
     num_groups = tl.cdiv(cols, GROUP)
     g = (tl.arange(0, GROUPS) + tile_c * GROUPS).to(tl.int64)
     if GROUP == 128:
-        offsets = g[None, :] * padded(rows, 16) + r[:, None]
+        offsets = g[None, :] * padded(rows, 16) + r[:, None]  # columns of padded(R, 16) scales
     else:
-        offsets = r[:, None] * num_groups + g[None, :]
+        offsets = r[:, None] * num_groups + g[None, :]  # rows of ceil(C / GROUP) scales
     tl.store(scale_ptr + offsets, scale, mask=(r[:, None] < rows) & (g[None, :] < num_groups))
     scale = tl.broadcast_to(scale[:, :, None], (BLOCK_R, GROUPS, GROUP))
     scale = tl.reshape(scale, (BLOCK_R, GROUPS * GROUP))
@@ -172,19 +172,19 @@ def store_column_groups(
     POWER_OF_TWO: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """Store y^T as `store_groups` does, with a scale per GROUP rows of y."""
+    """Cast and store y^T as `store_groups` does, with a scale per GROUP rows of y."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     BLOCK_C: tl.constexpr = y.shape[1]
     GROUPS: tl.constexpr = y.shape[0] // GROUP
     tile_r, _, r, c, _ = tile
     groups = tl.reshape(abs_bits(y), (GROUPS, GROUP, BLOCK_C))
-    scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)
+    scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)  # (GROUPS, BLOCK_C)
     num_groups = tl.cdiv(rows, GROUP)
     g = (tl.arange(0, GROUPS) + tile_r * GROUPS).to(tl.int64)
     if GROUP == 128:
-        offsets = g[:, None] * padded(cols, 16) + c[None, :]
+        offsets = g[:, None] * padded(cols, 16) + c[None, :]  # columns of padded(C, 16) scales
     else:
-        offsets = c[None, :] * num_groups + g[:, None]
+        offsets = c[None, :] * num_groups + g[:, None]  # rows of ceil(R / GROUP) scales
     tl.store(scale_ptr + offsets, scale, mask=(c[None, :] < cols) & (g[:, None] < num_groups))
     scale = tl.broadcast_to(scale[:, None, :], (GROUPS, GROUP, BLOCK_C))
     scale = tl.reshape(scale, (GROUPS * GROUP, BLOCK_C))
@@ -198,7 +198,7 @@ def store_blocks(
     tile,
     rows,
     cols,
-    SCALE: tl.constexpr,  # "square" tiles, "groups" of GROUP
+    SCALE: tl.constexpr,  # "square": one per tile; "groups": one per GROUP elements
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -208,11 +208,11 @@ def store_blocks(
     width=None,
     LINES: tl.constexpr = False,
 ):
-    """Store a tile of y, of whole blocks, in the layouts asked for, with a scale per block.
+    """Cast and store a tile of y, made of whole blocks, in the requested layouts.
 
-    made: pointers to payload and scales of the row layout and of the column layout; width, LINES:
-    see `store_layouts`. Scales of 1x128 blocks lie block by block, as torch's scaled matmul takes
-    them, others row by row.
+    made: pointers to payload and scales of the row layout, then of the column layout; width, LINES:
+    see `store_layouts`. Scales of 1x128 blocks are stored column by column, as torch's scaled
+    matmul takes them, other scales row by row.
     """
     q_ptr, s_ptr, qt_ptr, st_ptr = made
     if SCALE == "groups":
@@ -236,25 +236,25 @@ def store_blocks(
 
 @triton.jit
 def rounded(y, OUT: tl.constexpr):
-    """Round y to OUT and return float32, as an unfused producer would have written it."""
+    """Round y to OUT, as an unfused producer would have stored it, and return float32."""
     return y.to(OUT).to(tl.float32)
 
 
 @triton.jit
 def push_amax(amax_ptr, y):
-    """Raise the amax to that of a tile; the order of tiles does not matter for a maximum."""
+    """Raise the amax to include a tile; the order of tiles does not change the result."""
     tl.atomic_max(amax_ptr, largest_bits(y), sem="relaxed")
 
 
 @triton.jit
 def push_column_amaxes(amax_ptr, y, c, cols):
-    """Raise the amaxes of columns to those of a tile, which is 0 outside of the matrix."""
+    """Raise the columns' amaxes to include a tile, which must be 0 outside the matrix."""
     tl.atomic_max(amax_ptr + c, tl.max(abs_bits(y), axis=0), mask=c < cols, sem="relaxed")
 
 
 @triton.jit
 def save_tile(y, q_ptr, scale_ptr, tile, rows, cols):
-    """Store y as it is saved for backward: E4M3 with a power of two per 128 columns."""
+    """Save y for backward: E4M3 with a power-of-two scale per 128 columns."""
     store_groups(y, q_ptr, scale_ptr, tile, rows, cols, 128, False, True)
 
 
@@ -274,10 +274,10 @@ def store_cast(
     COL: tl.constexpr,
     width=None,
 ):
-    """Store a tile of y in the layouts asked for, with its scales.
+    """Cast and store a tile of y and its scales in the requested layouts.
 
-    tile, made, width: see `tile_at` and `store_blocks`. SCALE: for "whole" the tile is all of the
-    matrix, whose amax is then known; for "plain" nothing is cast.
+    tile, made, width: see `tile_at` and `store_blocks`. SCALE: if "whole", the tile is the whole
+    matrix and gives its amax; if "plain", y is stored without a cast.
     """
     tile_r, tile_c, _, _, _ = tile
     q_ptr, s_ptr, qt_ptr, _ = made
@@ -307,7 +307,7 @@ def store_cast(
 def load_saved(x, tile, rows, cols, SAVED: tl.constexpr):
     """Load a tile as float32, 0 outside, from a plain tensor or from E4M3 with scales (SAVED).
 
-    x: pointers to it and to a scale per 128 columns, strides of both.
+    x: pointers to the tensor and to a scale per 128 columns, then the strides of both.
     """
     _, tile_c, r, c, mask = tile
     x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c = x
@@ -318,7 +318,7 @@ def load_saved(x, tile, rows, cols, SAVED: tl.constexpr):
         g = tl.arange(0, GROUPS).to(tl.int64) + tile_c * GROUPS
         inside = (r[:, None] < rows) & (g[None, :] < tl.cdiv(cols, 128))
         scale_ptrs = scale_ptr + r[:, None] * scale_r + g[None, :] * scale_c
-        scale = tl.load(scale_ptrs, mask=inside, other=0.0)
+        scale = tl.load(scale_ptrs, mask=inside, other=0.0)  # (BLOCK_R, GROUPS)
         shape: tl.constexpr = (q.shape[0], GROUPS, 128)
         scale = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), (q.shape[0], q.shape[1]))
         return q * scale

@@ -1,7 +1,7 @@
-"""Transposes FP8 bytes on CUDA: the twin of `torch_fp8.ops.transpose.transposed_bytes`.
+"""The transpose of FP8 bytes on CUDA: the twin of `torch_fp8.ops.transpose.transposed_bytes`.
 
-Bound by memory, two bytes an element. torch's own copy of a transposed matrix of single bytes reads
-or writes a byte at a time.
+The kernel is memory-bound, with two bytes per element. torch's own copy of a transposed matrix of
+single bytes reads or writes one byte at a time.
 """
 
 import torch
@@ -15,11 +15,11 @@ WARPS = 8
 
 
 def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
-    """Return qdata^T with zeros behind it, (C, `columns`), contiguous.
+    """Return qdata^T, padded with zeros to (C, `columns`), contiguous.
 
     Args:
-        qdata: (R, C) of one byte an element, any strides.
-        columns: at least R.
+        qdata: (R, C) of a one-byte dtype, any strides.
+        columns: number of columns of the result, at least R.
     """
     x = qdata.contiguous().view(torch.uint8)
     rows, cols = x.shape

@@ -1,4 +1,4 @@
-"""The kernel that transposes FP8 bytes: each is read once and written once."""
+"""The kernel that transposes FP8 bytes, which reads and writes each byte once."""
 
 import triton
 import triton.language as tl
@@ -17,12 +17,12 @@ def transpose_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Write x^T, (C, R'), of x (R, C) uint8, contiguous; zeros beyond R.
+    """Write the transpose (C, R') of x (R, C), contiguous uint8, with zeros beyond R.
 
-    A tile is loaded in lines of x and stored in lines of the result.
+    A tile is loaded along the rows of x and stored along the rows of the result.
 
     Args:
-        WHOLE: whether all sizes are multiples of 16, so that no line of 16 bytes is cut.
+        WHOLE: whether all sizes are multiples of 16, so every access can move 16 bytes.
     """
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -36,4 +36,4 @@ def transpose_kernel(
     x = tl.load(x_ptr + offsets, mask=inside, other=0)
     offsets = c[:, None].to(tl.int64) * out_cols + r_out[None, :]
     inside = (c[:, None] < cols) & (r[None, :] < out_cols)
-    tl.store(out_ptr + offsets, tl.trans(x), mask=inside)
+    tl.store(out_ptr + offsets, tl.trans(x), mask=inside)  # (columns of x, rows of x)
