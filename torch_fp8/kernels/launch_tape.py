@@ -47,8 +47,8 @@ def _replays() -> bool:
     value = os.environ.get("TORCH_FP8_REPLAY", "").strip()
     if value not in ("", "0", "1"):
         raise ValueError(
-            f"TORCH_FP8_REPLAY is {value!r}: 0 has Triton make each launch anew, 1 (or nothing) "
-            "has launches that were made before made again"
+            f"TORCH_FP8_REPLAY is {value!r}: set 0 to let Triton prepare every launch, or 1 (the "
+            "default) to repeat recorded launches"
         )
     return value != "0"
 
