@@ -59,9 +59,9 @@ def _add_choice(module: Any) -> None:
     if f"{fabric}.connector" in sys.modules:
         literal.__args__ = choices
         return
-    extended = module._PRECISION_INPUT_STR = literal.copy_with(choices)
-    parts = (extended if part == literal else part for part in get_args(module._PRECISION_INPUT))
-    module._PRECISION_INPUT = Union[tuple(parts)]  # noqa: UP007
+    parts, extended = get_args(module._PRECISION_INPUT), literal.copy_with(choices)
+    module._PRECISION_INPUT_STR = extended
+    module._PRECISION_INPUT = Union[tuple(extended if p == literal else p for p in parts)]  # noqa: UP007
 
 
 def extend_fabric_connector(module: ModuleType) -> None:

@@ -218,10 +218,10 @@ def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
     with torch.no_grad(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         compiled(IDS)
-        assert not [w for w in said if "each token" in str(w.message)]
+        assert not [w for w in said if "every token" in str(w.message)]
         for _ in range(2):
             compiled(IDS[:, :1])
-    told = [str(w.message) for w in said if "each token" in str(w.message)]
+    told = [str(w.message) for w in said if "every token" in str(w.message)]
     assert len(told) == 1
     assert "disable_compile=True" in told[0]
 

@@ -155,7 +155,7 @@ def test_missing_connector_takes_the_choice_back():
 def test_leaf_without_the_names_is_left_alone():
     module = types.ModuleType("somewhere.plugins.precision.precision")
     literal = module._PRECISION_INPUT_STR = Literal["32-true"]
-    with pytest.raises(AttributeError, match="_PRECISION_INPUT_INT"):
+    with pytest.raises(AttributeError, match="_PRECISION_INPUT"):
         _register.extend_precision_choices(module)
     assert module._PRECISION_INPUT_STR is literal
     assert get_args(literal) == ("32-true",)
@@ -163,8 +163,8 @@ def test_leaf_without_the_names_is_left_alone():
 
 def test_early_extension_does_not_touch_the_types_that_others_hold():
     module = types.ModuleType("somewhere.plugins.precision.precision")
-    module._PRECISION_INPUT_INT, module._PRECISION_INPUT_STR_ALIAS = Literal[16], Literal["bf16"]
     literal = module._PRECISION_INPUT_STR = Literal["32-true", "somewhere"]
+    module._PRECISION_INPUT = Union[Literal[16], literal, Literal["bf16"]]  # noqa: UP007
     _register.extend_precision_choices(module)
     assert get_args(module._PRECISION_INPUT_STR) == ("32-true", "somewhere", "fp8-mixed")
     assert get_args(literal) == ("32-true", "somewhere")

@@ -52,7 +52,7 @@ def test_what_is_said_of_fp8_at_the_import_is_told(planted):
         """
     )
     assert host.status == "ok"
-    assert host.detail.endswith("took hold; FP8 is not tried with this version")
+    assert host.detail.endswith("are active; FP8 is not tried with this version")
 
 
 def test_a_point_that_moved_is_red_by_name(planted):

@@ -126,14 +126,14 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, capsys):
     ("change", "message"),
     [
         (lambda s: s["torch_fp8"].update(moment_formats={"exp_avg": "int4"}), "moment_formats"),
-        (lambda s: s["state"][0].pop("exp_avg_sq_scale"), r"\['exp_avg_sq_scale'\] is no uint8"),
+        (lambda s: s["state"][0].pop("exp_avg_sq_scale"), r"\['exp_avg_sq_scale'\] is not a uint8"),
         (
             lambda s: s["state"][0].update(exp_avg_codes=torch.zeros(3, 4, dtype=torch.uint8)),
             r"shape \(3, 4\), expected \(97, 64\)",
         ),
         (
             lambda s: s["state"][0].update(exp_avg_scale=torch.zeros(97, 2)),
-            r"\['exp_avg_scale'\] is no uint8",
+            r"\['exp_avg_scale'\] is not a uint8",
         ),
     ],
     ids=["scheme", "missing", "shape", "dtype"],

@@ -110,7 +110,9 @@ class _Join(JoinHook):
         reduced = frozenset() if self._reducer is None else self._reducer.parameters
         group, module = self._ddp.process_group, self._ddp.module
         last = torch.tensor(
-            dist.get_rank(group) if is_last_joiner else -1, device=self._ddp.join_device
+            dist.get_rank(group) if is_last_joiner else -1,
+            dtype=torch.int64,
+            device=self._ddp.join_device,
         )
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
         broadcast_state(module, self._optimizers, reduced, group, int(last))

@@ -276,7 +276,7 @@ def test_resharding_to_a_number_of_ranks_gathers_as_it_is_and_says_so(meshes):
     for value in meshes["number"]:
         gathers, scatters, report, rows = value
         assert (gathers, scatters) == (0, 3)
-        assert "not '0.weight' and 4 more: reshard_after_forward is a number" in report
+        assert "not '0.weight' and 4 more: reshard_after_forward is an integer" in report
         assert ["all-to-all", "torch.uint8", 4] in rows
         assert ["all-gather", "torch.uint8", 4] not in rows
 
