@@ -88,7 +88,7 @@ def test_the_switch_is_an_environment_variable(monkeypatch, value, replays):
 
 def test_another_value_of_the_switch_is_refused(monkeypatch):
     monkeypatch.setenv("TORCH_FP8_REPLAY", "no")
-    with pytest.raises(ValueError, match=r"TORCH_FP8_REPLAY is 'no': 0 has .*, 1 \(or nothing\)"):
+    with pytest.raises(ValueError, match=r"REPLAY is 'no': set 0 to .*, or 1 \(the default\)"):
         launch_tape._replays()
 
 
