@@ -63,9 +63,9 @@ def test_losses_of_ten_seeds_are_those_of_the_page():
     page = (ROOT / "docs" / "results.md").read_text()
     assert four_bit_training.table(rows) in page
     assert four_bit_training.table(rows, "exponent") in page
-    found = four_bit_training.differences(rows)
-    assert {experiment for experiment, *_ in found} == set(four_bit_training.SEEDS)
-    for (experiment, *_), (mean, error, seeds) in found.items():
+    cases = four_bit_training.differences(rows)
+    assert {experiment for experiment, *_ in cases} == set(four_bit_training.SEEDS)
+    for (experiment, *_), (mean, error, seeds) in cases.items():
         assert seeds == four_bit_training.SEEDS[experiment]
         if experiment != "small-models":
             losses = [
