@@ -332,8 +332,7 @@ def test_files_are_short_and_typed(package):
     assert (ROOT / package / "py.typed").exists()
     for path in _sources(package):
         lines = len(path.read_text().splitlines())
-        most = 400 if path.parent.name == "kernels" else 350
-        assert lines <= most, f"{path}: {lines} lines"
+        assert lines <= 350, f"{path}: {lines} lines"
 
 
 def test_names_and_descriptions_are_nouns():

@@ -99,7 +99,9 @@ class Arguments:
     def backward(self, saved: bool) -> BackwardInputs:
         if not saved:
             return BackwardInputs(self.x(), self.x(), None, self.x(), None, None, BF16)
-        from torch_fp8.kernels.quantize import quantize_2d
+        from torch_fp8.kernels.quantize import (
+            quantize_2d,
+        )
 
         how = cast("block_1x128", columnwise=False)
         (gate, gate_scale, *_), (up, up_scale, *_) = (quantize_2d(self.x(), how) for _ in range(2))
@@ -118,7 +120,9 @@ def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
 
 
 def _of_casts(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels.quantize import quantize_2d
+    from torch_fp8.kernels.quantize import (
+        quantize_2d,
+    )
     from torch_fp8.kernels.transpose import transposed_bytes
 
     for g in GRANULARITIES:

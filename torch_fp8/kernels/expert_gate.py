@@ -10,11 +10,14 @@ Legend: R rows of all experts, I expert width. Launch configurations are fixed.
 import torch
 from torch import Tensor
 
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    pointers,
+)
 from torch_fp8.kernels.expert_gate_kernels import expert_gate_backward_kernel, expert_gate_kernel
 from torch_fp8.kernels.fused_launch import TYPES, saved_outputs
 from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, pointers
 
 ROWS, WARPS = 4, 4
 WIDE = 512

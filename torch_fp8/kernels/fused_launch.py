@@ -9,7 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.quantize import BLOCK, cast_flags
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    cast_flags,
+)
 from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, Layouts, new_group_scales
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+)
 from torch_fp8.kernels.fused_launch import amax_bits
-from torch_fp8.kernels.quantize import BLOCK, quantize_2d
+from torch_fp8.kernels.quantize import (
+    quantize_2d,
+)
 from torch_fp8.kernels.swiglu_backward import cast_gradients, casts_at_once, store_gradients
 from torch_fp8.quantization.payload_shape import Layouts
 

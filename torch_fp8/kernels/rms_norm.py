@@ -17,6 +17,14 @@ from torch_fp8.kernels.arguments import (
     NormInputs,
     NormWithRstd,
 )
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    TILE_WARPS,
+    Tile,
+    amax_slot,
+    pointers,
+    whole_tile,
+)
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     amax_bits,
@@ -29,15 +37,9 @@ from torch_fp8.kernels.fused_launch import (
 )
 from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.quantize import (
-    BLOCK,
     MAX_ROW_IN_REGISTERS,
     ROW_CHUNK,
-    TILE_WARPS,
-    Tile,
-    amax_slot,
-    pointers,
     quantize_2d,
-    whole_tile,
 )
 from torch_fp8.kernels.rms_norm_kernels import (
     norm_backward_kernel,

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    amax_slot,
+    pointers,
+)
 from torch_fp8.kernels.fused_launch import fused_flags, scale_source
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import (
-    BLOCK,
-    amax_slot,
     partial_column_amaxes,
-    pointers,
     quantize_2d,
 )
 from torch_fp8.kernels.smooth_kernels import (

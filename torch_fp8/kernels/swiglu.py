@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    TILE_WARPS,
+    Tile,
+    amax_slot,
+    pointers,
+    whole_tile,
+)
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     amax_bits,
@@ -21,13 +29,7 @@ from torch_fp8.kernels.fused_launch import (
 )
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import (
-    BLOCK,
-    TILE_WARPS,
-    Tile,
-    amax_slot,
-    pointers,
     quantize_2d,
-    whole_tile,
 )
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel
 from torch_fp8.quantization.payload_shape import Layouts

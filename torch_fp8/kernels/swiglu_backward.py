@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
+from torch_fp8.kernels.cast_launch import (
+    BLOCK,
+    amax_slot,
+    pointers,
+)
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     amax_bits,
@@ -20,9 +25,6 @@ from torch_fp8.kernels.fused_launch import (
 )
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import (
-    BLOCK,
-    amax_slot,
-    pointers,
     quantize_2d,
 )
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile

@@ -25,9 +25,14 @@ from tests.interpreter import mend
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.cast_launch import (
+    is_odd,
+)
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.fp8_cast import divide, reciprocal
-from torch_fp8.kernels.quantize import is_odd, quantize_2d
+from torch_fp8.kernels.quantize import (
+    quantize_2d,
+)
 from torch_fp8.kernels.transpose import transposed_bytes
 from torch_fp8.quantization.scaling import tensor_amax
 
