@@ -50,7 +50,8 @@ def scalars_of(step: int, i: int, **changes: Any) -> StepScalars:
         weight_decay=0.0,
         maximize=False,
         keys=stream_keys(0, step, i),
-        compensation=9.0 - 1 / step,
+        first_keys=stream_keys(7, i),
+        first_turn=step * 0x1E3779B9,
     )
     return scalars._replace(**changes)
 

@@ -3,7 +3,7 @@
 Matrices are grouped into classes by the properties that are compiled into a kernel: dtypes,
 residual bits and layout (see `kernels.block_layout`). One launch updates a whole class. This module
 builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
-copy of 272 bytes per matrix and 4 bytes per chunk.
+copy of 288 bytes per matrix and 4 bytes per chunk.
 
 If a weight has an FP8 payload, the step also writes that (see `kernels.weight_cast`). If the scale
 is tensorwise, a second launch per class casts again the weights whose scale has changed.
@@ -293,7 +293,9 @@ def _places(
         *matrix.weight.shape,
         matrix.row_length & _MASK32,
         (matrix.row * matrix.row_length + matrix.col) & _MASK32,
-        scalars.keys[0] & _MASK32 | scalars.keys[1] << 32,
+        *scalars.keys,
+        scalars.first_keys[0] & _MASK32 | scalars.first_keys[1] << 32,
+        scalars.first_turn,
     ]
 
 
@@ -309,7 +311,6 @@ def _numbers(scalars: StepScalars) -> list[float]:
         scalars.eps,
         scalars.decay,
         scalars.weight_decay,
-        scalars.compensation,
     ]
 
 

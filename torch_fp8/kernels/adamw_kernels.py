@@ -64,8 +64,7 @@ def adamw_step_kernel(
     num_groups, cols = integer(record, AT.value.num_groups), integer(record, AT.value.cols)
     rows = integer(record, AT.value.rows)
     row_length, start = integer(record, AT.value.row_length), integer(record, AT.value.start)
-    keys = tl.load(record + AT.value.keys)
-    key0, key1 = keys.to(tl.int32), (keys >> 32).to(tl.int32)
+    key0, key1 = integer(record, AT.value.key0), integer(record, AT.value.key1)
     grad_factor = factor(record, AT.value.grad_multiplier) * number(record, AT.value.grad_sign)
     lr_multiplier = factor(record, AT.value.lr_multiplier)
     step_size = number(record, AT.value.step_size) * lr_multiplier
@@ -77,7 +76,6 @@ def adamw_step_kernel(
     inv_sqrt_correction = number(record, AT.value.inv_sqrt_correction)
     eps = number(record, AT.value.eps)
     weight_decay = number(record, AT.value.weight_decay)
-    compensation = number(record, AT.value.compensation)
 
     weight_ptr = pointer(record, AT.value.weight, WEIGHT)
     weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
@@ -134,27 +132,34 @@ def adamw_step_kernel(
             exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
         exp_avg += (grad - exp_avg) * beta1_complement
         exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
+        exp_avg_scale = scale_of(exp_avg, MOMENT1)
         exp_avg_sq_scale = scale_of(exp_avg_sq, MOMENT2)
         root = square_root(exp_avg_sq, exp_avg_sq_scale, inv_sqrt_correction)
+        weight -= scaled_quotient(exp_avg, exp_avg_scale, root + eps, step_size)
 
         index = (start + row * row_length)[:, None] + col
         words = random_words(index, key0, key1)
         tl.store(exp_avg_sq_scale_ptr + at_scale, exp_avg_sq_scale, mask=inside)
         second = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
         tl.store(exp_avg_sq_ptr + position, second, mask=mask)
-        random = (words >> 8) & 0xFF
         if FIRST == 4:
-            codes, scales, stored = ratio_int4.encode(exp_avg, second, exp_avg_sq_scale, random)
+            first_keys = tl.load(record + AT.value.first_keys)
+            codes, scales = ratio_int4.encode(
+                exp_avg,
+                second,
+                exp_avg_sq_scale,
+                index,
+                first_keys.to(tl.int32),
+                (first_keys >> 32).to(tl.int32),
+                integer(record, AT.value.first_turn),
+            )
             tl.store(exp_avg_ptr + code_places[0], codes, mask=code_places[1])
             tl.store(exp_avg_scale_ptr + scales_of_8[0], scales, mask=scales_of_8[1])
-            exp_avg += (exp_avg - stored) * compensation
-            exp_avg_scale = scale_of(exp_avg, MOMENT1)
         else:
-            exp_avg_scale = scale_of(exp_avg, MOMENT1)
             tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
-            codes = encode(exp_avg, exp_avg_scale, random << 12 | 1 << 11, MOMENT1)
+            offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
+            codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
             tl.store(exp_avg_ptr + position, codes, mask=mask)
-        weight -= scaled_quotient(exp_avg, exp_avg_scale, root + eps, step_size)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)
         else:

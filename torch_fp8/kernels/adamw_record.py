@@ -35,7 +35,10 @@ class Record(NamedTuple):
     cols: int
     row_length: int  # modulo 2^32, as `start`: indices of random words
     start: int
-    keys: int  # both keys of the random words
+    key0: int
+    key1: int
+    first_keys: int  # both keys of the 4-bit first moment's thresholds
+    first_turn: int
     grad_sign: int
     beta1_complement: int
     beta2: int
@@ -45,7 +48,6 @@ class Record(NamedTuple):
     eps: int
     decay: int
     weight_decay: int
-    compensation: int
 
 
 RECORD = tl.constexpr(len(Record._fields))

@@ -111,8 +111,8 @@ class StepScalars(NamedTuple):
 
     Attributes:
         keys: keys of the random words.
-        compensation: factor of a 4-bit first moment's rounding error in the update
-            (`torch_fp8.quantization.ratio_int4.compensation`).
+        first_keys, first_turn: keys and turn of the rounding thresholds of a 4-bit first moment
+            (`torch_fp8.quantization.linear_int8.threshold_keys`).
     """
 
     beta1_complement: float
@@ -125,7 +125,8 @@ class StepScalars(NamedTuple):
     weight_decay: float
     maximize: bool
     keys: tuple[int, int]
-    compensation: float = 0.0
+    first_keys: tuple[int, int] = (0, 0)
+    first_turn: int = 0
 
 
 class GradientParts(NamedTuple):

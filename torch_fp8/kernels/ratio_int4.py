@@ -10,6 +10,7 @@ from torch_fp8.kernels.block_scaled import MOMENT2
 from torch_fp8.kernels.block_scaled import decode as decode_8_bits
 from torch_fp8.kernels.fast_math import reciprocal, square_root
 from torch_fp8.kernels.split_float import pack, unpack
+from torch_fp8.kernels.stochastic_rounding import random_words
 from torch_fp8.quantization.ratio_int4 import KEPT_BITS, LARGEST, LEAST, NAN, SEVENTH, SLACK
 
 _LARGEST = tl.constexpr(LARGEST)
@@ -32,19 +33,22 @@ def decode(codes, scale, second, second_scale):
         second: (G, 32) float32, the decoded second moment.
         second_scale: (G,) uint8 scales of the second moment.
     """
-    return _value(unpack(codes, 4), scale, square_root(second, second_scale, 1.0))
+    codes = unpack(codes, 4)
+    value = tl.where(codes == _NAN, _NOT_A_NUMBER, codes.to(tl.float32))
+    return value * _each(_scale(scale)) * square_root(second, second_scale, 1.0)
 
 
 @triton.jit
-def encode(m, second_codes, second_scale, random):
+def encode(m, second_codes, second_scale, index, key0, key1, turn):
     """Quantize a first moment, rounded with random thresholds.
 
     Args:
         m: (G, 32) float32 first moment.
         second_codes, second_scale: (G, 32) and (G,) uint8, the second moment as the step stores it.
-        random: (G, 32) uint32 thresholds 0..255.
+        index: (G, 32) int32 indices of the elements in the whole matrix.
+        key0, key1, turn: int32 numbers that select the thresholds.
     Returns:
-        codes (G, 16) int8, scales (G, 4) uint8, and what they decode to, (G, 32) float32.
+        codes (G, 16) int8 and scales (G, 4) uint8.
     """
     root = square_root(decode_8_bits(second_codes, second_scale, MOMENT2), second_scale, 1.0)
     ratio = tl.where(root > 0, m * reciprocal(root), 0.0)
@@ -54,18 +58,12 @@ def encode(m, second_codes, second_scale, random):
     amax = tl.max(tl.reshape(tl.abs(ratio), (GROUPS, 4, 8)), axis=2)  # (G, 4)
     bits = ((amax * _SEVENTH).to(tl.int32, bitcast=True) + _ROUNDED_UP) >> _KEPT_BITS
     scale = tl.minimum(tl.maximum(bits - _LEAST, 0), 255)
-    threshold = (random.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-8)
+    words = random_words(index, key0, key1) + turn.to(tl.uint32, bitcast=True)
+    threshold = (words >> 16).to(tl.int32).to(tl.float32) * (2.0**-16)
     codes = ratio * _each(reciprocal(_scale(scale)))
     codes = tl.minimum(tl.maximum(codes, -_LARGEST), _LARGEST) + threshold
-    codes = tl.where(finite, (codes + 8.0).to(tl.int32) - 8, _NAN)  # rounded down
-    return pack(codes, 4), scale.to(tl.uint8), _value(codes, scale, root)
-
-
-@triton.jit
-def _value(codes, scale, root):
-    """Compute a first moment from codes (G, 32), scales (G, 4) and the root of the second."""
-    value = tl.where(codes == _NAN, _NOT_A_NUMBER, codes.to(tl.float32))
-    return value * _each(_scale(scale)) * root
+    codes = (codes + 8.0).to(tl.int32) - 8  # rounded down
+    return pack(tl.where(finite, codes, _NAN), 4), scale.to(tl.uint8)
 
 
 @triton.jit

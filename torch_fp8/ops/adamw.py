@@ -19,10 +19,9 @@ With fewer than 8 residual bits the weight uses a second word. m needs 8 bits an
 because their change per step is that small against their spacing. The four bits that m and v share
 are the lowest of v's.
 
-A 4-bit m is stored as a ratio to the root of the stored v (`torch_fp8.quantization.ratio_int4`):
-the step reads it with the v from before the step, and rounds it relative to the v that the step
-stores. A part of its rounding error moves the weight at once: in the update, ``m + (m - stored m) *
-compensation`` replaces m.
+A 4-bit m is stored as a ratio to the root of the stored v: the step reads it with the v from before
+the step, and rounds it by a threshold (`torch_fp8.quantization.ratio_int4`) relative to the v that
+the step stores.
 """
 
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
+from torch_fp8.quantization.linear_int8 import turned_words
 from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.split_float import join, pack, split, unpack
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
@@ -88,18 +88,17 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     # torch's float32 sqrt on the CPU has a wrong last bit in every fifth element.
     root = exp_avg_sq.double().sqrt().float()
     denominator = root * scalars.inv_sqrt_correction + scalars.eps
+    weight = weight - (exp_avg / denominator) * step_size
 
     rows, cols = weight.shape
     index = element_index(rows, cols, part.row, part.col, part.row_length, weight.device)
     words = random_words(index, scalars.keys)
     _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
-    random = (words >> 8) & 0xFF
     if isinstance(part.exp_avg, RatioInt4):
-        _store(part.exp_avg, ratio_int4.encode(exp_avg, part.exp_avg_sq, random))
-        exp_avg = exp_avg + (exp_avg - _first_moment(part)) * scalars.compensation
+        turned = turned_words(index, scalars.first_keys, scalars.first_turn)
+        _store(part.exp_avg, ratio_int4.encode(exp_avg, part.exp_avg_sq, turned))
     else:
-        _store(part.exp_avg, encode(exp_avg, MOMENT1, random << 12 | 1 << 11))
-    weight = weight - (exp_avg / denominator) * step_size
+        _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
     if part.weight.dtype == torch.float32:
         part.weight.copy_(weight)
         _raise_amax(part)

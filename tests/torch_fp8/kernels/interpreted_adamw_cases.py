@@ -146,7 +146,7 @@ def ratios():
         failures = []
         for step in (1, 2):
             scalars = [
-                SCALARS._replace(keys=stream_keys(i), compensation=9.0 - step)
+                SCALARS._replace(keys=stream_keys(i), first_keys=stream_keys(i, 1), first_turn=step)
                 for i in range(len(matrices))
             ]
             failures += stepped(matrices, scalars)

@@ -11,10 +11,12 @@ from torch import nn
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 from torch_fp8.checkpoint.stock_states import convert_optimizer_file
 from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import encode as encode_8_bits
 from torch_fp8.quantization.formats import MOMENT2
-from torch_fp8.quantization.stochastic_rounding import element_index, random_words, stream_keys
+from torch_fp8.quantization.linear_int8 import threshold_keys, turned_words
+from torch_fp8.quantization.stochastic_rounding import element_index
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.ratio_moment import RatioMoment
 
@@ -115,45 +117,18 @@ def test_training_is_as_with_8_bits():
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
 
 
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"lr": 0.0}, {"weight_decay": 0.1}])
-@pytest.mark.parametrize("signal", [0.0, 0.3, 3.0])
-def test_weights_move_as_far_as_with_float32_moments(signal, options):
-    """Farther or less far where the errors of rounding have a mean other than zero."""
-    generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 96, bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.randn(96, 128, generator=generator))
-    stock = copy.deepcopy(model)
-    config = FP8Config(moment_bits=4, split_weights=False)
-    convert_to_float8(model, config)
-    options = {"lr": 1e-3, "weight_decay": 0.0} | options
-    optimizers = [torch.optim.AdamW(m.parameters(), **options) for m in (model, stock)]
-    convert_optimizer(optimizers[0], config, model=model)
-    start = stock[0].weight.detach().clone()
-    sizes = torch.randn(96, 128, generator=generator).exp()
-    mean = signal * torch.randn(96, 128, generator=generator)
-    for _ in range(40):
-        grad = sizes * (mean + torch.randn(96, 128, generator=generator))
-        for m, optimizer in zip((model, stock), optimizers, strict=True):
-            m[0].weight.grad = grad.clone()
-            optimizer.step()
-    moved, expected = (m[0].weight.detach() - start for m in (model, stock))
-    if options["lr"] == 0:
-        assert not moved.any()
-        return
-    assert isinstance(optimizers[0].state[model[0].weight]["exp_avg"], RatioMoment)
-    along = (moved * expected).sum() / expected.square().sum()
-    assert along == pytest.approx(1, abs=0.004)
-    assert torch.nn.functional.cosine_similarity(moved, expected, dim=-1).min() > 0.99
+def test_thresholds_turn_with_each_step(monkeypatch):
+    model, optimizer, _ = new_training(FOUR)
+    seen = []
 
+    def reference(matrix, scalars, multiplier=None):
+        if isinstance(matrix.exp_avg, ratio_int4.RatioInt4):
+            seen.append((scalars.first_keys, scalars.first_turn))
+        adamw_step_reference(matrix, scalars, multiplier)
 
-@pytest.mark.parametrize("beta1", [0.0, 0.5, 0.9])
-def test_a_share_of_what_an_error_moves_later_moves_the_weight_at_once(beta1):
-    for step in (1, 2, 10, 1000):
-        later = range(step + 1, step + 2000)
-        expected = sum(beta1 ** (t - step) / (1 - beta1**t) for t in later) * (1 - beta1**step)
-        expected *= ratio_int4.SHARE
-        assert ratio_int4.compensation(beta1, step) == pytest.approx(expected, rel=1e-6)
+    monkeypatch.setattr("torch_fp8.optim.step.adamw_step_reference", reference)
+    train(model, optimizer, range(2))
+    assert seen == [threshold_keys(0, step, index) for step in (1, 2) for index in (1, 3)]
 
 
 def test_levels_and_release_take_it():
@@ -402,8 +377,7 @@ def test_mistakes_are_named():
 def stored(m, v, step):
     second = encode_8_bits(v, MOMENT2)
     index = element_index(*m.shape, 0, 0, m.shape[1], m.device)
-    random = (random_words(index, stream_keys(0, step, 0)) >> 8) & 0xFF
-    return ratio_int4.encode(m, second, random), second
+    return ratio_int4.encode(m, second, turned_words(index, *threshold_keys(0, step, 0))), second
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
@@ -423,10 +397,9 @@ def test_the_mean_over_steps_is_what_came_in():
     generator = torch.Generator().manual_seed(0)
     v = torch.rand(64, 64, generator=generator) + 0.1
     m = v.sqrt() * torch.randn(64, 64, generator=generator)
-    values = [ratio_int4.decode(stored(m, v, step)[0]) for step in range(1024)]
+    values = [ratio_int4.decode(stored(m, v, step)[0]) for step in range(64)]
     error = (torch.stack(values).mean(0) - m).abs() / v.sqrt()
-    assert error.max() < 0.08  # five errors of the mean; a step of the grid is 0.2 to 0.5
-    assert error.mean() < 0.01
+    assert error.max() < 0.03  # a step of the grid is 0.2 to 0.5
 
 
 def test_nan_infinity_and_zero():
