@@ -115,7 +115,7 @@ BROKEN = {
     "an empty file": b"",
 }
 COMMANDS = {
-    "plan": ["plan", "{path}"],
+    "plan": ["plan", "{path}", "--level", "O2"],
     "check": ["check", "{path}", "--batches", "1", "--sequence", "8"],
     "export": ["export", "{path}", "{out}", "--format", "fine-grained", "--recipe", "blockwise"],
     "convert-optimizer": ["convert-optimizer", "{path}", "{out}"],
