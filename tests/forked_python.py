@@ -11,8 +11,8 @@ start others by ``sys.executable``, as launchers do, start these likewise. There
 * With `HOSTS` as well, and this package, as in a program that has imported everything before it
   asks for FP8. For scripts whose test is of what they train.
 
-A test of the start itself (autoload switched off, modules that are hidden, other flags of Python)
-takes the real one.
+With the autoload switched off the first one forgets this package's hooks. A test of the start
+itself (modules that are hidden, other flags of Python) takes the real Python.
 """
 
 import atexit
@@ -285,20 +285,30 @@ def _become(arguments, folder, environment, numbers, ignored, files, python) -> 
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    assert environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0", "take the real Python for this"
     sys.executable = python
     multiprocessing.set_executable(python)
     sys.orig_argv = [python, *arguments]
     sys.argv = arguments
     sys.path[:0] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     importlib.invalidate_caches()
-    sys.modules["torch"]._import_device_backends()  # as `import torch` ends, in this environment
+    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        _forget_autoload()
+    else:  # as `import torch` ends, in this environment
+        sys.modules["torch"]._import_device_backends()
     if "lightning_utilities.core.rank_zero" in sys.modules:  # it asks for its rank when imported
         rank = environment.get("RANK") or environment.get("LOCAL_RANK") or 0
         sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = int(rank)
     if any((Path(p) / "sitecustomize.py").exists() for p in sys.path[:3]):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
+
+
+def _forget_autoload() -> None:
+    """Leave nothing of what ``import torch`` has loaded of this package."""
+    assert not {name.partition(".")[0] for name in sys.modules}.intersection(ENGINE)
+    sys.meta_path.remove(sys.modules["_fp8_autoload"]._finder)
+    for name in [name for name in sys.modules if name.startswith("_fp8_")]:
+        del sys.modules[name]
 
 
 def run_and_exit() -> None:

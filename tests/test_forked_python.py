@@ -85,6 +85,19 @@ def test_the_autoload_sees_the_environment_of_the_script(forked_python, precisio
     assert done.stdout == f"{precision == 'fp8'}\n"
 
 
+def test_an_autoload_that_is_switched_off_has_left_nothing(forked_python):
+    code = (
+        "import sys, torch\n"
+        "hooks = [f for f in sys.meta_path if 'fp8' in type(f).__module__]\n"
+        "print(hooks, [name for name in sys.modules if name.startswith(('_fp8', 'torch_fp8'))])"
+    )
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    for python in (forked_python, sys.executable):
+        command = [python, "-c", code]
+        printed = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+        assert printed == b"[] []\n"
+
+
 def test_its_streams_can_be_configured(forked_python):
     """A stream of the server's that was a file would seek in the caller's pipe."""
     code = (

@@ -61,19 +61,18 @@ def _run(folder, code, **environment):
     )
 
 
+GARBAGE, RAISES = "def broken(:", "raise RuntimeError('half an update')"
+
+
 @pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (None, "ModuleNotFoundError"),
-        ("def broken(:", "SyntaxError"),
-        ("raise RuntimeError('half an update')", "RuntimeError"),
-    ],
-    ids=["missing", "garbage", "raises"],
+    ("texts", "error"),
+    [((), "ModuleNotFoundError"), ((GARBAGE, RAISES, GARBAGE), "SyntaxError")],
+    ids=["missing", "garbage or raises"],
 )
 def test_packages_that_are_missing_or_garbage_leave_torch_and_the_hosts_alone(
-    installed, text, error
+    installed, texts, error
 ):
-    for package in PACKAGES if text is not None else ():
+    for package, text in zip(PACKAGES, texts, strict=False):
         (installed / package).mkdir()
         (installed / package / "__init__.py").write_text(text)
     done = _run(installed, TRAINS_IN_BF16.format(folder=str(installed)))

@@ -61,8 +61,8 @@ def run(
 
     `launch` None: ``python script``; else ``accelerate launch`` with these flags, on the CPU.
     `fails`: whether it is to fail. `before`: a folder to search for modules first. `processes`: on
-    the CPU Accelerate's launcher starts one, or torch's, which starts more. With `before`, or the
-    autoload switched off, a Python that has imported nothing before.
+    the CPU Accelerate's launcher starts one, or torch's, which starts more. With `before` a Python
+    that has imported nothing before.
     """
 
     def run_script(
@@ -76,9 +76,9 @@ def run(
     ) -> Run:
         counts = tmp_path / f"counts{len(list(tmp_path.glob('counts*')))}"
         counts.mkdir()
-        real = before is not None or "TORCH_DEVICE_BACKEND_AUTOLOAD" in variables
-        forked = forked_python if script in IMPORTS_THEM else forked_hosts
-        command = [sys.executable if real else forked]
+        is_stock = "TORCH_DEVICE_BACKEND_AUTOLOAD" in variables
+        forked = forked_python if is_stock or script in IMPORTS_THEM else forked_hosts
+        command = [forked if before is None else sys.executable]
         if launch is not None:
             command += ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
             command += launch

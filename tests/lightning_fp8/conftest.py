@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
@@ -68,16 +67,16 @@ def run(tmp_path, forked_python, forked_hosts):
     """run(command, command, ...): the scripts, all at the same time.
 
     A command is a list of arguments, and perhaps a dictionary of environment variables. One that
-    switches the autoload off takes a Python that has imported nothing before, and one that names a
-    package of Lightning's other copy a Python without the first.
+    switches the autoload off, or names a package of Lightning's other copy, takes a Python that has
+    imported no host before.
     """
 
     def start(command: list) -> Run:
         env = next((part for part in command if isinstance(part, dict)), {})
         other_copy = any("pytorch_lightning" in p or "lightning_fabric" in p for p in command)
-        forked = forked_python if other_copy else forked_hosts
+        is_stock = "TORCH_DEVICE_BACKEND_AUTOLOAD" in env
         return run_script(
-            sys.executable if "TORCH_DEVICE_BACKEND_AUTOLOAD" in env else forked,
+            forked_python if other_copy or is_stock else forked_hosts,
             Path(tempfile.mkdtemp(dir=tmp_path)),
             [part for part in command if isinstance(part, str)],
             env,

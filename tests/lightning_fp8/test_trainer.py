@@ -1,5 +1,6 @@
 """Levels O2 and O3 in the Trainer: which weights are split when, in every kind of loop."""
 
+import functools
 import importlib
 
 import lightning.pytorch
@@ -263,11 +264,16 @@ def assert_follows(model, reference, cosine=0.97):
     torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=0.02, atol=0)
 
 
+@functools.cache
+def fit_with_float32_states(loop):
+    return fit(HOST, "O1", max_epochs=3, **LOOPS[loop])[0]
+
+
 @each_level
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loop_with_automatic_optimization_follows_float32_states(level, loop):
     model, _ = fit(HOST, level, max_epochs=3, **LOOPS[loop])
-    reference, _ = fit(HOST, "O1", max_epochs=3, **LOOPS[loop])
+    reference = fit_with_float32_states(loop)
     assert set(model.dtypes) == {torch.float32}
     assert model.rates == reference.rates
     # Of the first gradients, after clipping; the smaller of a group have 4 significand bits.

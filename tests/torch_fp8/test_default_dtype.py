@@ -1,6 +1,7 @@
 """Code under ``torch.set_default_dtype``: nothing of the engine takes its dtype from there."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -82,12 +83,16 @@ def _trained(dtype, converted_before, **options):
         torch.set_default_dtype(default)
 
 
+@functools.cache
+def _trained_in_float32(converted_before, level, recipe):
+    return _trained(torch.float32, converted_before, opt_level=level, recipe=recipe)
+
+
 @pytest.mark.parametrize("converted_before", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_training_does_not_depend_on_it(level, recipe, dtype, converted_before):
-    options = {"opt_level": level, "recipe": recipe}
-    expected = _trained(torch.float32, converted_before, **options)
-    actual = _trained(dtype, converted_before, **options)
+    expected = _trained_in_float32(converted_before, level, recipe)
+    actual = _trained(dtype, converted_before, opt_level=level, recipe=recipe)
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))

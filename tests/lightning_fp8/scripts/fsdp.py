@@ -178,8 +178,8 @@ def manual():
 def sgd():
     """Weights of any optimizer are split, and go on bit for bit from shards and from a file."""
     config = FP8Config()
-    model = Regression(config, "sgd")
-    trainer(config, epochs=2).fit(model, data())
+    model, steps = Regression(config, "sgd"), data(3)
+    trainer(config, epochs=2).fit(model, steps)
     assert model.split
     assert_stock(model)
     uninterrupted = whole(model.parameters())
@@ -188,10 +188,10 @@ def sgd():
         dist.broadcast_object_list(path)
         strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
         first = trainer(config, strategy, callbacks=[SaveAtEnd(path[0])])
-        first.fit(Regression(config, "sgd"), data())
+        first.fit(Regression(config, "sgd"), steps)
         model = Regression(config, "sgd")
         strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
-        trainer(config, strategy, epochs=2).fit(model, data(), ckpt_path=path[0])
+        trainer(config, strategy, epochs=2).fit(model, steps, ckpt_path=path[0])
         assert all(map(torch.equal, whole(model.parameters()), uninterrupted)), sharded
     return "bit for bit"
 
@@ -223,22 +223,22 @@ def evaluate():
 
 def resume():
     """Sharded and full checkpoints go on bit for bit, saved during a fit or after it."""
-    config = FP8Config(recipe="delayed", amax_history_len=4)
+    config = FP8Config(recipe="delayed", amax_history_len=2)
+    steps = data(3)
     model = Regression(config)
-    trainer(config, epochs=2).fit(model, data())
+    trainer(config, epochs=2).fit(model, steps)
     uninterrupted = whole(model.parameters())
     for sharded in (True, False):
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
+        strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
+        callbacks = [SaveAtEnd(f"{folder[0]}/{sharded}-during")]
+        first = trainer(config, strategy, callbacks=callbacks)
+        first.fit(Regression(config), steps)
+        first.save_checkpoint(f"{folder[0]}/{sharded}-after")
+        dist.barrier()
         for name in ("during", "after"):
             path = f"{folder[0]}/{sharded}-{name}"
-            strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
-            callbacks = [SaveAtEnd(path)] if name == "during" else []
-            first = trainer(config, strategy, callbacks=callbacks)
-            first.fit(Regression(config), data())
-            if name == "after":
-                first.save_checkpoint(path)
-            dist.barrier()
             if not sharded:
                 saved = torch.load(path, weights_only=True)
                 assert list(saved["state_dict"]) == list(Regression(config).state_dict())
@@ -253,7 +253,7 @@ def resume():
                 dist.barrier()
                 strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
                 model = Regression(config)
-                trainer(config, strategy, epochs=2).fit(model, data(), ckpt_path=path)
+                trainer(config, strategy, epochs=2).fit(model, steps, ckpt_path=path)
                 same = map(torch.equal, whole(model.parameters()), uninterrupted)
                 assert all(same), (sharded, name, written)
     return "bit for bit"
@@ -269,7 +269,7 @@ def test_from_checkpoint():
         strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
         first = trainer(config, strategy, callbacks=[SaveAtEnd(path[0])])
         model = Regression(config)
-        first.fit(model, data())
+        first.fit(model, data(2))
         (fitted,) = first.test(model, data(2), verbose=False)
         (again,) = first.test(model, data(2), ckpt_path=path[0], verbose=False)
         strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
@@ -338,7 +338,7 @@ def users():
     """A ``configure_model`` of the user's, in BF16, under ModelParallelStrategy."""
     config = FP8Config()
     strategies = importlib.import_module(f"{host}.strategies")
-    uninterrupted = None
+    uninterrupted, steps = None, 3
     for sharded in (True, False):
         options = {"data_parallel_size": 2, "tensor_parallel_size": 1}
         options["save_distributed_checkpoint"] = sharded
@@ -349,11 +349,11 @@ def users():
             strategy = strategies.ModelParallelStrategy(**options)
             host_trainer = trainer(config, strategy, **more)
             with torch_fp8.count_communication() as counted:
-                host_trainer.fit(model, data(), ckpt_path=ckpt_path)
+                host_trainer.fit(model, data(steps), ckpt_path=ckpt_path)
             # Found again after the host has moved the model: without it, the gathers are BF16.
-            steps = STEPS * (1 if ckpt_path else more.get("epochs", 1))
-            assert counted.of("all-gather", torch.uint8).calls >= 4 * steps, counted
-            assert counted.of("all-to-all", torch.uint8).calls == 2 * steps, counted
+            run = steps * (1 if ckpt_path else more.get("epochs", 1))
+            assert counted.of("all-gather", torch.uint8).calls >= 4 * run, counted
+            assert counted.of("all-to-all", torch.uint8).calls == 2 * run, counted
             return model, host_trainer
 
         if uninterrupted is None:

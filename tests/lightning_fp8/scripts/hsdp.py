@@ -40,7 +40,7 @@ class Model(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return torch.optim.AdamW(self.parameters(), lr=6e-3)
 
 
 losses = {}
@@ -55,7 +55,7 @@ for name in ("bf16", "O2", "O3"):
         accelerator="cpu",
         devices=4,
         strategy=ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1),
-        max_steps=8,
+        max_steps=5,
         max_epochs=10,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,

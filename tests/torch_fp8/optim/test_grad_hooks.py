@@ -105,15 +105,16 @@ def test_sums_over_micro_batches_are_close_and_right_in_the_mean(micro_batches, 
 
 @pytest.mark.long
 def test_training_is_close_to_o2():
-    """On average over runs, of which each ends within 3 % of its twin, by one batch's loss."""
-    losses = []
-    for first in range(0, 360, 30):
-        model, optimizer, _ = _converted()
-        other, stock, _ = _converted(FP8Config())
-        steps = range(first, first + 30)
-        losses.append((_train(model, optimizer, steps), _train(other, stock, steps)))
-    ours, theirs = (sum(run) / len(run) for run in zip(*losses, strict=True))
-    assert ours == pytest.approx(theirs, rel=0.01)
+    """On average over runs, by what has not been trained on; a batch's loss alone moves by 3 %."""
+    x = torch.randn(640, 96, generator=torch.Generator().manual_seed(1))
+    losses = {"O2": [], "O3": []}
+    for first in range(0, 90, 30):
+        for level, of_level in losses.items():
+            model, optimizer, _ = _converted(FP8Config(opt_level=level))
+            _train(model, optimizer, range(first, first + 30))
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                of_level.append(model(x).float().square().mean().item())
+    assert sum(losses["O3"]) == pytest.approx(sum(losses["O2"]), rel=0.005)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

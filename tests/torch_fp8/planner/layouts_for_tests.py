@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torch_fp8 import convert_optimizer, convert_to_float8
+from torch_fp8.planner.setup import LEVELS
 
 _SIZES = {
     "vocab_size": 96,
@@ -27,6 +28,12 @@ LAYOUTS = {
 
 WIDE = "wide llama"
 """A sixth, for which the padding of messages is small."""
+
+
+def levels_of(way, ranks):
+    """Return the levels at which a layout is trained in a way, all of them on two ranks."""
+    fewer = {"replicas": ("bf16-mixed", "O2"), "halves": ("bf16-mixed", "O2", "O3")}
+    return LEVELS if ranks == 2 else fewer.get(way, LEVELS)
 
 
 def config_of(layout):

@@ -16,7 +16,7 @@ from torch_fp8.planner import counts, layouts, scaling
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8.planner.plan import _config_text as plan_config
-from torch_fp8.planner.setup import LEVELS, make_setup
+from torch_fp8.planner.setup import LEVELS, ROLES, make_setup
 from torch_fp8.planner.tables import advice, plain_text
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
@@ -43,8 +43,7 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gpus", [1, 4])
-@pytest.mark.parametrize("level", ["bf16-mixed", "O2"])
+@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
 def test_the_step_is_that_of_the_whole_model(level, gpus):
     """What a few layers say of six is what six layers say."""
     config = config_of("llama")
@@ -79,10 +78,13 @@ def test_fp8_sends_a_quarter_of_what_replicas_in_bf16_mixed_send():
 def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
     config = config_of("llama")
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
-    lora = plan(config, **SMALL, method="lora", rank=2, levels=("bf16-mixed", "O2")).levels
+    # Steps hold nothing of what is counted here; those of O2 are run all the same.
+    idle = {(role, "bf16-mixed", 1): counts.StepBytes(*[0.0] * 6) for role in ROLES}
+    levels = {**SMALL, "levels": ("bf16-mixed", "O2")}
+    lora = plan_beside({**idle}, config, **levels, method="lora", rank=2).levels
     assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
     assert lora["O2"].bytes["moments"] < 0.15 * lora["O2"].bytes["weights"]
-    rlhf = plan(config, **SMALL, method="rlhf", levels=("bf16-mixed", "O2"))
+    rlhf = plan_beside({**idle}, config, **levels, method="rlhf")
     num_params = sum(p.numel() for p in layouts.build(config).parameters())
     assert rlhf.num_params > 3.9 * num_params
     for level in ("bf16-mixed", "O2"):
@@ -251,7 +253,7 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
 
     def step_bytes(setup, role, level):
         steps.append(setup.gpus)
-        return counts.step_bytes(setup, role, level)
+        return counts.StepBytes(*[1e6] * 6)
 
     monkeypatch.setattr(sys.modules["torch_fp8.planner.plan"], "step_bytes", step_bytes)
     config_of("llama").save_pretrained(tmp_path)

@@ -154,8 +154,8 @@ def case_start():
 def case_bytes():
     made = {}
     for level in ("O1", "O2", "O3"):
-        ddp, optimizer, _ = wrapped(level, model_of(RANK, 1024))
-        train(ddp, optimizer, 3)
+        ddp, optimizer, _ = wrapped(level, model_of(RANK, 768))
+        train(ddp, optimizer, 1)
         backward(ddp, 9)
         optimizer.step()
         grads = [stored_grad(p) for p in ddp.parameters()]

@@ -27,6 +27,7 @@ from torch_fp8.tensor.dtensor import local
 
 FOLDER = Path(os.environ["FSDP_FOLDER"])
 LEVELS = ("O1", "O2", "O3")
+WHOLE = {4: "O2", 2: "O3", 1: "O1"}  # number of ranks -> the level of a whole checkpoint
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -87,7 +88,7 @@ def case_1_save():
     """On two ranks: sharded and whole; and the weights before and after one more step."""
     for level in LEVELS:
         model, optimizer = made(level)
-        train(model, optimizer, range(3))
+        train(model, optimizer, range(2))
         save(model, optimizer, f"2 {level}")
         whole = get_state_dict(model, optimizer, options=FULL)
         before = weights(model)
@@ -109,7 +110,8 @@ def case_2_resume():
     result = {}
     saved = 4 if RANKS == 2 else 2
     for level in LEVELS:
-        for kind in ("sharded", "whole"):
+        # A whole one is the same file for all: another level on each number of ranks.
+        for kind in ("sharded", "whole") if level == WHOLE[RANKS] else ("sharded",):
             model, optimizer = made(level)
             if kind == "sharded":
                 load(model, optimizer, f"{saved} {level}")

@@ -144,24 +144,31 @@ def case_one_rank():
     """Losses of N ranks, and of one with all of their data, averaged over two runs each."""
     result = {}
     for level in ("O1", "O2", "O3"):
+        config = FP8Config(opt_level=level)
+        # Each rank trains alone one of the runs; their mean is the same for both policies.
+        alone = [averaged(loss) for loss in _losses(*_alone(config), 8 * RANK, range(RANKS))]
         for policy in (None, BF16):
-            runs = [_ranks_and_one(FP8Config(opt_level=level), policy, first) for first in (0, 8)]
-            means = [
-                [(a + b) / 2 for a, b in zip(*both, strict=True)]
-                for both in zip(*runs, strict=True)
+            runs = [
+                [averaged(x) for x in _losses(*trained(config, policy, _model()), first, (RANK,))]
+                for first in range(0, 8 * RANKS, 8)
             ]
-            result[f"{level} {'bf16' if policy else 'fp32'}"] = means
+            means = [sum(losses) / RANKS for losses in zip(*runs, strict=True)]
+            result[f"{level} {'bf16' if policy else 'fp32'}"] = [means, alone]
     return result
 
 
-def _ranks_and_one(config, policy, first):
-    """Losses of 8 steps from `first` on, of all ranks and of one."""
-    model, optimizer = trained(config, policy, model_of(hidden=99))
-    alone = model_of(hidden=99)
-    convert_to_float8(alone, config)
-    single = torch.optim.AdamW(alone.parameters(), lr=3e-3)
-    convert_optimizer(single, config, model=alone)
-    return [
-        [averaged(train(one, stepped, [first + step], ranks)) for step in range(8)]
-        for one, stepped, ranks in ((model, optimizer, (RANK,)), (alone, single, range(RANKS)))
-    ]
+def _model():
+    return model_of(hidden=99)
+
+
+def _alone(config):
+    model = _model()
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def _losses(model, optimizer, first, ranks):
+    """Losses of 8 steps from `first` on, with the data of `ranks`."""
+    return [float(train(model, optimizer, [first + step], ranks)) for step in range(8)]

@@ -101,12 +101,12 @@ def cut(x, mesh):
 
 def trained(model, one, config, mesh):
     """First loss, last loss; that of one rank."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     convert_optimizer(optimizer, config, model=model)
-    single = torch.optim.AdamW(one.parameters(), lr=2e-3)
+    single = torch.optim.AdamW(one.parameters(), lr=4e-3)
     convert_optimizer(single, config, model=one)
     losses = []
-    for step in range(10):
+    for step in range(4):
         x = rand(4, 32, WIDTH, seed=step % 2)
         target = x + (x @ rand(WIDTH, WIDTH, seed=9) / 8).relu()
         optimizer.zero_grad()

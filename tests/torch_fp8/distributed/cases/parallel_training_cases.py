@@ -41,7 +41,7 @@ from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import stored
 
-STEPS = 20
+STEPS = 12
 
 
 def adamw(model, config, lr=1e-3):
@@ -76,18 +76,18 @@ def trained(model, optimizer, sequence, config):
 
 
 def case_losses():
-    """After 20 steps, at each level: parallel, on one rank, and in bfloat16."""
+    """After some steps, at each level: parallel, on one rank, and in bfloat16."""
     results = {}
     torch.manual_seed(0)
     model = Block().bfloat16()
     exact = copy.deepcopy(model)
-    bf16 = trained(exact, torch.optim.AdamW(exact.parameters(), lr=2e-3), False, None)
+    bf16 = trained(exact, torch.optim.AdamW(exact.parameters(), lr=4e-3), False, None)
     for level in ("O1", "O2", "O3"):
         config = FP8Config(opt_level=level)
         mine, one = parallel(copy.deepcopy(model), block_plan(), config)
-        optimizer = adamw(mine, config, 2e-3)
+        optimizer = adamw(mine, config, 4e-3)
         last, losses = trained(mine, optimizer, True, config)
-        theirs, _ = trained(one, adamw(one, config, 2e-3), False, config)
+        theirs, _ = trained(one, adamw(one, config, 4e-3), False, config)
         results[level] = [last, theirs, losses[0]]
     # bfloat16 without a master copy is another run; O1 has the same weights.
     return {**results, "bf16": bf16[0]}

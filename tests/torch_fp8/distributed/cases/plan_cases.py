@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch_fp8.planner.layouts_for_tests import WIDE, adam, trained
+from tests.torch_fp8.planner.layouts_for_tests import WIDE, adam, levels_of, trained
 from torch_fp8 import FP8Config, count_communication, memory_report
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -23,7 +23,6 @@ from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.planner.models import shard
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
-LEVELS = ("bf16-mixed", "O1", "O2", "O3")
 
 
 def prepare_shards(mesh, model, config):
@@ -76,7 +75,7 @@ def main():
     results = {
         f"{way} {level}": count(layout, level, prepare)
         for way, layout, prepare in ways
-        for level in LEVELS
+        for level in levels_of(way, RANKS)
     }
     with open(sys.argv[4], "w") as file:
         json.dump(results, file)
