@@ -7,24 +7,37 @@ output has the weight's dtype. The residual stream would have it, too, and its s
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_fp8.optim.embedding_dtype import keep_output_dtype
 
 
-class WeightsDtype:
-    """A hook before torch's norms, which on the CPU reject a float32 input with a BF16 weight.
+class Float32Weights:
+    """A forward pre-hook that gives a norm float32 copies of the BF16 weights that FSDP2 gathers.
 
-    On CUDA autocast casts the weight up instead.
+    Batch and instance norms need weights in the dtype of their running statistics. On the CPU all
+    norms refuse a float32 input with BF16 weights; on CUDA autocast casts those of the others.
     """
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16:
-            return args
-        if not args or not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
-            return args
-        return (args[0].to(torch.bfloat16), *args[1:])
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dtype != torch.bfloat16:
+                continue
+            if parameter.device.type == "cpu" or hasattr(module, "running_mean"):
+                # The attribute hides the Parameter of this name, which stays where it is.
+                module.__dict__[name] = parameter.float()
+
+
+class OwnWeights:
+    """A forward hook that undoes `Float32Weights`.
+
+    After a forward that raised an error the copies stay until the next one: with a hook that runs
+    even then, torch.compile compiles equal blocks once each.
+    """
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for name in module._parameters:
+            module.__dict__.pop(name, None)
 
 
 def keep_stream(model: nn.Module) -> None:
@@ -34,12 +47,16 @@ def keep_stream(model: nn.Module) -> None:
     for module in model.modules():
         # running_mean: batch and instance norms, whose common base class is not public in torch.
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) or hasattr(module, "running_mean"):
-            module.register_forward_pre_hook(WeightsDtype())
+            module.register_forward_pre_hook(Float32Weights())
+            module.register_forward_hook(OwnWeights())
 
 
 def release_stream(model: nn.Module) -> None:
     """Remove the hooks on norms; `torch_fp8.revert` removes those on embeddings."""
     for module in model.modules():
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, WeightsDtype)]:
-            del hooks[key]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                if isinstance(hook, (Float32Weights, OwnWeights)):
+                    del hooks[key]
+                if isinstance(hook, OwnWeights):
+                    hook(module, (), None)  # the last forward may have raised an error

@@ -33,6 +33,14 @@ seed_the_cpu_alone()
 _fp8_autoload.load()  # torch finds the entry point of an installed package alone
 
 
+@pytest.fixture
+def single_process_group(tmp_path):
+    """A gloo process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @contextlib.contextmanager
 def _started(*arguments, **variables):
     with tempfile.TemporaryDirectory() as folder:

@@ -8,15 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-
-
-@pytest.fixture
-def single_process_group(tmp_path):
-    """A gloo process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

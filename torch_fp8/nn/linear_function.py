@@ -112,11 +112,6 @@ def _options(
     return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
 
 
-def ran_in_graph() -> bool:
-    """Return whether torch.compile has traced an FP8 layer in this process."""
-    return _options.cache_info().currsize > 0
-
-
 @functools.cache
 def _warn_of_decoding() -> None:
     warnings.warn(

@@ -127,9 +127,9 @@ def bf16_stream(model: nn.Module) -> Iterator[None]:
 
 
 def restore_output_dtype(model: nn.Module) -> None:
-    """Remove the hooks of modules whose weight is no longer BF16."""
+    """Remove the hooks of this file from all modules of `model`."""
     for module in model.modules():
-        for hook in () if _is_narrow(module) else _hooks(module):
+        for hook in _hooks(module):
             hook.handle.remove()
 
 

@@ -7,19 +7,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 from torch_fp8 import FP8Config
-from torch_fp8.nn import linear_function
+from torch_fp8.distributed import connect_fsdp
+from torch_fp8.nn import linear
 
 PASSED_BY = "but the layer was never called"
 
 
 @pytest.fixture(autouse=True)
 def _no_graph_so_far():
-    linear_function._options.cache_clear()
+    linear._noted.cache_clear()
 
 
 class Model(nn.Module):
@@ -143,6 +145,18 @@ def test_layers_in_a_graph_are_not_named():
     model, optimizer = converted(Model())
     compiled = torch.compile(model, backend="aot_eager")
     assert warnings_of(compiled, optimizer) == []
+
+
+@pytest.mark.filterwarnings("ignore:FP8")
+@pytest.mark.usefixtures("single_process_group")
+def test_layers_in_a_graph_whose_weights_fsdp2_gathers_are_not_named():
+    model, config = Model(), FP8Config(recipe="tensorwise", opt_level="O1")
+    torch_fp8.convert_to_float8(model, config)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    connect_fsdp(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.compile(backend="eager")
+    assert warnings_of(model, optimizer) == []
 
 
 def test_states_made_of_zeros_do_not_end_the_search():

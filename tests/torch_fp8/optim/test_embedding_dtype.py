@@ -155,6 +155,14 @@ def test_a_restored_model_has_nothing_of_ours():
     assert not hooks(model)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_reverted_model_is_pickled_without_anything_of_ours(level):
+    model, _ = converted(nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64)), level)
+    assert b"torch_fp8" in pickle.dumps(model)
+    revert(model)
+    assert b"torch_fp8" not in pickle.dumps(model)
+
+
 def test_a_weight_loaded_in_another_dtype_decides():
     model, _ = converted()
     model.load_state_dict({k: v.double() for k, v in model.state_dict().items()}, assign=True)
