@@ -15,11 +15,15 @@ launcher's default therefore counts as not given.
 | ``use_mxfp8_block_scaling`` (config file) | ``recipe="mxfp8"`` | false |
 | ``--fp8_interval``, ``--fp8_pad_inner_dim`` | refused | 1, true |
 | ``--fp8_enable_fsdp_float8_all_gather false`` | holds: weights are gathered as they are | true |
+
+``fp8_config`` in a config file also takes each field of FP8Config under its own name (``recipe:
+rowwise``), because Accelerate exports all of its keys.
 """
 
+import ast
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from torch_fp8 import FP8Config
@@ -68,14 +72,15 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
     """
     flags = given_flags()
     environment = _environment_options()
+    notes = _unknown_keys()
     if explicit is not None:
         source = "the FP8Config in kwargs_handlers"
-        notes = _overridden(flags, asdict(explicit), source)
+        notes += _overridden(flags, asdict(explicit), source)
         if environment is not None and FP8Config.from_env() != explicit:
             notes.append(f"{CONFIG_VARIABLE} is not applied: {source} wins")
         return explicit, notes
     environment = environment or {}
-    notes = _overridden(flags, environment, CONFIG_VARIABLE)
+    notes += _overridden(flags, environment, CONFIG_VARIABLE)
     options = {**{name: flag.value for name, flag in flags.items()}, **environment}
     if options.get("recipe", "auto") == "auto" and any(name in flags for name in _DELAYED):
         options["recipe"] = "delayed"
@@ -117,6 +122,16 @@ def given_flags() -> dict[str, Flag]:
     return flags
 
 
+def _unknown_keys() -> list[str]:
+    """Return a line for each key of ``fp8_config`` that neither Accelerate nor FP8Config has."""
+    names = {key.removeprefix(_PREFIX) for key in os.environ if key.startswith(_PREFIX)}
+    unknown = sorted(names - {*_MEANINGS, *_READ_ELSEWHERE})
+    return [
+        f"fp8_config.{name.lower()} ({_PREFIX}{name}) is not applied: FP8Config has no such field"
+        for name in unknown
+    ]
+
+
 def _environment_options() -> dict[str, Any] | None:
     """Return the validated options of ``TORCH_FP8_CONFIG``; None if it is unset."""
     if FP8Config.from_env() is None:
@@ -146,6 +161,14 @@ def _int(text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError("expected an integer") from None
+
+
+def _literal(text: str) -> Any:
+    """Return the value that a config file had before Accelerate exported it as text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _format(text: str) -> str:
@@ -188,4 +211,10 @@ _MEANINGS: dict[str, _Meaning] = {
     "PAD_INNER_DIM": _Meaning(
         "--fp8_pad_inner_dim", True, _bool, refusal="sizes that need padding are always padded"
     ),
+}
+_READ_ELSEWHERE = ("BACKEND", "ENABLE_FSDP_FLOAT8_ALL_GATHER")
+_MEANINGS |= {
+    field.name.upper(): _Meaning(f"fp8_config.{field.name}", None, _literal, field.name)
+    for field in fields(FP8Config)
+    if field.name.upper() not in (*_MEANINGS, *_READ_ELSEWHERE)
 }

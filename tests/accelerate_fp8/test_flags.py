@@ -82,6 +82,9 @@ def test_flag_is_honoured(export: Export, arguments: tuple[str, ...], expected: 
         ({"use_mxfp8_block_scaling": True}, FP8Config(recipe="mxfp8")),
         ({"use_autocast_during_eval": True, "fp8_format": "HYBRID"}, FP8Config()),
         ({"override_linear_precision": [False, False, True]}, FP8Config(wgrad="bf16")),
+        ({"recipe": "rowwise", "eval_fp8": False}, FP8Config(recipe="rowwise", eval_fp8=False)),
+        ({"skip": ["lm_head", "model.layers.0"]}, FP8Config(skip=("lm_head", "model.layers.0"))),
+        ({"residual_bits": 4, "opt_level": "O3"}, FP8Config(residual_bits=4, opt_level="O3")),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -119,6 +122,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ({"margin": "much"}, r"--fp8_margin='much'.*expected an integer"),
         ({"use_mxfp8_block_scaling": "maybe"}, r"expected true or false"),
         ({"amax_compute_algorithm": "mean"}, r"amax_compute_algo='mean'.*amax_compute_algorithm"),
+        ({"recipe": "rowise"}, r"recipe='rowise' is unknown.*fp8_config.recipe=rowise"),
+        (
+            {"use_mxfp8_block_scaling": True, "recipe": "rowwise"},
+            r"use_mxfp8_block_scaling=True and fp8_config.recipe=rowwise contradict",
+        ),
         (
             {"use_mxfp8_block_scaling": True, "amax_history_len": 16},
             r"apply to recipe='delayed' only.*use_mxfp8_block_scaling=True",
@@ -169,6 +177,15 @@ def test_flag_for_another_recipe_than_the_environments_is_refused(
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
     with pytest.raises(ValueError, match=r"'rowwise'.*--fp8_amax_history_len=16, TORCH_FP8_CONFIG"):
         resolve_config(None)
+
+
+@pytest.mark.parametrize("explicit", [None, FP8Config()], ids=["flags", "FP8Kwargs"])
+def test_a_key_that_is_no_field_is_named(export: Export, explicit: FP8Config | None) -> None:
+    export(backend="TORCH_FP8", recipee="rowwise", enable_fsdp_float8_all_gather=True)
+    assert resolve_config(explicit) == (
+        FP8Config(),
+        ["fp8_config.recipee (ACCELERATE_FP8_RECIPEE) is not applied: FP8Config has no such field"],
+    )
 
 
 def test_explicit_config_wins_and_says_what_is_not_applied(

@@ -19,7 +19,9 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.split_weight import SplitWeight
 
-_LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
+# PEFT's ``lora_A.default``, or another library's ``lora_A``. Not all that is below such a name:
+# X-LoRA names the whole model ``lora_model``.
+_LORA = re.compile(r"(^|\.)lora_\w+(\.[^.]+)?$")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
 """Reason for adapters, which stay in high precision: they are small, and the user trains them."""
@@ -57,6 +59,11 @@ def _stretched(reached: set[int], name: str, across: bool) -> set[int]:
         if within:
             stretched.add(i)
     return stretched
+
+
+def is_lora(name: str) -> bool:
+    """Return whether the qualified `name` of a module is that of a LoRA adapter."""
+    return _LORA.search(unwrapped_name(name)) is not None
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -114,7 +121,7 @@ def skip_reason(
             return f"skip={pattern!r}"
     if module in kept_high:
         return kept_high[module]
-    if _LORA.search(name):
+    if is_lora(name):
         return ADAPTER
     reason = None if isinstance(module, Float8Layer) else _class_reason(module)
     if reason is not None:

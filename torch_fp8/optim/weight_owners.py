@@ -29,11 +29,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import high_precision_modules, matches
+from torch_fp8.nn.layer_filter import high_precision_modules, is_lora, matches
 from torch_fp8.nn.linear import Float8Layer
 
 NO_MODEL = "not in a known module; call convert_optimizer(optimizer, config, model=model)"
-_ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|prompt_encoder)(\.|$)")
+_TRAINED_WITH_ADAPTERS = re.compile(r"(^|\.)(modules_to_save|prompt_encoder)(\.|$)")
 _HEAD = "lm_head"
 
 
@@ -95,7 +95,7 @@ def _overlapping(tensors: list[Tensor]) -> set[Tensor]:
 def _reason(
     name: str, module: nn.Module, parent: nn.Module | None, config: FP8Config
 ) -> str | None:
-    if _ADAPTER.search(name):
+    if is_lora(name) or _TRAINED_WITH_ADAPTERS.search(name):
         return "of adapters"
     for pattern in config.skip:
         if pattern != _HEAD and matches(pattern, name):

@@ -314,6 +314,16 @@ def test_skipped_with_the_reason(module, skipped):
     assert not set(reasons) & set(report.converted)
 
 
+def test_a_whole_model_below_a_name_like_an_adapters_is_converted():
+    layer = nn.ModuleDict({"base_layer": nn.Linear(64, 64, bias=False)})
+    layer["lora_A"] = nn.ModuleDict({"default": nn.Linear(64, 64, bias=False)})
+    model = nn.ModuleDict({"lora_model": nn.ModuleDict({"model": layer})})  # as X-LoRA's
+    report = convert_to_float8(model)
+    assert report.converted == ("lora_model.model.base_layer",)
+    optimizer = convert_optimizer(torch.optim.AdamW(model.parameters()), model=model)
+    assert "1 weight stays float32: of adapters" in str(optimizer)
+
+
 def test_lm_head_is_converted_by_choice():
     model = Model()
     assert "lm_head" in convert_to_float8(model, FP8Config(skip=())).converted
