@@ -169,3 +169,9 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 PLAIN = (Tensor, FakeTensor)
 """Classes of plain tensors, and of the fake tensors that replace them in tracing."""
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether `x` is such a tensor, or a Parameter, and dense: neither nested nor sparse."""
+    usual = type(x) in PLAIN or type(x) is nn.Parameter
+    return usual and x.layout is torch.strided and not x.is_nested

@@ -67,7 +67,7 @@ class Float8Layer(FrozenStorage):
     including zero. The output has autocast's dtype if autocast is on, else the input's.
 
     Raises:
-        TypeError: the input is not float32, bfloat16 or float16.
+        TypeError: the input is not float32, bfloat16 or float16, or not dense.
         ValueError: the last dimension of the input is not K.
     """
 
@@ -95,8 +95,8 @@ class Float8Layer(FrozenStorage):
         compiling = torch.compiler.is_compiling()
         if not self.runs_fp8 or (not compiling and is_transformed()):
             return self._in_high_precision(plain_activation(input))
-        if input.is_nested:
-            return self._of_jagged(input)
+        if not isinstance(input, Tensor) or input.is_nested or input.layout is not torch.strided:
+            return self._of_other_layout(input)
         if compiling:
             return _in_graph(self, input)
         if not torch.is_grad_enabled():
@@ -113,8 +113,17 @@ class Float8Layer(FrozenStorage):
             "torch.jit.script(stock), after stock = copy.deepcopy(model); torch_fp8.revert(stock)"
         )
 
-    def _of_jagged(self, input: Tensor) -> Tensor:
-        """Run on a jagged nested tensor: its values (sum of lengths, K) are one batch of tokens."""
+    def _of_other_layout(self, input: Tensor) -> Tensor:
+        """Run on a nested tensor; a jagged one's values (sum of lengths, K) are one batch."""
+        name = self.fp8.name
+        if not isinstance(input, Tensor):
+            raise TypeError(f"FP8 linear '{name}' takes a tensor, got {type(input).__name__}")
+        if not input.is_nested:
+            raise TypeError(
+                f"FP8 linear '{name}' takes dense inputs, got {input.layout}; call "
+                f"input.to_dense(), or keep the module in high precision with "
+                f"FP8Config(skip=('{name}',))"
+            )
         if input.layout != torch.jagged or input.ndim != 3 or isinstance(input.shape[1], int):
             return self._in_high_precision(input)
         output = self.forward(input.values())
