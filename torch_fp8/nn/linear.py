@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd import current_pass
-from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.autograd.current_pass import is_transformed, warn_of_halves_in_program
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import (
     BUFFERS,
@@ -53,6 +53,7 @@ from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
+from torch_fp8.tensor.split_weight import SplitWeight
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)
 """Tensor subclasses that have to be unwrapped before torch.compile traces the GEMM."""
@@ -133,6 +134,8 @@ class Float8Layer(FrozenStorage):
         """Compute `forward` in high precision, with a weight of any dtype."""
         if not torch.compiler.is_compiling():
             self.fp8.called = True
+        if isinstance(self.weight, SplitWeight):
+            warn_of_halves_in_program()
         if self.fp8.frozen is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
         output: Tensor = super().forward(x)
