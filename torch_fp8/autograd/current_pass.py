@@ -112,6 +112,29 @@ def _warn_of_transforms() -> None:
     )
 
 
+def warn_of_halves_in_program() -> None:
+    """Warn once if the current forward becomes a program that cannot store split weights.
+
+    torch's tracers and exporters take a model's Parameters as they are, and their C++ code reads
+    memory that a weight in two halves does not have.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        _warn_of_halves_in_program()
+
+
+@functools.cache
+def _warn_of_halves_in_program() -> None:
+    warnings.warn(
+        "FP8: this traced or exported program refers to weights that are stored in two halves. "
+        "torch.onnx.export and run_decompositions() raise an error for it, and torch.jit.save "
+        "crashes the process. To save the model, trace or export a stock copy: "
+        "stock = copy.deepcopy(model); torch_fp8.revert(stock)",
+        stacklevel=2,
+    )
+
+
 def is_traced() -> bool:
     """Return whether torch.compile traces now: Dynamo this code, or AOTAutograd Dynamo's graph."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
@@ -169,3 +192,9 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
 
 PLAIN = (Tensor, FakeTensor)
 """Classes of plain tensors, and of the fake tensors that replace them in tracing."""
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether `x` is such a tensor, or a Parameter, and dense: neither nested nor sparse."""
+    usual = type(x) in PLAIN or type(x) is nn.Parameter
+    return usual and x.layout is torch.strided and not x.is_nested

@@ -45,6 +45,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@torch.inference_mode(False)
 def load_trainable(
     cls: Any,
     path: str | Path,
@@ -90,6 +91,7 @@ def load_trainable(
     return _load(cls, path, _device(device), place)
 
 
+@torch.inference_mode(False)
 def load_frozen(
     cls: Any,
     path: str | Path,

@@ -34,6 +34,7 @@ from torch_fp8.conversion.report import ConversionReport, SkippedModule
 from torch_fp8.conversion.revert import keep_scaling_local
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
+from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.bypassed_layers import watch_first_steps
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts, is_expert_module
@@ -52,6 +53,7 @@ from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped
 from torch_fp8.quantization.recipe import Recipe
 
 
+@torch.inference_mode(False)  # tensors made here are trained outside it
 def convert_to_float8(
     model: nn.Module,
     config: FP8Config | str | None = None,
@@ -85,7 +87,7 @@ def convert_to_float8(
         RuntimeError: the rank that measures for this one did not finish in time.
     """
     config = config_or_default(config)
-    _check_model(model)
+    check_model(model, "convert_to_float8")
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
     if _is_te(config) and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -240,7 +242,7 @@ def conversion_report(
     Raises:
         ValueError, TypeError, ImportError, RuntimeError: see `convert_to_float8`.
     """
-    _check_model(model)
+    check_model(model, "conversion_report")
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -265,19 +267,6 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
         check_device(device, recipe.name, config.emulate)
     check_driver(device)
     return recipe
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, nn.Module):
-        return
-    way_out = "pass the model"
-    if isinstance(model, torch.optim.Optimizer):
-        way_out = (
-            "torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
-        )
-    elif isinstance(model, type) and issubclass(model, nn.Module):
-        way_out = "pass an instance of the class"
-    raise TypeError(f"convert_to_float8 takes an nn.Module, got {type(model).__name__}; {way_out}")
 
 
 def _is_te(config: FP8Config) -> bool:

@@ -23,11 +23,13 @@ from torch_fp8.conversion.frozen_layers import (
 )
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.layer_options import base_config
+from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.training_guard import guard
 
 
+@torch.inference_mode(False)
 def freeze(
     model: nn.Module,
     config: FP8Config | str | None = None,
@@ -53,6 +55,7 @@ def freeze(
         ValueError, TypeError: see `torch_fp8.convert_to_float8`; also for O1,
             ``frozen_weights="keep"`` or another backend, which leave weights as they are.
     """
+    check_model(model, "freeze")
     layers = _layers(model)
     if config is not None or not layers:
         config = config_or_default(config)
@@ -69,6 +72,7 @@ def freeze(
     return freeze_weights(model, config, target, meant)
 
 
+@torch.inference_mode(False)
 def thaw(model: nn.Module) -> int:
     """Give the weights of `model` that are stored as FP8 only their dtype back, in place.
 
@@ -82,6 +86,7 @@ def thaw(model: nn.Module) -> int:
     Raises:
         RuntimeError: FSDP2 has sharded a frozen weight.
     """
+    check_model(model, "thaw")
     count = thaw_weights(model)
     layers = _layers(model)
     if count:

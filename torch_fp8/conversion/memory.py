@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
@@ -98,6 +99,7 @@ def memory_report(
     Returns:
         The bytes by category.
     """
+    check_model(model, "memory_report")
     given = model.parameters() if parameters is None else parameters
     counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]

@@ -1,5 +1,6 @@
 """`revert` turns a converted model back into a stock one."""
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -8,6 +9,7 @@ from torch_fp8.conversion.attention_layers import leave_attention
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.fused_layers import revert_producers
 from torch_fp8.conversion.layer_swap import to_stock
+from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts, is_expert_module
 from torch_fp8.nn.linear import Float8Layer
@@ -19,6 +21,7 @@ from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_weight import join_parameter
 
 
+@torch.inference_mode(False)
 def revert(model: nn.Module) -> int:
     """Turn every FP8 layer of `model` back into its original class, in place.
 
@@ -31,6 +34,7 @@ def revert(model: nn.Module) -> int:
     Returns:
         The number of modules that were reverted.
     """
+    check_model(model, "revert")
     restore_output_dtype(model)
     stop_merge_aware(model)
     leave_attention(model)

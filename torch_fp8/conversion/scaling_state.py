@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.distributed.links import STATE_KEY, exchanges_state, load_exchanges_state
+from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.linear import Float8Layer
@@ -30,6 +31,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: converted model.
     """
+    check_model(model, "scaling_state_dict")
     exchanges = exchanges_state(model)
     state = {} if exchanges is None else {STATE_KEY: exchanges}
     for name, module in _delayed_modules(model):
@@ -50,6 +52,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         ValueError: `state` belongs to another model or history length, or its history contains an
             Inf or NaN. Nothing is loaded in that case.
     """
+    check_model(model, "load_scaling_state_dict")
     state = {unwrapped_name(key): value for key, value in state.items() if key != _FORMER}
     exchanges = state.pop(STATE_KEY, None)
     modules = dict(_delayed_modules(model)) if state else {}

@@ -52,7 +52,8 @@ class Monitor:
 
     Args:
         model: the converted model, not wrapped.
-        optimizers: the model's optimizers; the one with the most elements shows where a step ends.
+        optimizers: the model's optimizer, or several; the one with the most elements shows where a
+            step ends.
         config: the configuration, with ``monitor`` and the options that belong to it.
         folder: the folder in which rank zero writes `fp8_monitor.jsonl`; None: no file.
         log: a function called on every rank with a dict from name to number, and the step.
@@ -71,7 +72,7 @@ class Monitor:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Iterable[Optimizer],
+        optimizers: Optimizer | Iterable[Optimizer],
         config: FP8Config,
         *,
         folder: str | Path | None = None,
@@ -93,7 +94,8 @@ class Monitor:
         self._log, self._restore, self._ddp = log, restore, ddp
         self._events = Events(name, say)
         self._is_joining = False
-        self._optimizers = list(optimizers)
+        single = isinstance(optimizers, Optimizer)
+        self._optimizers: list[Optimizer] = [optimizers] if single else list(optimizers)
         if not self._optimizers:
             raise ValueError("a monitor needs an optimizer to detect the end of a step; pass one")
         self._layers = fp8_layers(model)

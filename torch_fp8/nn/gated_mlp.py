@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fp8.autograd.current_pass import PLAIN, RunsFP8, is_transformed, saves_nothing
+from torch_fp8.autograd.current_pass import RunsFP8, is_plain, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
     name_of,
     of_text,
@@ -127,7 +127,7 @@ class Float8GatedMLP(RunsFP8):
         (x,) = args
         down_layer = getattr(self, spec.down)
         inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
-        is_ours = all(type(t) in PLAIN for t in inputs) and _fit(inputs)
+        is_ours = all(is_plain(t) for t in inputs) and _fit(inputs)
         if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
         elif is_ours and not torch.is_grad_enabled():

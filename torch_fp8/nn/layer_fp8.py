@@ -23,6 +23,7 @@ from torch_fp8.autograd.function import as_text, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
+from torch_fp8.nn.foreign_layer import refuse_quantized
 from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.ops.registry import is_watched
@@ -327,14 +328,13 @@ def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) 
         shape, dtype: shape and dtype of the input.
         weight: (N, K), or (K, N) if `fp8.transposed`.
     Raises:
-        TypeError: input or weight is not float32, bfloat16 or float16.
+        TypeError: input or weight has another dtype, or torchao has quantized the weight.
         ValueError: the last dimension of the input is not K.
     """
     if dtype not in FLOATS:
         raise TypeError(
-            f"FP8 linear '{fp8.name}' takes float32, bfloat16 or float16 input, got {dtype}; "
-            f"cast it, or keep the module in high precision with FP8Config(skip=('{fp8.name}',"
-            "))"
+            f"FP8 linear '{fp8.name}' takes float32, bfloat16 or float16 input, got {dtype}; cast "
+            f"it, or keep the module in high precision with FP8Config(skip=('{fp8.name}',))"
         )
     if weight.dtype not in FLOATS:
         raise TypeError(
@@ -342,6 +342,7 @@ def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) 
             "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "
             "torch_fp8.revert(model) first"
         )
+    refuse_quantized(weight, fp8.name)
     features = weight.shape[0 if fp8.transposed else 1]
     if not shape or shape[-1] != features:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.current_pass import PLAIN, is_transformed
+from torch_fp8.autograd.current_pass import is_plain, is_transformed
 from torch_fp8.autograd.function import name_of
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
@@ -38,7 +38,7 @@ def shared(x: Tensor, name: str) -> Tensor:
         x: plain tensor; any other value is returned unchanged.
         name: qualified name of the module whose layers share it.
     """
-    if type(x) not in PLAIN or torch.compiler.is_compiling() or is_transformed():
+    if not is_plain(x) or not x.ndim or torch.compiler.is_compiling() or is_transformed():
         return x
     output: Tensor = _Shared.apply(x, name)
     return output

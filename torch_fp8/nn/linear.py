@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd import current_pass
-from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.autograd.current_pass import is_transformed, warn_of_halves_in_program
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import (
     BUFFERS,
@@ -54,6 +54,7 @@ from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
+from torch_fp8.tensor.split_weight import SplitWeight
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)
 """Tensor subclasses that have to be unwrapped before torch.compile traces the GEMM."""
@@ -68,7 +69,7 @@ class Float8Layer(FrozenStorage):
     including zero. The output has autocast's dtype if autocast is on, else the input's.
 
     Raises:
-        TypeError: the input is not float32, bfloat16 or float16.
+        TypeError: the input is not float32, bfloat16 or float16, or not dense.
         ValueError: the last dimension of the input is not K.
     """
 
@@ -96,8 +97,8 @@ class Float8Layer(FrozenStorage):
         compiling = torch.compiler.is_compiling()
         if not self.runs_fp8 or (not compiling and is_transformed()):
             return self._in_high_precision(plain_activation(input))
-        if input.is_nested:
-            return self._of_jagged(input)
+        if not isinstance(input, Tensor) or input.is_nested or input.layout is not torch.strided:
+            return self._of_other_layout(input)
         if compiling:
             return _in_graph(self, input)
         if not torch.is_grad_enabled():
@@ -114,8 +115,17 @@ class Float8Layer(FrozenStorage):
             "torch.jit.script(stock), after stock = copy.deepcopy(model); torch_fp8.revert(stock)"
         )
 
-    def _of_jagged(self, input: Tensor) -> Tensor:
-        """Run on a jagged nested tensor: its values (sum of lengths, K) are one batch of tokens."""
+    def _of_other_layout(self, input: Tensor) -> Tensor:
+        """Run on a nested tensor; a jagged one's values (sum of lengths, K) are one batch."""
+        name = self.fp8.name
+        if not isinstance(input, Tensor):
+            raise TypeError(f"FP8 linear '{name}' takes a tensor, got {type(input).__name__}")
+        if not input.is_nested:
+            raise TypeError(
+                f"FP8 linear '{name}' takes dense inputs, got {input.layout}; call "
+                f"input.to_dense(), or keep the module in high precision with "
+                f"FP8Config(skip=('{name}',))"
+            )
         if input.layout != torch.jagged or input.ndim != 3 or isinstance(input.shape[1], int):
             return self._in_high_precision(input)
         output = self.forward(input.values())
@@ -125,6 +135,8 @@ class Float8Layer(FrozenStorage):
         """Compute `forward` in high precision, with a weight of any dtype."""
         if not torch.compiler.is_compiling():
             self.fp8.called = True
+        if isinstance(self.weight, SplitWeight):
+            warn_of_halves_in_program()
         if self.fp8.frozen is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
         output: Tensor = super().forward(x)

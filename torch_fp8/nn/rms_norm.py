@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import (
-    PLAIN,
     RunsFP8,
+    is_plain,
     is_transformed,
     saves_nothing,
 )
@@ -69,7 +69,6 @@ class RMSNormSpec(NamedTuple):
     promotes: bool
 
 
-_PLAIN = (*PLAIN, nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -134,7 +133,7 @@ class Float8RMSNorm(RunsFP8):
         weight = self.weight if weight is None else weight
         runs = self.runs_fp8 and (compiling or not is_transformed())
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
-        usual = usual and type(x) in _PLAIN
+        usual = usual and is_plain(x)
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock

@@ -3,6 +3,7 @@
 from torch import nn
 from torch.optim import Optimizer
 
+from torch_fp8.nn.argument_types import check_optimizer
 from torch_fp8.nn.training_guard import refuse_training
 
 
@@ -14,15 +15,18 @@ def check_arguments(optimizer: object, model: object) -> None:
         model: the argument that should be the ``nn.Module`` it trains, or None.
     Raises:
         TypeError: an argument has another type.
-        ValueError: the optimizer has none of the model's parameters, or has a frozen weight.
+        ValueError: the optimizer has none of the model's parameters, or it has a frozen weight or
+            one created inside ``torch.inference_mode()``.
     """
-    if not isinstance(optimizer, Optimizer):
-        way_out = "pass the optimizer"
-        if isinstance(optimizer, nn.Module):
-            way_out = "torch_fp8.convert_to_float8(model, config) converts a model"
-        got = type(optimizer).__name__
-        raise TypeError(f"convert_optimizer takes a torch.optim.Optimizer, got {got}; {way_out}")
+    check_optimizer(optimizer, "convert_optimizer")
+    assert isinstance(optimizer, Optimizer)
     refuse_training(optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.is_inference() for p in held):
+        raise ValueError(
+            f"parameters of {type(optimizer).__name__} were created inside torch.inference_mode(), "
+            "and autograd cannot train them; create the model outside it"
+        )
     if model is None:
         return
     if not isinstance(model, nn.Module):
@@ -30,7 +34,6 @@ def check_arguments(optimizer: object, model: object) -> None:
             f"convert_optimizer(model=...) takes an nn.Module, got {type(model).__name__}; pass "
             "the model that the optimizer trains"
         )
-    held = [p for group in optimizer.param_groups for p in group["params"]]
     own = set(model.parameters())
     if held and own and own.isdisjoint(held):
         raise ValueError(

@@ -13,6 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.nn.argument_types import check_optimizer
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
@@ -45,6 +46,7 @@ _WRAPPED = "DistributedDataParallel has wrapped them before"
 _SHARDED = "they were sharded before"
 
 
+@torch.inference_mode(False)
 def convert_optimizer(
     optimizer: Optimizer, config: FP8Config | str | None = None, *, model: nn.Module | None = None
 ) -> OptimizerReport:
@@ -233,6 +235,7 @@ def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -
         optimizer.fp8_hooks_restored += missing
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def restore_weights(optimizer: Optimizer) -> int:
     """Make each split weight a plain float32 Parameter again, the same object.
@@ -243,6 +246,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
     """
+    check_optimizer(optimizer, "restore_weights")
     if not isinstance(optimizer, ConvertedOptimizer):
         return 0
     detach_hooks(optimizer)

@@ -164,6 +164,7 @@ class GradientHook:
         self._optimizer = weakref.ref(optimizer)
         self.index = index
 
+    @torch.compiler.disable  # a compiled function that calls loss.backward() would trace it
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
         optimizer = self._optimizer()

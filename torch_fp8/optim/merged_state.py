@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torch_fp8.nn.argument_types import check_model, check_optimizer
 from torch_fp8.optim.residual import join_weight, residual_of
 
 
@@ -75,6 +76,7 @@ def stream_state_dict(
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
+    check_model(model, "merged_state_dict")
     module = model.module if isinstance(model, DistributedDataParallel) else model
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -87,7 +89,9 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def _owners(optimizer: Optimizer | Iterable[Optimizer]) -> dict[Tensor, Optimizer]:
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for one in optimizers:
+        check_optimizer(one, "merged_state_dict")
     return {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
 
 

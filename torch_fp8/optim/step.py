@@ -39,18 +39,35 @@ Caches = dict[Tensor, list[tuple["weakref.ref[PayloadCache]", CastSpec]]]
 def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     """Step parameters with 8-bit states; their ``step`` already counts this step.
 
+    A weight that is not contiguous is copied, stepped and written back. These weights come last,
+    one by one, because they may share memory, as in ``decoder.weight = Parameter(weight.t())``.
+
     Args:
         entries: the parameters.
         config: the optimizer's configuration.
         caches: payload caches of weights, which are refilled from the new values.
     """
+    contiguous = [_stored(parameter).is_contiguous() for _, _, parameter, _ in entries]
+    together = [entry for entry, in_place in zip(entries, contiguous, strict=True) if in_place]
+    alone = [[entry] for entry, in_place in zip(entries, contiguous, strict=True) if not in_place]
+    for part in (together, *alone):
+        _step_together(part, config, caches)
+
+
+def _stored(parameter: Tensor) -> Tensor:
+    """Return the tensor on this rank that holds a weight, or its BF16 half."""
+    shard = local(parameter)
+    return shard.halves.high if isinstance(shard, SplitWeight) else shard
+
+
+def _step_together(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     prepared = []
     numbers = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for index, group, parameter, state in entries:
         shard = local(parameter)
         halves = shard.halves if isinstance(shard, SplitWeight) else None
-        weight = shard if halves is None else halves.high
+        weight = _stored(parameter)
         in_place = weight.is_contiguous()
         matrix = _matrix(
             parameter, halves, state, weight if in_place else weight.contiguous(), config

@@ -47,7 +47,9 @@ class LazyQuantizedTensor(QuantizableTensor):
     outer_shape: torch.Size
     outer_dtype: torch.dtype
     connected: Tensor | None = None
-    is_nested = is_quantized = False  # read by every layer: avoids __torch_function__
+    # Every layer reads these; class attributes avoid __torch_function__.
+    is_nested = is_quantized = False
+    layout = torch.strided
 
     @staticmethod
     def __new__(

@@ -1,15 +1,18 @@
 """What torch exports or traces of a converted model has its products, by torch's own operators."""
 
+import copy
 import io
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.torch_fp8.converted_models import KINDS, SIZE, stock_and_converted
-from torch_fp8 import FP8Config, convert_optimizer, rollout
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert, rollout
+from torch_fp8.autograd.current_pass import _warn_of_halves_in_program
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 
@@ -161,3 +164,26 @@ def test_a_model_trains_in_fp8_after_an_export(scaled_mm_calls):
     _exported(converted)
     converted(_x()).sum().backward()
     assert len(scaled_mm_calls) > 2
+
+
+@pytest.mark.parametrize("tool", ["trace", "export"])
+def test_a_program_with_weights_in_two_halves_says_how_to_save_it(tool):
+    """`torch.jit.save` crashes the process for such weights, and ONNX raises an error."""
+    model = nn.Sequential(nn.Linear(SIZE, 128))
+    config = FP8Config(recipe="tensorwise")
+    convert_to_float8(model, config)
+    convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    tools = {
+        "trace": lambda m: torch.jit.trace(m, (_x(),), check_trace=False),
+        "export": lambda m: torch.export.export(m, (_x(),)),
+    }
+    _warn_of_halves_in_program.cache_clear()
+    with pytest.warns(UserWarning, match=r"torch_fp8.revert\(stock\)"):
+        tools[tool](model)
+    stock = copy.deepcopy(model)
+    revert(stock)
+    program = tools[tool](stock)
+    if tool == "trace":
+        torch.jit.save(program, io.BytesIO())
+    else:
+        program.run_decompositions()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, revert
 from torch_fp8.nn.foreign_layer import quantized_by
 
 
@@ -128,3 +128,17 @@ def test_what_liger_kernel_computes_is_said():
     assert report.num_liger == 2
     assert "  liger     2 modules of Liger Kernel, whose outputs" in report.summary()
     assert "liger " not in convert_to_float8(nn.Sequential(nn.Linear(64, 64))).summary()
+
+
+def test_a_weight_that_torchao_has_quantized_after_the_conversion_is_refused_by_name():
+    class Int8Tensor(torch.Tensor):
+        __module__ = "torchao.quantization"
+
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    weight = model[0].weight.detach().as_subclass(Int8Tensor)
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(TypeError, match=r"'0' is torchao's Int8Tensor: call torch_fp8.revert"):
+        model(torch.randn(4, 64))
+    revert(model)
+    model(torch.randn(4, 64))

@@ -498,3 +498,14 @@ def test_conversion_keeps_class_and_name_and_reverts():
     revert(model)
     assert type(mlp) is Joined
     assert not any(k.startswith("fp8") for k in vars(mlp))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_and_inputs_without_dimensions_reach_the_layers():
+    model = _model(Pair, dtype=torch.float32)[1]
+    rows = [torch.randn(5, 64), torch.randn(11, 64)]
+    outputs = model(torch.nested.nested_tensor(rows)).unbind()
+    for x, y in zip(rows, outputs, strict=True):
+        assert (y - model(x)).norm() < 0.15 * y.norm()
+    with pytest.raises(ValueError, match=r"takes inputs \(..., 64\), got \(\)"):
+        model(torch.tensor(1.0))

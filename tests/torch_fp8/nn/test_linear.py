@@ -642,3 +642,24 @@ def test_a_converted_layer_has_one_attribute_more_and_revert_deletes_it(recipe):
     revert(model)
     assert set(vars(model[0])) == before
     assert set(model[0]._buffers) == buffers
+
+
+_OTHER_INPUTS = {
+    "sparse": (lambda x: x.to_sparse(), "takes dense inputs, got torch.sparse_coo"),
+    "csr": (lambda x: x.to_sparse_csr(), "takes dense inputs, got torch.sparse_csr"),
+    "mkldnn": (lambda x: x.to_mkldnn(), "takes dense inputs, got torch._mkldnn"),
+    "list": (lambda x: x.tolist(), "takes a tensor, got list"),
+    "array": (lambda x: x.numpy(), "takes a tensor, got ndarray"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", _OTHER_INPUTS)
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_an_input_that_is_no_dense_tensor_is_refused_by_name(kind, evaluation):
+    model = nn.Sequential(nn.Linear(K, N))
+    convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    make, message = _OTHER_INPUTS[kind]
+    model.train(not evaluation)
+    with torch.set_grad_enabled(not evaluation), pytest.raises(TypeError, match=f"'0' {message}"):
+        model(make(torch.randn(4, K)))

@@ -367,3 +367,29 @@ def test_gradients_in_a_flat_buffer_of_the_users_stay_there(level):
         flat.fill_(0.25)
         assert all((p.grad == 0.25).all() for p in model.parameters())
         optimizer.step()
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_compiled_function_that_calls_backward_gets_8_bit_gradients(release):
+    losses = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = FP8Config(opt_level="O3", recipe="tensorwise", gradient_release=release)
+        convert_to_float8(model, config)
+        convert_optimizer(optimizer, config, model=model)
+
+        def run(x, model=model):
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        run = torch.compile(run, backend="eager") if compiles else run
+        for _ in range(2):
+            loss = run(torch.ones(16, 64))
+            assert release or isinstance(stored_grad(model[0].weight), Float8Grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]

@@ -401,3 +401,23 @@ def test_weights_side_by_side_in_one_memory_are_split():
     model[0].weight.data, model[1].weight.data = memory[:64], memory[64:]
     _, report = _converted(model)
     assert report.num_split == 2
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_a_weight_and_its_transpose_in_the_same_memory_are_both_stepped(optimizer_class):
+    """A stock optimizer steps one after the other, so the memory moves by both updates."""
+    moves = []
+    for level in ("O1", "O2"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+        model[1].weight = nn.Parameter(model[0].weight.t())
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+        config = FP8Config(opt_level=level, recipe="tensorwise")
+        convert_to_float8(model, config)
+        convert_optimizer(optimizer, config, model=model)
+        before = model[0].weight.detach().clone()
+        model(torch.randn(32, 64)).square().sum().backward()
+        optimizer.step()
+        assert torch.equal(model[0].weight, model[1].weight.t())
+        moves.append(model[0].weight.detach() - before)
+    assert (moves[1] - moves[0]).norm() < 0.05 * moves[0].norm()
