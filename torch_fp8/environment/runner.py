@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -32,18 +32,15 @@ _NOT_INHERITED = (
 )
 
 
-def run_checks(
-    checks: Sequence[Check], begin: Callable[[str], None] = lambda name: None
-) -> Generator[Result, None, None]:
+def run_checks(checks: Sequence[Check]) -> Generator[Result, None, None]:
     """Yield the result of each check when it ends; several processes run at a time.
 
     Args:
         checks: the checks; those with `is_alone` run when all others are done.
-        begin: a function called with the name of each check before it runs, from any thread.
     """
     with tempfile.TemporaryDirectory(prefix="torch-fp8-", ignore_cleanup_errors=True) as folder:
         for is_alone in (False, True):
-            processes = _Processes(Path(folder), begin)
+            processes = _Processes(Path(folder))
             with ThreadPoolExecutor(1 if is_alone else _at_a_time()) as pool:
                 try:
                     phase = [check for check in checks if check.is_alone == is_alone]
@@ -58,15 +55,14 @@ def run_checks(
 class _Processes:
     """The processes of checks that run at the same time, each waited for by a thread."""
 
-    def __init__(self, folder: Path, begin: Callable[[str], None]) -> None:
-        self._folder, self._begin = folder, begin
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._is_over = False
 
     def result(self, check: Check) -> Result:
         """Run a check; any failure of its process is a failure of the check."""
-        self._begin(f"{check.section}: {check.name}")
         if check.not_run:
             return Result(check.section, check.name, NOT_RUN, check.not_run)
         try:

@@ -1,7 +1,4 @@
-"""Plans as text: with rich on a terminal if it is installed, otherwise as plain text."""
-
-import importlib
-from typing import Any, TextIO
+"""Plans as text."""
 
 from torch_fp8.config import FP8Config
 from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
@@ -12,26 +9,6 @@ _GIB = 2**30
 _DEFAULT = FP8Config().opt_level
 _EQUAL = 1.01
 """The factor up to which estimated seconds count as equal to the lowest."""
-
-
-def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
-    """Write a plan to `stream`."""
-    if not rich:
-        stream.write(plain_text(plan))
-        return
-    console = importlib.import_module("rich.console").Console(file=stream, highlight=False)
-    text = importlib.import_module("rich.text").Text
-    table = importlib.import_module("rich.table").Table(safe_box=True)
-    head, *rows = lines_of(plan)
-    table.add_column(head[0], no_wrap=True)
-    for name in head[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        style = "bold" if row[0] in ("peak", "fits") else ""
-        table.add_row(*(text(cell, style=_style(cell) or style) for cell in row))
-    console.print(text(headline(plan), style="bold"))
-    console.print(table)
-    console.print(text("\n".join(notes(plan))))
 
 
 def plain_text(plan: Plan) -> str:
@@ -126,7 +103,3 @@ def gib(num_bytes: float) -> str:
 def _fits(level: LevelPlan) -> str:
     word = "yes" if level.fits else "NO"
     return f"{word} ({level.headroom / _GIB:+.1f})"
-
-
-def _style(cell: Any) -> str:
-    return "red" if cell.startswith("NO") else "green" if cell.startswith("yes") else ""
