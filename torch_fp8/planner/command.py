@@ -80,9 +80,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
-    from torch_fp8.planner.scaling import scaling, scaling_text
+    from torch_fp8.planner.plan import plan_beside
+    from torch_fp8.planner.tables import scaling_text
 
-    plans = scaling(options.model, options.gpus, levels=levels, **_arguments(options))
+    counted: dict[tuple[str, str, int], Any] = {}
+    run = {"levels": levels, **_arguments(options)}
+    plans = [plan_beside(counted, options.model, gpus=number, **run) for number in options.gpus]
     if options.json:
         print(json.dumps([result.as_dict() for result in plans], indent=2))
     else:

@@ -1,4 +1,7 @@
-"""Plans as text."""
+"""Plans as text: one as a table of its levels, several as tables over the number of GPUs."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from torch_fp8.config import FP8Config
 from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
@@ -103,3 +106,57 @@ def gib(num_bytes: float) -> str:
 def _fits(level: LevelPlan) -> str:
     word = "yes" if level.fits else "NO"
     return f"{word} ({level.headroom / _GIB:+.1f})"
+
+
+def scaling_text(plans: Sequence[Plan]) -> str:
+    """Format plans as three tables of at most 80 columns: memory, network traffic, seconds.
+
+    ``tokens/s`` is for all GPUs at the fastest level that fits; ``of linear`` compares this number
+    per GPU with the first row's.
+    """
+    setup = plans[0].setup
+    head = (
+        f"{setup.name}, {plans[0].num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{setup.card.name}, {setup.memory:g} GiB each; {setup.micro_batch} x {setup.sequence} "
+        f"tokens on each; {setup.recipe}"
+    )
+    levels = list(plans[0].levels)
+    tables = [
+        ("peak GiB per GPU", lambda p: [_peak(level) for level in p.levels.values()]),
+        ("wire GiB per GPU", lambda p: [gib(level.wire) for level in p.levels.values()]),
+        ("seconds a step", lambda p: [f"{level.seconds:.3f}" for level in p.levels.values()]),
+    ]
+    parts = [head]
+    for title, cells in tables:
+        rows = [[title, *levels]]
+        rows += [[_degrees(result), *cells(result)] for result in plans]
+        parts.append(aligned(rows))
+    rows = [["tokens/s", *levels, "of linear"]]
+    first = _tokens_per_second(plans[0])
+    for result in plans:
+        speeds = _tokens_per_second(result)
+        share = max(speeds) / max(first) * plans[0].setup.gpus / result.setup.gpus
+        rows.append([_degrees(result), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
+    parts.append(aligned(rows))
+    parts.append(
+        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated. "
+        "Seconds are estimates from data sheets, not measured on any card."
+    )
+    return "\n\n".join(parts)
+
+
+def _peak(level: Any) -> str:
+    return gib(level.peak) + ("" if level.fits else " NO")
+
+
+def _tokens_per_second(made: Plan) -> list[float]:
+    setup = made.setup
+    tokens = setup.tokens * setup.accumulate * setup.data * setup.fsdp
+    return [tokens / level.seconds for level in made.levels.values()]
+
+
+def _degrees(made: Plan) -> str:
+    setup = made.setup
+    ways = {"D": setup.data, "F": setup.fsdp, "T": setup.tensor, "P": setup.pipeline}
+    named = " ".join(f"{name}{n}" for name, n in ways.items() if n > 1)
+    return f"{setup.gpus:,} GPUs" + (f" ({named})" if len(named.split()) > 1 else "")

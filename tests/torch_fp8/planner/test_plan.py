@@ -12,7 +12,7 @@ import torch
 
 from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, cli, memory_report
-from torch_fp8.planner import counts, layouts, scaling
+from torch_fp8.planner import counts, layouts
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8.planner.plan import _config_text as plan_config
@@ -269,7 +269,8 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
 @pytest.mark.long
 def test_a_step_that_plans_share_is_that_of_each():
     options = {**SMALL, "levels": ("O1",), "fsdp": 1}
-    shared = scaling.scaling(config_of("llama"), (1, 2), **options)
+    counted = {}
+    shared = [plan_beside(counted, config_of("llama"), gpus=n, **options) for n in (1, 2)]
     assert shared[1].levels == plan(config_of("llama"), gpus=2, **options).levels
 
 
