@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_fp8.distributed.agreement import in_several_ranks
 from torch_fp8.monitor.expert_statistics import (
     REPLAYED,
     TOKENS,
@@ -30,6 +29,7 @@ from torch_fp8.monitor.layer_observer import (
     guarded,
     matrix,
 )
+from torch_fp8.monitor.series import is_distributed
 from torch_fp8.monitor.statistics import UPDATE
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.experts import Float8Experts
@@ -242,7 +242,7 @@ class ExpertModules:
         """
         counted = [counter.counts is not None for counter in self._counters]
         taken = [counter.taken(device) for counter in self._counters]
-        if taken and in_several_ranks():
+        if taken and is_distributed():
             joined = torch.cat(taken)
             dist.all_reduce(joined)
             pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fp8.distributed.agreement import in_several_ranks
 from torch_fp8.monitor.alarm import LossSpikes
+from torch_fp8.monitor.series import is_distributed
 from torch_fp8.tensor.dtensor import local, waited
 
 _TOLD = 100
@@ -51,7 +51,7 @@ class Losses:
         if not self._waiting:
             return []
         losses = torch.stack([loss for _, loss in self._waiting])
-        if in_several_ranks():
+        if is_distributed():
             dist.all_reduce(losses)
             losses = losses / dist.get_world_size()
         values = list(zip((step for step, _ in self._waiting), losses.tolist(), strict=True))

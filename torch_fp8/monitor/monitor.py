@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.agreement import in_several_ranks
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings, layer_of
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
@@ -44,7 +43,7 @@ from torch_fp8.monitor.parameters import (
     trained,
 )
 from torch_fp8.monitor.run_log import RunLog
-from torch_fp8.monitor.series import PREFIX, Series
+from torch_fp8.monitor.series import PREFIX, Series, is_distributed
 from torch_fp8.monitor.step_hooks import hook_step
 
 
@@ -116,7 +115,7 @@ class Monitor:
         self._reported: dict[str, Tensor] = {}
         self._spiked_at = 0
         self._measuring = self._restores = False
-        if folder is not None and (not in_several_ranks() or dist.get_rank() == 0):
+        if folder is not None and (not is_distributed() or dist.get_rank() == 0):
             shown = {"monitor": config.monitor, "on_alarm": config.on_alarm}
             shown |= {"on_loss_spike": config.on_loss_spike, "recipe": config.recipe}
             shown |= {"smooth_swiglu": True} if config.smooth_swiglu else {}

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fp8.distributed.agreement import in_several_ranks
 from torch_fp8.monitor.statistics import REDUCTIONS
 
 PREFIX = "fp8/"
@@ -56,7 +55,7 @@ class Series:
 
     def joined(self, vector: Tensor) -> list[float]:
         """Join the vectors of all ranks, and fetch the result; the only wait for the device."""
-        if in_several_ranks():
+        if is_distributed():
             signs = torch.tensor(self._signs, device=vector.device, dtype=torch.float32)
             missing = vector.isnan()
             signed = torch.where(missing, -math.inf, vector * signs)
@@ -73,3 +72,8 @@ class Series:
         """Return the measured numbers by name."""
         pairs = zip(self.names, values, strict=True)
         return {name: value for name, value in pairs if not math.isnan(value)}
+
+
+def is_distributed() -> bool:
+    """Return whether several ranks train together; the page of a run imports no other room."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
