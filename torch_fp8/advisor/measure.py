@@ -109,7 +109,7 @@ def measure(
     """
     modules = dict(model.named_modules())
     statistics = {name: _Kept() for name in names}
-    handles = [modules[name].register_forward_pre_hook(kept) for name, kept in statistics.items()]
+    handles = [modules[name].register_forward_pre_hook(hook) for name, hook in statistics.items()]
     try:
         for batch in batches:
             forward(model, batch)

@@ -157,8 +157,8 @@ def period(config: Any) -> int:
     kinds = getattr(_text(config), "layer_types", None)
     if not kinds:
         return 1
-    whole = range(len(kinds))
-    return next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i % n] for i in whole))
+    places, lengths = range(len(kinds)), range(1, len(kinds) + 1)
+    return next(n for n in lengths if all(kinds[i] == kinds[i % n] for i in places))
 
 
 def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> None:
