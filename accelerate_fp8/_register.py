@@ -70,7 +70,7 @@ def extend_state(module: ModuleType) -> None:
     @functools.wraps(check)
     def check_cuda_fp8_capability() -> bool:
         backend = import_module("accelerate_fp8.backend")
-        return bool(backend.is_precision_kept() or check())
+        return bool(backend.PRECISION_KEPT.get() or check())
 
     @functools.wraps(state_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,8 +93,7 @@ def extend_accelerator(module: ModuleType) -> None:
     backend: property = cls.fp8_backend
     if hasattr(backend.fget, "_fp8_original"):
         return
-    names = wrapped(module.__name__)
-    wrap(module, names, "accelerate_fp8.accelerator", wanted=may_use_engine)
+    wrap(module, "accelerate_fp8.accelerator", may_use_engine)
     original: Any = backend.fget
 
     @functools.wraps(original)
@@ -132,12 +131,7 @@ def extend_training_args(module: ModuleType) -> None:
     if refusal is not None:
         refuse_when_asked(module.TrainingArguments, "__post_init__", refusal, asks_for_fp8)
         return
-    wrap(
-        module,
-        wrapped(module.__name__),
-        "accelerate_fp8.trainer",
-        wanted=lambda *_: launched_with_fp8(),
-    )
+    wrap(module, "accelerate_fp8.trainer", lambda *_: launched_with_fp8())
 
 
 def extend_trainer(module: ModuleType) -> None:
@@ -146,7 +140,6 @@ def extend_trainer(module: ModuleType) -> None:
         return
     wrap(
         module,
-        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda trainer, *_: may_use_engine(getattr(trainer, "accelerator", trainer), (), {}),
     )
@@ -154,19 +147,13 @@ def extend_trainer(module: ModuleType) -> None:
 
 def extend_generation(module: ModuleType) -> None:
     """Extend ``GenerationMixin.generate`` for models with FP8 layers."""
-    wrap(
-        module,
-        wrapped(module.__name__),
-        "accelerate_fp8.generation",
-        wanted=lambda *_: "torch_fp8.nn.linear" in sys.modules,
-    )
+    wrap(module, "accelerate_fp8.generation", lambda *_: "torch_fp8.nn.linear" in sys.modules)
 
 
 def extend_modeling(module: ModuleType) -> None:
     """Extend ``PreTrainedModel.save_pretrained`` for split weights and dequantized models."""
     wrap(
         module,
-        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda model, *_: (
             "_fp8_saving" in vars(model)
@@ -179,13 +166,13 @@ def extend_tuners(module: ModuleType) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers for bases that are stored only in FP8."""
     base: Any = module.BaseTunerLayer
     names = {"BaseTuner._unload_and_optionally_merge": "unload"}
-    wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+    wrap(module, "accelerate_fp8.adapters", _may_be_frozen, names)
     if "__init_subclass__" in vars(base):
         return
 
     def extend(cls: type) -> None:
         own = {name: name for name in ("merge", "unmerge") if name in vars(cls)}
-        wrap(cls, own, "accelerate_fp8.adapters", wanted=_has_frozen_base)
+        wrap(cls, "accelerate_fp8.adapters", _has_frozen_base, own)
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
@@ -202,7 +189,7 @@ def extend_tuners(module: ModuleType) -> None:
 def extend_adapter_state(module: ModuleType) -> None:
     """Extend PEFT's ``get_peft_model_state_dict`` so that it does not read bases stored in FP8."""
     names = {"get_peft_model_state_dict": "adapter_state"}
-    wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+    wrap(module, "accelerate_fp8.adapters", _may_be_frozen, names)
 
 
 def _may_be_frozen(*_: Any) -> bool:
@@ -223,7 +210,6 @@ def extend_trl_models(module: ModuleType) -> None:
         return
     wrap(
         module,
-        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda model, args, kwargs: may_use_engine(
             args[0] if args else kwargs["accelerator"], (), {}
@@ -246,7 +232,6 @@ def extend_rollouts(module: ModuleType) -> None:
     if module.__name__.endswith("vllm_generation"):
         wrap(
             module,
-            wrapped(module.__name__),
             "accelerate_fp8.engine_sync",
             wanted=lambda vllm, *_: may_use_engine(vllm.accelerator, (), {}),
         )
@@ -257,7 +242,7 @@ def extend_rollouts(module: ModuleType) -> None:
         names = {"log": "say_unmeasured"}
     wrap(
         cls,
-        names,
         "accelerate_fp8.rollouts",
-        wanted=lambda trainer, *_: may_use_engine(trainer.accelerator, (), {}),
+        lambda trainer, *_: may_use_engine(trainer.accelerator, (), {}),
+        names,
     )

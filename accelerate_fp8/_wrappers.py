@@ -10,6 +10,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from _fp8_points import wrapped
+
 _PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
 _BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
@@ -71,9 +73,9 @@ def launched_with_fp8() -> bool:
 
 def wrap(
     holder: Any,
-    names: dict[str, str],
     package: str,
     wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
+    names: dict[str, str] | None = None,
 ) -> None:
     """Wrap methods and functions with ``package.function(original, self, ...)``.
 
@@ -81,12 +83,14 @@ def wrap(
 
     Args:
         holder: the module or class of the host.
-        names: dotted names in it, with the functions that wrap them.
         package: the module of the functions, imported when it is first needed.
         wanted: a function called with the first argument, args and kwargs of each call; if it
             returns False, the original runs directly.
+        names: dotted names in the holder, with the functions that wrap them; None: those that
+            `_fp8_points` has of the module.
     """
     originals = []
+    names = wrapped(holder.__name__) if names is None else names
     for dotted, function in names.items():
         *path, name = dotted.split(".")
         owner = functools.reduce(getattr, path, holder)

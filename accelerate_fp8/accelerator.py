@@ -17,8 +17,9 @@ from torch import nn
 import _fp8_check
 from accelerate_fp8._versions import refuse_old_hosts
 from accelerate_fp8.backend import (
+    PRECISION_KEPT,
+    holding,
     is_engine_chosen,
-    precision_kept,
     recipe_of_rollouts,
     refuse_tensor_parallel,
     refuse_unsupported,
@@ -36,11 +37,13 @@ from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.fsdp import adopt_sharded, prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
+from accelerate_fp8.optimizers import bare
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.whole_weights import whole_weights
 
 
@@ -84,14 +87,11 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     for line in lines:
         log_visibly(f"FP8: {line}")
     self._fp8_preparation = Preparation(config)
-    with precision_kept():
+    with holding(PRECISION_KEPT):
         original(*bound.args, **bound.kwargs)
     sharded = self.distributed_type == DistributedType.FSDP
-    if (
-        os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        and not sharded
-        and self.device.type == "cpu"
-    ):
+    asked = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if asked and not sharded and self.device.type == "cpu":
         log_visibly(
             "FP8: the FSDP settings have no effect: Accelerate shards only on GPUs and runs DDP on "
             "the CPU (use_cpu: true)"
@@ -99,7 +99,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if self.num_processes > 1:
         check_same_config(config)
     refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
-    if self.distributed_type == DistributedType.FSDP:
+    if sharded:
         refuse_sharding(config)
     refuse_sharded_saving(config, self.distributed_type)
     check_config(config, self.device)
@@ -116,8 +116,6 @@ def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     The summary is logged last, when the optimizers are known.
     """
     preparation = preparation_of(self)
-    if preparation is None:
-        return original(self, *args, **kwargs)
     with preparation.collected(self):
         if self.distributed_type != DistributedType.FSDP:
             placements = kwargs.get("device_placement") or [None] * len(args)
@@ -140,8 +138,6 @@ def prepare_model(
 ) -> nn.Module:
     """Extend ``Accelerator.prepare_model``: convert before the model is wrapped."""
     preparation = preparation_of(self)
-    if preparation is None:
-        return original(self, model, device_placement, evaluation_mode)
     with preparation.collected(self):
         if not evaluation_mode:
             refuse_sharded_elsewhere(self, model)
@@ -170,12 +166,10 @@ def prepare_optimizer(
     of a converted optimizer follow their parameters without that.
     """
     preparation = preparation_of(self)
-    if preparation is None:
-        return original(self, optimizer, device_placement)
     with preparation.collected(self):
         if self.distributed_type != DistributedType.FSDP:
             preparation.optimizers.convert(self, optimizers=[optimizer])
-        if preparation.optimizers.is_converted(optimizer):
+        if isinstance(bare(optimizer), Float8Optimizer):
             device_placement = False
         return original(self, optimizer, device_placement)
 
@@ -187,22 +181,18 @@ def clip_grad_norm_(
 
     An infinite `max_norm`, which only measures, is allowed.
     """
-    preparation = preparation_of(self)
-    if preparation is not None:
-        refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
-        if preparation.config.gradient_release:
-            return torch.zeros((), dtype=torch.float32)  # no gradient is left
+    config = preparation_of(self).config
+    refuse_clipping(config, "clip_grad_norm_", float(max_norm))
+    if config.gradient_release:
+        return torch.zeros((), dtype=torch.float32)  # no gradient is left
     return original(self, parameters, max_norm, *args, **kwargs)
 
 
 def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: float) -> Any:
     """Extend ``Accelerator.clip_grad_value_``: refuse it under gradient release."""
-    preparation = preparation_of(self)
-    if preparation is not None:
-        refuse_clipping(preparation.config, "clip_grad_value_", float(clip_value))
-        if preparation.config.gradient_release:
-            return None
-    return original(self, parameters, clip_value)
+    config = preparation_of(self).config
+    refuse_clipping(config, "clip_grad_value_", float(clip_value))
+    return None if config.gradient_release else original(self, parameters, clip_value)
 
 
 def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
@@ -212,9 +202,8 @@ def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
         ValueError: no prepared model runs in FP8.
     """
     preparation = preparation_of(self)
-    if preparation is not None:
-        preparation.refuse_idle()
-    if preparation is None or not preparation.config.monitor:
+    preparation.refuse_idle()
+    if not preparation.config.monitor:
         original(self, loss, **kwargs)
         return
     with preparation.monitoring.observing(loss, self.gradient_accumulation_steps):
@@ -227,12 +216,11 @@ def unwrap_model(
     """Extend ``Accelerator.unwrap_model``: without autocast, return a stock model."""
     preparation = preparation_of(self)
     bound = inspect.signature(original).bind(self, model, *args, **kwargs)
-    if bound.arguments.get("keep_fp32_wrapper", True):
-        preparation = None
-    if preparation is not None:
+    stock = not bound.arguments.get("keep_fp32_wrapper", True)
+    if stock:
         preparation.optimizers.restore(self, model)
     unwrapped: nn.Module = original(*bound.args, **bound.kwargs)
-    if preparation is not None:
+    if stock:
         preparation.release(unwrapped)
     return unwrapped
 
@@ -248,20 +236,15 @@ def get_state_dict(
 
 def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Extend ``Accelerator.save_model``: export with ``FP8Config(save_format=...)``."""
-    preparation = preparation_of(self)
-    if preparation is not None:
-        given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
-        where = given["save_directory"], given["max_shard_size"], self.is_main_process
-        if save_exported(preparation, given["model"], *where):
-            return
-    original(self, *args, **kwargs)
+    given = bound_arguments(original, self, *args, **kwargs)
+    where = given["save_directory"], given["max_shard_size"], self.is_main_process
+    if not save_exported(preparation_of(self), given["model"], *where):
+        original(self, *args, **kwargs)
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     """Extend ``Accelerator._prepare_fsdp2``: convert before sharding, connect after it."""
     preparation = preparation_of(self)
-    if preparation is None:
-        return original(self, *args)
     models = _of_type(args, nn.Module)
     for model in models:
         preparation.convert(model, self.device, sharded=True)
@@ -271,9 +254,10 @@ def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     return prepared
 
 
-def preparation_of(accelerator: Any) -> Preparation | None:
-    """Return the engine's part of this Accelerator; None if it does not use the engine."""
-    return getattr(accelerator, "_fp8_preparation", None)
+def preparation_of(accelerator: Any) -> Preparation:
+    """Return the engine's part of an Accelerator that uses it; wrappers run only for these."""
+    preparation: Preparation = accelerator._fp8_preparation
+    return preparation
 
 
 def _take_out(handlers: list[Any]) -> tuple[FP8Kwargs | None, list[Any]]:
@@ -303,12 +287,11 @@ def _save_state_hook(
     accelerator: Any, models: list[nn.Module], weights: list[Any], output_dir: str
 ) -> None:
     save_history(models, output_dir, accelerator.process_index)
-    monitoring = accelerator._fp8_preparation.monitoring
-    monitoring.save(output_dir, accelerator.is_main_process)
+    preparation_of(accelerator).monitoring.save(output_dir, accelerator.is_main_process)
 
 
 def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
     # Not `models`, from which Accelerate omits the models that FSDP loads itself.
     load_history(accelerator._models, input_dir, accelerator.process_index)
     adopt_sharded(accelerator._models, accelerator._optimizers, input_dir)
-    accelerator._fp8_preparation.monitoring.load(input_dir)
+    preparation_of(accelerator).monitoring.load(input_dir)

@@ -6,7 +6,6 @@ float32 and rounded to BF16 once; FP8 would lose a small delta. Unmerging restor
 however often it is done.
 """
 
-import inspect
 from typing import Any
 
 from accelerate_fp8.export import bound_arguments
@@ -27,7 +26,7 @@ def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bases' bytes."""
-    merges = bound_arguments(inspect.signature(original), self, *args, **kwargs).get("merge")
+    merges = bound_arguments(original, self, *args, **kwargs).get("merge")
     modules: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
     held = [m for m in modules if m.fp8.frozen is not None]
     rounded = sum(len({*m.frozen_weights, *m.fp8.frozen.unmerged}) for m in held)

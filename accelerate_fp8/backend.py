@@ -18,10 +18,13 @@ from torch_fp8 import FP8Config
 BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
 _THEIRS = ("AO", "TE", "MSAMP")
 
-# True during the construction of an Accelerator with this engine; see `precision_kept`.
-_keep_fp8: ContextVar[bool] = ContextVar("keep_fp8", default=False)
-# True during the construction of a trainer that samples rollouts; see `sampling_trainer`.
-_samples: ContextVar[bool] = ContextVar("samples", default=False)
+PRECISION_KEPT: ContextVar[bool] = ContextVar("precision_kept", default=False)
+"""Whether an Accelerator with this engine is being constructed. AcceleratorState then does not
+replace FP8 by FP16 on a GPU below sm_89: the engine refuses such a card by name, or emulates FP8 if
+that was requested.
+"""
+SAMPLES: ContextVar[bool] = ContextVar("samples", default=False)
+"""Whether a trainer that samples rollouts is being constructed; see `recipe_of_rollouts`."""
 
 
 class FP8Engine(str, enum.Enum):
@@ -89,30 +92,13 @@ def _other_backend(handlers: Iterable[object]) -> str | None:
 
 
 @contextlib.contextmanager
-def precision_kept() -> Iterator[None]:
-    """Keep AcceleratorState from replacing FP8 by FP16 on a GPU below sm_89 in this context.
-
-    The engine then refuses such a card by name, or emulates FP8 if that was requested.
-    """
-    token = _keep_fp8.set(True)
+def holding(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
+    """Set a context variable in this context."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _keep_fp8.reset(token)
-
-
-@contextlib.contextmanager
-def sampling_trainer(samples: bool) -> Iterator[None]:
-    """Make ``auto`` a recipe for rollouts in an Accelerator that is constructed in this context.
-
-    Args:
-        samples: whether the trainer samples rollouts; False changes nothing.
-    """
-    token = _samples.set(samples)
-    try:
-        yield
-    finally:
-        _samples.reset(token)
+        variable.reset(token)
 
 
 def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
@@ -120,18 +106,13 @@ def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
 
     With tensorwise scales a token's log-probability would depend on the rest of its batch.
     """
-    if not _samples.get() or config.recipe != "auto":
+    if not SAMPLES.get() or config.recipe != "auto":
         return config, []
     line = (
         "recipe='auto' means rowwise in a trainer that samples: scales per token keep rollouts "
         "close to training; name another recipe to change this"
     )
     return replace(config, recipe="rowwise"), [line]
-
-
-def is_precision_kept() -> bool:
-    """Return whether a `precision_kept` context is active."""
-    return _keep_fp8.get()
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:

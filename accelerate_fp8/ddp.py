@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -11,20 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_fp8.optimizers import PreparedOptimizers
 from torch_fp8.distributed.ddp.hook_registration import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-
-
-class _Handler:
-    """A replacement for the user's DistributedDataParallelKwargs while a model is wrapped."""
-
-    def __init__(self, users: Any, options: dict[str, Any]) -> None:
-        self._users, self._options = users, options
-
-    def to_kwargs(self) -> dict[str, Any]:
-        return self._options
-
-    def register_comm_hook(self, model: nn.Module) -> None:
-        if self._users is not None:
-            self._users.register_comm_hook(model)
 
 
 def wraps_in_ddp(accelerator: Any) -> bool:
@@ -65,7 +52,9 @@ def engine_options(
     users = accelerator.ddp_handler
     chosen = users.to_kwargs() if users is not None else {}
     options = ddp_options(model, optimizers.that_train(accelerator, model), chosen)
-    accelerator.ddp_handler = _Handler(users, options)
+    register = getattr(users, "register_comm_hook", lambda model: None)
+    handler = SimpleNamespace(to_kwargs=lambda: options, register_comm_hook=register)
+    accelerator.ddp_handler = handler
     try:
         yield
     finally:

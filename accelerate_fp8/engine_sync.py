@@ -15,7 +15,6 @@ from typing import Any
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.trainer import warn_once
 from torch_fp8 import weights_for_engine
 from torch_fp8.checkpoint.fold_adapters import why_not_folded
@@ -34,7 +33,7 @@ def sync_weights(original: Any, self: Any) -> None:
     quantized, and for adapters that are not a matrix added to a weight. It merges these in place
     and unmerges them, which restores the exact bytes of an FP8 base.
     """
-    if preparation_of(self.accelerator) is None or not _is_handed_over(self):
+    if not _is_handed_over(self):
         original(self)
         return
     vars(self)["_iter_named_params"] = lambda: _weights(self)

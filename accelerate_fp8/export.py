@@ -3,6 +3,7 @@
 Checkpoints for resuming training don't change, because FP8 weights have no master weights.
 """
 
+import inspect
 import os
 from typing import Any
 
@@ -58,8 +59,8 @@ def save_exported(
     return True
 
 
-def bound_arguments(signature: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, including the defaults."""
-    bound = signature.bind(*args, **kwargs)
+def bound_arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of a function by name, including the defaults."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import WeakKeys
 from torch_fp8 import FP8Config
-from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_weights, option_that_keeps
 from torch_fp8.conversion.memory import size_text
 from torch_fp8.conversion.share_frozen import share_equal_weights
@@ -54,7 +53,7 @@ class EvaluationModels:
             del self._waiting[model]
             if trained.isdisjoint(model.parameters()):
                 device = next(model.parameters()).device
-                report = freeze_weights(model, self.config, device, _any)
+                report = freeze_weights(model, self.config, device, lambda _: True)
                 if report.frozen:
                     reports[model] = report
                     self._frozen[model] = None
@@ -88,8 +87,3 @@ def _refuse_training(model: nn.Module, trained: set[Tensor]) -> None:
                 "training began. Call torch_fp8.thaw(model) before you make the optimizer, or "
                 "choose FP8Config(frozen_weights='keep')"
             )
-
-
-def _any(module: RunsFP8) -> bool:
-    del module
-    return True

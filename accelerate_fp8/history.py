@@ -5,7 +5,6 @@ file, because each sees other activations. If more processes resume than there a
 additional ones use the first file.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from torch_fp8 import load_scaling_state_dict, scaling_state_dict
+from torch_fp8.checkpoint.whole_folder import whole_file
 
 _NAME = "fp8_scaling_{}.safetensors"
 
@@ -36,12 +36,8 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
         path.unlink(missing_ok=True)  # left by an earlier run in the same folder
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
+    with whole_file(path) as partial:
         safetensors.torch.save_file(state, partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_history(models: Sequence[nn.Module], directory: str | Path, process_index: int) -> None:

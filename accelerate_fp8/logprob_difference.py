@@ -68,17 +68,11 @@ class LogprobDifference:
         delta = (sampled - scored).float().abs()
         real = mask.bool() & delta.isfinite()
         rows = mask.bool().any(-1)
-        of_sequences = ratio is not None and ratio.shape[-1] == 1
-        dropped = (ratio.reshape(-1) == 0) & rows if of_sequences and ratio is not None else None
-        sums = torch.stack(
-            [
-                delta.where(real, 0.0).sum(dtype=torch.float64),
-                real.sum().double(),
-                rows.sum().double(),
-                rows.new_zeros((), dtype=torch.float64) if dropped is None else dropped.sum(),
-                rows.new_zeros((), dtype=torch.float64) if dropped is None else rows.sum(),
-            ]
-        )
+        dropped = with_ratio = torch.zeros_like(rows)
+        if ratio is not None and ratio.shape[-1] == 1:  # of sequences
+            dropped, with_ratio = (ratio.reshape(-1) == 0) & rows, rows
+        counts = [flags.sum().double() for flags in (real, rows, dropped, with_ratio)]
+        sums = torch.stack([delta.where(real, 0.0).sum(dtype=torch.float64), *counts])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, accelerator: Any) -> Measured | None:

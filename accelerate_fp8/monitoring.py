@@ -163,9 +163,8 @@ class Monitoring:
         if trainer is None:
             accelerator().load_state(folder)
         else:
-            from accelerate_fp8.trainer_callback import load_checkpoint
-
-            load_checkpoint(trainer, accelerator(), folder)
+            trainer._load_from_checkpoint(folder)
+            trainer._load_optimizer_and_scheduler(folder)
         return folder
 
 

@@ -20,7 +20,6 @@ from accelerate_fp8.release import refuse_accumulation, refuse_distributed
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.optim.convert import gradients_report
-from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import is_large
 
 
@@ -76,7 +75,7 @@ class PreparedOptimizers:
         """
         if not self.enabled:
             return
-        known = [self._as_wrapped(model) for model in [*models, *accelerator._models]]
+        known = [self.wrapped(model) or model for model in [*models, *accelerator._models]]
         for optimizer in dict.fromkeys(map(bare, [*optimizers, *accelerator._optimizers])):
             if optimizer in self._reports:
                 continue
@@ -91,10 +90,6 @@ class PreparedOptimizers:
         """Store the report of an optimizer for the next summary."""
         self._reports[optimizer] = report
         self._unannounced.append(optimizer)
-
-    def known(self) -> list[Optimizer]:
-        """Return the user's own optimizers that were processed so far, converted or not."""
-        return list(self._reports)
 
     def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
         """Return the reports of the optimizers that train `model`, and mark them as announced."""
@@ -128,12 +123,8 @@ class PreparedOptimizers:
 
     def all_of(self, accelerator: Any) -> list[Optimizer]:
         """Return the user's own optimizers that were prepared, converted or not."""
-        prepared = [*map(bare, accelerator._optimizers), *self.known()]
+        prepared = [*map(bare, accelerator._optimizers), *self._reports]
         return [o for o in dict.fromkeys(prepared) if isinstance(o, Optimizer)]
-
-    def is_converted(self, optimizer: Any) -> bool:
-        """Return whether an optimizer, prepared or the user's own, has 8-bit states."""
-        return isinstance(bare(optimizer), Float8Optimizer)
 
     def restore(self, accelerator: Any, model: nn.Module) -> int:
         """Restore the original dtypes of the weights of `model`; return the number of weights.
@@ -148,10 +139,6 @@ class PreparedOptimizers:
         """Return the DistributedDataParallel around a model; None if there is none."""
         ddp = self._wrapped.get(model)
         return None if ddp is None else ddp()
-
-    def _as_wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the DistributedDataParallel around a model, or the model itself without one."""
-        return self.wrapped(model) or model
 
 
 def bare(optimizer: Any) -> Any:

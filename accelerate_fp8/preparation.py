@@ -247,11 +247,7 @@ class Saving:
         return self._preparation()
 
     def __reduce__(self) -> Any:
-        return _of_nobody, ()
-
-
-def _of_nobody() -> None:
-    """A replacement for `Saving` in a copy of its model."""
+        return type(None), ()
 
 
 def log_visibly(message: str) -> None:

@@ -13,12 +13,11 @@ from torch_fp8 import FP8Config
 _WAY_OUT = "or leave gradient_release out of the FP8Config"
 
 
-def refuse_accumulation(config: FP8Config, accelerator: Any) -> None:
-    """Raise ValueError for accumulation over micro-batches."""
-    if config.gradient_release and accelerator.gradient_accumulation_steps > 1:
+def refuse_accumulation(config: FP8Config, loop: Any) -> None:
+    """Raise ValueError for an Accelerator or TrainingArguments that add up micro-batches."""
+    if config.gradient_release and loop.gradient_accumulation_steps > 1:
         _refuse(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up "
-            "gradients",
+            f"gradient_accumulation_steps={loop.gradient_accumulation_steps} adds up gradients",
             "set gradient_accumulation_steps=1",
         )
 
@@ -44,15 +43,8 @@ def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
 
 def refuse_training_arguments(config: FP8Config, arguments: Any) -> None:
     """Raise ValueError for transformers' arguments with which the Trainer accumulates or clips."""
-    if not config.gradient_release:
-        return
-    if arguments.gradient_accumulation_steps > 1:
-        _refuse(
-            f"gradient_accumulation_steps={arguments.gradient_accumulation_steps} adds up "
-            "gradients",
-            "set gradient_accumulation_steps=1",
-        )
-    if arguments.max_grad_norm:
+    refuse_accumulation(config, arguments)
+    if config.gradient_release and arguments.max_grad_norm:
         _refuse(
             f"max_grad_norm={arguments.max_grad_norm} clips by the norm of all gradients",
             "set max_grad_norm=0",

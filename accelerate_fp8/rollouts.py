@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.logprob_difference import LogprobDifference, warnings_of
 from accelerate_fp8.sampled_logprobs import Logprobs, SampledLogprobs
 from accelerate_fp8.trainer import warn_once
@@ -64,8 +63,6 @@ class RolloutState:
 
 def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``_generate_single_turn``: sample in training's FP8; record log-probabilities."""
-    if preparation_of(self.accelerator) is None:
-        return original(self, *args, **kwargs)
     state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
     if self.use_vllm:
         with _vllm_asked(self, state):
@@ -118,8 +115,6 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
 
     It measures if the trainer has scored the tokens with the weights that they were sampled with.
     """
-    if preparation_of(self.accelerator) is None:
-        return original(self, *args, **kwargs)
     state = _state_of(self)
     state.sampled = None
     with state.scoring():
@@ -176,7 +171,8 @@ def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if measured is not None:
             self._metrics[mode]["fp8/logprob_difference"].append(measured.mean)
             self._metrics[mode]["fp8/logprob_multiplicative_error"].append(measured.error)
-            recipes = sorted({m.fp8.recipe.name for m in self.model.modules() if _is_layer(m)})
+            layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
+            recipes = sorted({layer.fp8.recipe.name for layer in layers})
             for kind, text in warnings_of(measured, recipes, self):
                 _say_once(state, kind, text)
     return original(self, *args, **kwargs)
@@ -184,9 +180,7 @@ def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``log`` of a trainer without the required methods: warn that nothing is measured."""
-    if preparation_of(self.accelerator) is not None:
-        _state_of(self)
-        _unmeasured(self, "the methods of this version of TRL are not supported")
+    _unmeasured(self, "the methods of this version of TRL are not supported")
     return original(self, *args, **kwargs)
 
 
@@ -214,10 +208,6 @@ def _padded(rows: Logprobs, like: Tensor) -> Tensor:
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, Float8Layer)
 
 
 def _unmeasured(trainer: Any, reason: str) -> None:

@@ -4,7 +4,6 @@
 argument, followed by the method's arguments.
 """
 
-import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.backend import is_engine_chosen, sampling_trainer
+from accelerate_fp8.backend import SAMPLES, holding, is_engine_chosen
 from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.fsdp import adopt_sharded
 from accelerate_fp8.history import load_history, save_history
@@ -57,27 +56,24 @@ def create_accelerator(original: Any, self: Any) -> None:
     """
     lengths = ("max_completion_length", "max_new_tokens")
     samples = any(hasattr(self.args, name) for name in lengths)
-    with sampling_trainer(samples and hasattr(self.args, "temperature")):
+    with holding(SAMPLES, samples and hasattr(self.args, "temperature")):
         original(self)
 
 
 def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
     """Extend ``Trainer._save_optimizer_and_scheduler``: also save delayed scaling's history."""
     original(self, output_dir)
-    preparation = preparation_of(self.accelerator)
-    if preparation is not None:
-        save_history([self.model], output_dir, self.args.process_index)
-        preparation.monitoring.save(output_dir, self.args.should_save)
+    save_history([self.model], output_dir, self.args.process_index)
+    preparation_of(self.accelerator).monitoring.save(output_dir, self.args.should_save)
 
 
 def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
     """Extend ``Trainer._load_optimizer_and_scheduler``: also load delayed scaling's history."""
     original(self, checkpoint)
-    preparation = preparation_of(self.accelerator)
-    if checkpoint is not None and preparation is not None:
+    if checkpoint is not None:
         load_history([self.model], checkpoint, self.args.process_index)
         adopt_sharded([self.model], [self.optimizer], checkpoint)
-        preparation.monitoring.load(checkpoint)
+        preparation_of(self.accelerator).monitoring.load(checkpoint)
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -85,12 +81,11 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
 
     With ``FP8Config(save_format=...)`` the final model is exported; see `save_pretrained`.
     """
-    preparation = preparation_of(self.accelerator)
-    if preparation is None or not self.args.should_save:
+    if not self.args.should_save:
         original(self, output_dir, state_dict)
         return
     with (
-        preparation.saving_checkpoint(_is_resumed_from(output_dir)),
+        preparation_of(self.accelerator).saving_checkpoint(_is_resumed_from(output_dir)),
         whole_weights(self.model),
     ):
         original(self, output_dir, state_dict)
@@ -109,7 +104,7 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         warn_once(f"FP8: {SAVED_DEQUANTIZED}")
     if preparation is None:
         return original(self, *args, **kwargs)
-    given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
+    given = bound_arguments(original, self, *args, **kwargs)
     where = given["save_directory"], given["max_shard_size"], given["is_main_process"]
     if save_exported(preparation, self, *where):
         if given["push_to_hub"]:
@@ -128,8 +123,6 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
     """
     model: nn.Module = original(self, *args, **kwargs)
     preparation = preparation_of(self.accelerator)
-    if preparation is None:
-        return model
     if self.optimizer is not None:  # training, not evaluation
         refuse_training_arguments(preparation.config, self.args)
     if bool(kwargs.get("training", True)) and self.is_in_train:
@@ -147,11 +140,8 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
 def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module:
     """Extend TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the trained model."""
     preparation = preparation_of(accelerator)
-    if preparation is None:
-        sharded: nn.Module = original(model, accelerator)
-        return sharded
     preparation.convert(model, accelerator.device, evaluation_mode=True)
-    sharded = original(model, accelerator)
+    sharded: nn.Module = original(model, accelerator)
     preparation.connect_sharded(model, sharded, evaluation_mode=True)
     return sharded
 

@@ -41,12 +41,6 @@ def log_silently(trainer: Any, series: dict[str, float]) -> None:
         trainer.control.should_log = is_due  # the Trainer's own entry follows
 
 
-def load_checkpoint(trainer: Any, accelerator: Any, folder: str) -> None:
-    """Load a checkpoint's model, optimizer and schedule into a Trainer that is training."""
-    trainer._load_from_checkpoint(folder)
-    trainer._load_optimizer_and_scheduler(folder)
-
-
 def _is_on_screen(callback: Any) -> bool:
     """Return whether a callback prints; by name, because importing one of them needs IPython."""
     return any(cls.__name__ in _SCREEN for cls in type(callback).__mro__)

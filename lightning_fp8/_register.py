@@ -139,13 +139,18 @@ def _refuse_when_asked(connector: Any, line: str) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = [kwargs.get("plugins"), kwargs.get("strategy")]
-        listed = [one for each in given for one in (each if isinstance(each, list) else [each])]
-        if kwargs.get("precision") == PRECISION or any(map(_class_of_ours, listed)):
+        if _asks_for_fp8(kwargs) or _class_of_ours(kwargs.get("strategy")):
             raise ImportError(line)
         init(self, *args, **kwargs)
 
     _replace(connector, "__init__", __init__, init)
+
+
+def _asks_for_fp8(given: dict[str, Any]) -> bool:
+    """Return whether a host's arguments request FP8 by the flag or the plugin."""
+    plugins = given.get("plugins")
+    listed = plugins if isinstance(plugins, list) else [plugins]
+    return given.get("precision") == PRECISION or any(map(_class_of_ours, listed))
 
 
 def _refuse_nearly(precision: object) -> None:
@@ -158,11 +163,8 @@ def _refuse_nearly(precision: object) -> None:
 
 def _refuse_deepspeed(given: dict[str, Any]) -> None:
     """Raise ValueError before the host imports a library that cannot run FP8 anyway."""
-    plugins = given.get("plugins")
-    listed = plugins if isinstance(plugins, list) else [plugins]
-    asked = given.get("precision") == PRECISION or any(map(_class_of_ours, listed))
     strategy = given.get("strategy")
-    if asked and isinstance(strategy, str) and strategy.startswith("deepspeed"):
+    if _asks_for_fp8(given) and isinstance(strategy, str) and strategy.startswith("deepspeed"):
         import_module("lightning_fp8.strategies").refuse_strategy("DeepSpeedStrategy")
 
 

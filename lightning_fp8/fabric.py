@@ -116,10 +116,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
             self._waiting.append(weakref.ref(optimizer))
             return
         model = None if converted.wrapped is None else converted.wrapped()
-        if model is None:
-            model = converted.module()
-        assert model is not None
-        self._convert_optimizers(converted, [optimizer], model)
+        self._convert_optimizers(converted, [optimizer], model or converted.live)
 
     def _converted(self, module: nn.Module) -> SetUpModule | None:
         return next((c for c in self._live() if c.module() is module), None)
@@ -127,9 +124,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
     def _model_of(self, optimizer: Optimizer) -> SetUpModule | None:
         parameters = parameters_of(optimizer)
         for converted in self._live():
-            module = converted.module()
-            assert module is not None
-            if any(parameter in parameters for parameter in module.parameters()):
+            if any(parameter in parameters for parameter in converted.live.parameters()):
                 return converted
         return None
 

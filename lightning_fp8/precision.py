@@ -148,9 +148,7 @@ class HostPrecision(FP8Precision):
         if _shards(strategy):
             path, trusted = strategy.broadcast(path), kwargs.get("weights_only") is False
             for converted in self._live():
-                module = converted.module()
-                assert module is not None
-                adopt_residuals(path, module, weights_only=not trusted)
+                adopt_residuals(path, converted.live, weights_only=not trusted)
                 adopt_steps(path, converted.optimizers)
         return loaded
 
@@ -229,15 +227,12 @@ class HostPrecision(FP8Precision):
                     "The checkpoint holds the history of FP8Config(recipe='delayed'), which is not "
                     f"used: the recipe is {report.recipe.name!r}"
                 )
-            module = converted.module()
-            assert module is not None
-            load_scaling_state_dict(module, state)
+            load_scaling_state_dict(converted.live, state)
 
     def teardown(self) -> None:
         """Restore stock models; a model that is set up again continues with its history."""
         for converted in self._live():
-            module = converted.module()
-            assert module is not None
+            module = converted.live
             converted.history = self._history(converted)
             if isinstance(converted.communication, FSDPReport):
                 reshard(module)
@@ -251,9 +246,7 @@ class HostPrecision(FP8Precision):
         return [converted for converted in self._models if converted.module() is not None]
 
     def _history(self, converted: SetUpModule) -> dict[str, Tensor]:
-        module = converted.module()
-        assert module is not None
-        return scaling_state_dict(module) or converted.history
+        return scaling_state_dict(converted.live) or converted.history
 
     def main_params(self, optimizer: Optimizer) -> Any:
         """Return the parameters whose gradients to clip; both hosts call this.
@@ -282,17 +275,14 @@ class HostPrecision(FP8Precision):
 
     def _split(self, converted: SetUpModule, optimizers: Sequence[Optimizer]) -> None:
         """Convert `optimizers`, and split the shards that they train."""
-        module = converted.module()
-        assert module is not None
         together = list(dict.fromkeys([*converted.optimizers, *optimizers]))
-        reports = split_sharded(module, together, self.config)
+        reports = split_sharded(converted.live, together, self.config)
         converted.optimizers.update(zip(together, reports, strict=True))
         self._connect_sharded(converted)  # splitting has replaced the shards
 
     def _connect_sharded(self, converted: SetUpModule) -> None:
         """Connect FSDP2's collectives to FP8 if the model is sharded; may be called repeatedly."""
-        module = converted.module()
-        assert module is not None
+        module = converted.live
         if any(isinstance(part, FSDPModule) for part in module.modules()):
             converted.communication = connect_fsdp(module, self.config)
 
@@ -308,10 +298,9 @@ class HostPrecision(FP8Precision):
             return wrap()
         if self.config.gradient_release:
             raise ValueError(f"{RELEASE} does not run under {type(strategy).__name__}: {_RELEASED}")
-        module, optimizers = converted.module(), list(converted.optimizers)
-        assert module is not None
+        optimizers = list(converted.optimizers)
         given = strategy._ddp_kwargs
-        strategy._ddp_kwargs = ddp_options(module, optimizers, given)
+        strategy._ddp_kwargs = ddp_options(converted.live, optimizers, given)
         try:
             wrapped = wrap()
         finally:
@@ -331,8 +320,7 @@ class HostPrecision(FP8Precision):
             return
         converted.announced = True
         of_optimizers = [] if self.config.opt_level == "O1" else converted.optimizers.values()
-        summary, module = converted.summary(of_optimizers), converted.module()
-        assert module is not None
+        summary, module = converted.summary(of_optimizers), converted.live
         if _summaries.get(module) != summary:  # skip what an earlier fit has logged
             _summaries[module] = summary
             self.info(summary)

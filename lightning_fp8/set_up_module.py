@@ -30,9 +30,16 @@ class SetUpModule:
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
 
+    @property
+    def live(self) -> nn.Module:
+        """The module, which the caller knows to exist."""
+        module = self.module()
+        assert module is not None
+        return module
+
     def summary(self, of_optimizers: Iterable[OptimizerReport]) -> str:
         """Return the start-up summary; one line for a module that was not converted."""
-        module = self.module()
+        module = self.live
         name = type(module).__name__.removeprefix("FSDP")
         if isinstance(self.report, str):
             named = [f"optimizer {report}" for report in of_optimizers]

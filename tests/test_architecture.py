@@ -306,7 +306,7 @@ def test_the_command_imports_no_host_by_being_imported():
 
 
 def test_few_rooms_of_the_engine_name_hosts_to_import():
-    hosts = MAY_IMPORT["lightning_fp8"] | MAY_IMPORT["accelerate_fp8"] | {"rich"}
+    hosts = MAY_IMPORT["lightning_fp8"] | MAY_IMPORT["accelerate_fp8"]
     hosts -= {"torch", "torch_fp8"}
     for path in _sources("torch_fp8"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -12,7 +12,6 @@ from accelerate.utils import DistributedType, is_transformer_engine_available
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from accelerate_fp8.accelerator import preparation_of
 from torch_fp8 import Float8Linear
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
@@ -126,7 +125,7 @@ def test_accelerates_own_flag_stays_accelerates_own(
     if is_transformer_engine_available():
         accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
         assert str(accelerator.fp8_backend).endswith("TE")
-        assert preparation_of(accelerator) is None
+        assert "_fp8_preparation" not in vars(accelerator)
     else:
         with pytest.raises(ImportError, match="TransformerEngine is not available"):
             accelerate.Accelerator(mixed_precision="fp8", cpu=True)

@@ -19,6 +19,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import conversion_report
 from torch_fp8.environment.cards import usable_device
 from torch_fp8.environment.host_models import model_class, model_folder
+from torch_fp8.environment.result import last_line
 
 _DEFAULTS = FP8Config()
 _LENGTH = 512
@@ -65,10 +66,7 @@ def _model(options: argparse.Namespace) -> nn.Module:
     except (OSError, ImportError):
         raise
     except Exception as error:  # transformers raises many kinds for broken models
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ValueError(
-            f"{str(folder)!r} cannot be loaded: {type(error).__name__}: {line}"
-        ) from error
+        raise ValueError(f"{str(folder)!r} cannot be loaded: {last_line(error)}") from error
     return model.eval().to(device)
 
 
@@ -86,10 +84,9 @@ def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
     try:
         tokenizer = auto.from_pretrained(model_folder(options.model) or options.model)
     except Exception as error:  # tokenizers raise many kinds of errors
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{str(options.model)!r} has no tokenizer for DATA ({line[:120]}); save one there, or "
-            "leave DATA out for random tokens"
+            f"{str(options.model)!r} has no tokenizer for DATA ({last_line(error)}); save one "
+            "there, or leave DATA out for random tokens"
         ) from error
     return batches_of_file(options.data, tokenizer, *shape, options.field)
 

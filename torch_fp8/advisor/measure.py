@@ -75,8 +75,12 @@ class _Kept:
         self.amax: Tensor | None = None
         self.calls: list[int] = []
 
-    def add(self, x: Tensor) -> None:
-        x = x.detach().reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Record the input of a forward."""
+        if not (args and isinstance(args[0], Tensor) and args[0].is_floating_point()):
+            return
+        x = args[0].detach()
+        x = x.reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
         self.calls.append(x.shape[0])
         amax = column_amax(x)
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
@@ -105,9 +109,7 @@ def measure(
     """
     modules = dict(model.named_modules())
     statistics = {name: _Kept() for name in names}
-    handles = [
-        modules[name].register_forward_pre_hook(_hook(statistics[name])) for name in statistics
-    ]
+    handles = [modules[name].register_forward_pre_hook(hook) for name, hook in statistics.items()]
     try:
         for batch in batches:
             forward(model, batch)
@@ -117,14 +119,6 @@ def measure(
     downs = _gated_mlps(model)
     return [_findings(name, modules[name], statistics[name], downs.get(modules[name]), recipes)
             for name in statistics]  # fmt: skip
-
-
-def _hook(kept: _Kept) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-            kept.add(args[0])
-
-    return hook
 
 
 def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:

@@ -25,15 +25,8 @@ from torch_fp8._version import __version__
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import scale_shape
-from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS, make_recipe
 
-_GRANULARITY = {
-    "tensorwise": "tensorwise",
-    "delayed": "tensorwise",
-    "rowwise": "rowwise",
-    "blockwise": "block_128x128",
-    "mxfp8": "block_1x32",
-}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _STRATEGIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "tensorwise": ({"strategy": "tensor"}, {"strategy": "tensor"}),
@@ -79,7 +72,7 @@ class ExportFormat:
     @property
     def granularity(self) -> str:
         """The granularity of the weights."""
-        return _GRANULARITY[self.recipe]
+        return make_recipe(self.recipe).weight.granularity
 
     @property
     def scale_suffix(self) -> str:

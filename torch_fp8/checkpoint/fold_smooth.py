@@ -20,10 +20,9 @@ from torch_fp8.tensor.base import dequantized
 
 
 class _Factors(NamedTuple):
-    """Factors of a weight (N, K): of its rows, or of its columns."""
+    """Factors of a weight (N, K): of an up projection's rows, or a down projection's columns."""
 
-    rows: Tensor | None
-    columns: Tensor | None
+    values: Tensor
     channels: Tensor | None = None
     """The amaxes (K,) of a down projection's input."""
 
@@ -53,8 +52,8 @@ class SmoothFold:
         if isinstance(spec, FusedGateUpSpec):
             parts = (torch.ones_like(s), s)
             rows = torch.cat(parts if spec.gate_first else parts[::-1])
-        self._factors[up] = _Factors(rows, None)
-        self._factors[down] = _Factors(None, inverse, channels)
+        self._factors[up] = _Factors(rows)
+        self._factors[down] = _Factors(inverse, channels)
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._factors
@@ -65,10 +64,7 @@ class SmoothFold:
         if factors is None:
             return weight
         weight = dequantized(weight)
-        by_row = factors.rows is not None
-        values = factors.rows if by_row else factors.columns
-        assert values is not None
-        values = values.to(weight.device)
+        values, by_row = factors.values.to(weight.device), factors.channels is None
         folded = weight.float() * (values[:, None] if by_row != layer.fp8.transposed else values)
         return folded.to(weight.dtype)
 

@@ -9,7 +9,7 @@ import errno
 import glob
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +54,6 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     with _temporary(path.parent, f".{path.name}.") as partial:
         with _naming_full_disks(path):
             yield partial
-            partial.chmod(0o777 & ~_umask())
             for file in partial.iterdir():
                 _sync(file)
             _sync(partial)
@@ -100,13 +99,10 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file, which is renamed to `path` at the end or removed on error."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    partial = Path(name)
+    """Yield the path of a file to write, renamed to `path` at the end or removed on error."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield partial
-        partial.chmod(0o666 & ~_umask())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -122,7 +118,8 @@ def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
         with _lock(old) as is_ours:
             if is_ours:
                 shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=parent))
+    folder = parent / f"{prefix}{uuid.uuid4().hex}.partial"
+    folder.mkdir()
     try:
         with _lock(folder):
             yield folder
@@ -178,9 +175,3 @@ def _sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

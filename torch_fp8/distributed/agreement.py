@@ -75,7 +75,8 @@ def compare(
 ) -> Compared | None:
     """Compare the descriptions of all ranks of a process group; return None if they are equal.
 
-    All ranks must call it the same number of times. Ranks compare digests and exchange the
+    All ranks must call it the same number of times. Without a store, as with MPI, nothing is
+    compared. Ranks compare digests and exchange the
     descriptions only if the digests differ.
 
     Args:
@@ -89,7 +90,7 @@ def compare(
     """
     store = _store()
     if store is None or dist.get_backend(group) == "fake":
-        return _gathered(description, group, note)
+        return None
     if seconds is None:
         own = _SECONDS + _SECONDS_PER_RANK * dist.get_world_size(group)
         seconds = min(own, store.timeout.total_seconds())
@@ -284,15 +285,3 @@ def _store() -> Any:
     """Return the default process group's store; None if its backend (MPI) has none."""
     world = dist.group.WORLD
     return None if world is None else world.get_group_store()
-
-
-def _gathered(description: Mapping[str, str], group: Any, note: str) -> Compared | None:
-    """Compare with a collective, for a backend without a store."""
-    if dist.get_backend(group) == "fake":
-        return None
-    rank = (dist.get_rank(), socket.gethostname(), note)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, (rank, dict(description)), group=group)
-    if all(given == description for _, given in gathered):
-        return None
-    return Compared([Rank(*of_rank) for of_rank, _ in gathered], [given for _, given in gathered])

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torch_fp8.quantization.wording import aligned
 
@@ -249,7 +250,7 @@ class Recorder(TorchDispatchMode):
         group = _group_of(given)
         ranks, rank = group.size(), group.rank()
         sizes: dict[torch.dtype, int] = defaultdict(int)
-        for tensor in _tensors(given[collective.buffer]):
+        for tensor in tree_leaves(given[collective.buffer]):
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
         for dtype, size in sizes.items():
             full = size * ranks if collective.part else size
@@ -293,12 +294,3 @@ def _group_of(given: Mapping[str, Any]) -> Any:
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(group)
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
-
-
-def _tensors(buffer: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tensor, a list, or a list of lists."""
-    if isinstance(buffer, Tensor):
-        yield buffer
-    else:
-        for item in buffer:
-            yield from _tensors(item)

@@ -15,47 +15,44 @@ _EXPLICITLY = "`import lightning_fp8` or `import accelerate_fp8` registers it ex
 
 def autoload() -> list[Result]:
     """Check entry point, the variable that disables it, finder, and ``TORCH_FP8_CONFIG``."""
-    return [_entry_point(), _variable(), _finder(), _configuration()]
+    checks = {
+        "entry point": _entry_point,
+        VARIABLE: _variable,
+        "this interpreter": _finder,
+        ENV_VAR: _configuration,
+    }
+    return [Result(SECTION, name, *check()) for name, check in checks.items()]
 
 
-def _entry_point() -> Result:
+def _entry_point() -> tuple[str, str]:
     entries = [e for e in metadata.entry_points(group=GROUP) if e.value.startswith(f"{MODULE}:")]
     if entries:
-        return Result(
-            SECTION, "entry point", OK, f"{GROUP}: {entries[0].name} = {entries[0].value}"
-        )
-    return Result(
-        SECTION,
-        "entry point",
-        FAILED,
+        return OK, f"{GROUP}: {entries[0].name} = {entries[0].value}"
+    return FAILED, (
         "torch-fp8 is not installed in this environment, so torch cannot load it: install it with "
-        f"pip. Until then {_EXPLICITLY}",
+        f"pip. Until then {_EXPLICITLY}"
     )
 
 
-def _variable() -> Result:
+def _variable() -> tuple[str, str]:
     value = os.environ.get(VARIABLE)
     if value is None or value == "1":
-        return Result(SECTION, VARIABLE, OK, "not set" if value is None else "1")
-    detail = f"{value!r}: torch loads no extension, so the flag has no effect; {_EXPLICITLY}"
-    return Result(SECTION, VARIABLE, FAILED, detail)
+        return OK, "not set" if value is None else "1"
+    return FAILED, f"{value!r}: torch loads no extension, so the flag has no effect; {_EXPLICITLY}"
 
 
-def _finder() -> Result:
+def _finder() -> tuple[str, str]:
     if any(type(finder).__module__ == MODULE for finder in sys.meta_path):
-        return Result(SECTION, "this interpreter", OK, "hosts are extended when they are imported")
-    return Result(
-        SECTION,
-        "this interpreter",
-        FAILED,
+        return OK, "hosts are extended when they are imported"
+    return FAILED, (
         "no finder in sys.meta_path: hosts are not extended, so the flag has no effect; "
-        f"{_EXPLICITLY}",
+        f"{_EXPLICITLY}"
     )
 
 
-def _configuration() -> Result:
+def _configuration() -> tuple[str, str]:
     try:
         config = FP8Config.from_env()
     except Exception as error:
-        return Result(SECTION, ENV_VAR, FAILED, last_line(error))
-    return Result(SECTION, ENV_VAR, INFO, "not set" if config is None else config.to_json())
+        return FAILED, last_line(error)
+    return INFO, "not set" if config is None else config.to_json()

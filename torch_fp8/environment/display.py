@@ -1,63 +1,16 @@
-"""Tables, progress and the report: with rich on a terminal if it is installed, otherwise plain
-text.
-"""
+"""The results as text, as JSON, and as a report."""
 
 import datetime
-import importlib
 import json
-import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torch_fp8.environment.result import FAILED, INFO, NOT_RUN, OK, Result, exit_status
 
-_STYLES = {OK: "green", FAILED: "bold red", NOT_RUN: "yellow", INFO: ""}
 _MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
 _MOST_NAME_WIDTH = 48
-
-
-def use_rich(stream: TextIO) -> bool:
-    """Return whether `stream` is a terminal and rich is installed."""
-    if not stream.isatty():
-        return False
-    try:
-        importlib.import_module("rich.progress")
-    except Exception:
-        return False
-    return True
-
-
-def show(results: Sequence[Result], stream: TextIO, *, rich: bool) -> None:
-    """Write tables of `results` to `stream`, one for each section.
-
-    Args:
-        results: the results.
-        stream: the output.
-        rich: whether to use rich's tables and colours.
-    """
-    if not rich:
-        stream.write(plain_text(results, shutil.get_terminal_size((100, 24)).columns))
-        return
-    console = importlib.import_module("rich.console").Console(file=stream, highlight=False)
-    text = importlib.import_module("rich.text").Text
-    for section, lines in _sections(results):
-        table = importlib.import_module("rich.table").Table(
-            title=section, title_justify="left", show_header=False, expand=True, safe_box=True
-        )
-        table.add_column(ratio=4, overflow="fold")
-        table.add_column(no_wrap=True, min_width=7)
-        table.add_column(ratio=6, overflow="fold")
-        table.add_column(justify="right", no_wrap=True)
-        for line in lines:
-            style = _STYLES[line.status]
-            cells = (line.name, _MARKS[line.status], line.detail, _seconds(line))
-            table.add_row(*(text(cell, style=style if i == 1 else "") for i, cell in
-                            enumerate(cells)))  # fmt: skip
-        console.print(table)
-    console.print(text(summary(results), style=_STYLES[FAILED if exit_status(results) else OK]))
 
 
 def plain_text(results: Sequence[Result], width: int = 100) -> str:
@@ -131,53 +84,6 @@ def report_text(results: Sequence[Result], command: str) -> str:
             rule = "-" * 80
             parts.append(f"\n{rule}\n{result.section}: {result.name}\n{rule}\n{result.log}\n")
     return "".join(parts)
-
-
-class Progress:
-    """Progress on standard error: rich's bar, or a line for each finished check.
-
-    Args:
-        total: the number of checks.
-        rich: whether to use rich's bar.
-    """
-
-    def __init__(self, total: int, *, rich: bool) -> None:
-        self.total, self.done = total, 0
-        self._bar: Any = None
-        if rich:
-            module = importlib.import_module("rich.progress")
-            console = importlib.import_module("rich.console").Console(stderr=True)
-            columns = (
-                module.BarColumn(),
-                module.MofNCompleteColumn(),
-                module.TimeElapsedColumn(),
-                module.TextColumn("{task.description}", markup=False),
-            )
-            self._bar = module.Progress(*columns, console=console, transient=True)
-
-    def __enter__(self) -> "Progress":
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self.total)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def begin(self, name: str) -> None:
-        """Show the name of the check that starts."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=name)
-
-    def end(self, result: Result) -> None:
-        """Count one more check as done."""
-        self.done += 1
-        if self._bar is not None:
-            self._bar.advance(self._task)
-            return
-        words = (f"[{self.done}/{self.total}]", f"{result.section}: {result.name}", result.status)
-        print(*words, file=sys.stderr, flush=True)
 
 
 def _sections(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:

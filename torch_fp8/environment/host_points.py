@@ -10,7 +10,6 @@ import inspect
 import json
 import sys
 import warnings
-from types import ModuleType
 from typing import Any, get_args
 
 import _fp8_points
@@ -36,21 +35,11 @@ def state_of(module: Any, name: str) -> str:
             return MOVED
     if get_args(value):
         return HELD if _FLAG in get_args(value) else NOT_EXTENDED
-    return HELD if _is_ours(value) else NOT_EXTENDED
+    return HELD if is_ours(value) else NOT_EXTENDED
 
 
-def extended_names(module: ModuleType) -> list[str]:
-    """Return the dotted names of everything with ``_fp8_original`` in a module and its classes."""
-    names = []
-    for name, value in list(vars(module).items()):
-        if _is_ours(value):
-            names.append(name)
-        elif inspect.isclass(value) and value.__module__ == module.__name__:
-            names += [f"{name}.{key}" for key, method in vars(value).items() if _is_ours(method)]
-    return sorted(names)
-
-
-def _is_ours(value: Any) -> bool:
+def is_ours(value: Any) -> bool:
+    """Return whether a function or property of a host is one of our wrappers."""
     if isinstance(value, property):
         value = value.fget
     return inspect.isfunction(value) and "_fp8_original" in vars(value)
@@ -69,9 +58,7 @@ def inspect_host(modules: list[str]) -> dict[str, Any]:
             except BaseException as error:  # a host may raise anything
                 report["errors"][name] = last_line(error)
                 continue
-            states = {point: state_of(module, point) for point in points[name]}
-            more = set(extended_names(module)) - states.keys()
-            report["points"][name] = states | dict.fromkeys(sorted(more), HELD)
+            report["points"][name] = {point: state_of(module, point) for point in points[name]}
     report["warnings"] = [str(w.message) for w in said if "FP8" in str(w.message)]
     report["version"] = getattr(sys.modules.get(host), "__version__", None)
     return report

@@ -5,7 +5,7 @@ formats and edge cases.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8.quantization.recipe import Granularity
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-GRANULARITIES: tuple[Granularity, ...] = (
-    *("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32"),
-)
+GRANULARITIES = get_args(Granularity)
 SHAPE = (129, 272)
 """Rows and columns that are not multiples of a tile."""
 NEIGHBOURS = 0.01

@@ -32,22 +32,18 @@ def describe(options: argparse.Namespace) -> int:
         options.parser.error("--only chooses parts of --self-test")
     report = _report_path(options)
     checks = self_test(options.only) if options.self_test else []
-    rich = display.use_rich(sys.stderr)
     results: list[Result] = []
     interrupted = False
     try:
         for describe in (versions, cards, autoload):
             results += _guarded(describe)
-        with (
-            display.Progress(len(checks), rich=rich) as progress,
-            contextlib.closing(run_checks(checks, progress.begin)) as running,
-        ):
-            if not options.only or "hosts" in options.only:
-                progress.begin("importing the hosts")
-                results += _guarded(hosts)
-            for result in running:
+        if not options.only or "hosts" in options.only:
+            results += _guarded(hosts)
+        with contextlib.closing(run_checks(checks)) as running:
+            for done, result in enumerate(running, 1):
                 results.append(result)
-                progress.end(result)
+                words = f"[{done}/{len(checks)}]", f"{result.section}: {result.name}", result.status
+                print(*words, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         interrupted = True
     order = {(check.section, check.name): i for i, check in enumerate(checks)}
@@ -79,10 +75,11 @@ def _print(results: Sequence[Result], options: argparse.Namespace, report: Path 
     try:
         if options.json:
             print(display.as_json(results, report))
-        elif not (options.all or options.self_test):
-            sys.stdout.write(display.brief_text(results, shutil.get_terminal_size().columns))
+        elif options.all or options.self_test:
+            width = shutil.get_terminal_size((100, 24)).columns
+            sys.stdout.write(display.plain_text(results, width))
         else:
-            display.show(results, sys.stdout, rich=display.use_rich(sys.stdout))
+            sys.stdout.write(display.brief_text(results, shutil.get_terminal_size().columns))
         if report is not None and not options.json:
             print(f"report: {report}")
         sys.stdout.flush()

@@ -11,10 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +23,7 @@ from torch_fp8.environment.result import FAILED, NOT_RUN, Result, last_line
 
 _START_LIMIT_S = 180.0
 _LOG_CHARACTERS = 8000
+_POLL_S = 0.05
 # Variables of a launcher or scheduler are for the user's run, not for single-process checks.
 _NOT_INHERITED = (
     *("ACCELERATE_", "FSDP_", "PL_", "SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_"),
@@ -32,88 +31,54 @@ _NOT_INHERITED = (
 )
 
 
-def run_checks(
-    checks: Sequence[Check], begin: Callable[[str], None] = lambda name: None
-) -> Generator[Result, None, None]:
+def run_checks(checks: Sequence[Check]) -> Generator[Result, None, None]:
     """Yield the result of each check when it ends; several processes run at a time.
 
     Args:
         checks: the checks; those with `is_alone` run when all others are done.
-        begin: a function called with the name of each check before it runs, from any thread.
     """
     with tempfile.TemporaryDirectory(prefix="torch-fp8-", ignore_cleanup_errors=True) as folder:
         for is_alone in (False, True):
-            processes = _Processes(Path(folder), begin)
-            with ThreadPoolExecutor(1 if is_alone else _at_a_time()) as pool:
-                try:
-                    phase = [check for check in checks if check.is_alone == is_alone]
-                    futures = [pool.submit(processes.result, check) for check in phase]
-                    for future in as_completed(futures):
-                        yield future.result()
-                finally:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    processes.stop()
+            waiting = [check for check in checks if check.is_alone == is_alone]
+            most = 1 if is_alone else _at_a_time()
+            running: list[_Process] = []
+            try:
+                while waiting or running:
+                    ended = [process for process in running if process.has_ended()]
+                    for process in ended:
+                        running.remove(process)
+                        yield process.result()
+                    if waiting and len(running) < most:
+                        check = waiting.pop(0)
+                        reason = check.not_run or _start(check, folder, running)
+                        if reason:
+                            status = NOT_RUN if check.not_run else FAILED
+                            yield Result(check.section, check.name, status, reason)
+                    elif not ended:
+                        time.sleep(_POLL_S)
+            finally:
+                for process in running:
+                    process.kill()
 
 
-class _Processes:
-    """The processes of checks that run at the same time, each waited for by a thread."""
+def _start(check: Check, folder: str, running: list["_Process"]) -> str:
+    """Add a check's process to those running; return why it cannot start, or an empty text."""
+    try:
+        running.append(_Process(check, Path(tempfile.mkdtemp(dir=folder))))
+    except Exception as error:  # for example no memory for another process
+        return last_line(error)
+    return ""
 
-    def __init__(self, folder: Path, begin: Callable[[str], None]) -> None:
-        self._folder, self._begin = folder, begin
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._is_over = False
 
-    def result(self, check: Check) -> Result:
-        """Run a check; any failure of its process is a failure of the check."""
-        self._begin(f"{check.section}: {check.name}")
-        if check.not_run:
-            return Result(check.section, check.name, NOT_RUN, check.not_run)
-        try:
-            return self._run(check, Path(tempfile.mkdtemp(dir=self._folder)))
-        except Exception as error:  # for example no memory for another process
-            return Result(check.section, check.name, FAILED, last_line(error))
+class _Process:
+    """The process of a check, with a folder of its own."""
 
-    def stop(self) -> None:
-        """End the running processes, and start no more."""
-        with self._lock:
-            self._is_over = True
-            for process in self._running:
-                _kill(process)
-
-    def _run(self, check: Check, folder: Path) -> Result:
-        answer, log = folder / "answer.json", folder / "log"
-        began = time.monotonic()
-        process = self._started(check, folder, answer, log)
-        try:
-            process.wait(_START_LIMIT_S + check.limit_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _kill(process)  # and its children
-            process.wait()
-            with self._lock:
-                self._running.discard(process)
-        seconds = time.monotonic() - began
-        text = log.read_text(errors="replace").strip()
-        printed = f"\nwhat it printed:\n{text[-_LOG_CHARACTERS:]}" if text else ""
-        if answer.is_file():
-            fields = json.loads(answer.read_text())
-            fields["log"] += printed if fields["status"] == FAILED else ""
-            return Result(check.section, check.name, **fields)
-        detail = _end(process.returncode)
-        if seconds >= check.limit_s:
-            detail = f"took more than {check.limit_s:.0f} s"
-        return Result(check.section, check.name, FAILED, detail, seconds, printed)
-
-    def _started(
-        self, check: Check, folder: Path, answer: Path, log: Path
-    ) -> subprocess.Popen[bytes]:
-        request = json.dumps([check.function, check.arguments, check.limit_s, str(answer)])
-        with self._lock, log.open("wb") as output:
-            if self._is_over:
-                raise InterruptedError("nothing more is started")
-            process = subprocess.Popen(
+    def __init__(self, check: Check, folder: Path) -> None:
+        self._check, self._answer, self._log = check, folder / "answer.json", folder / "log"
+        self._began = time.monotonic()
+        request = json.dumps([check.function, check.arguments, check.limit_s, str(self._answer)])
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "torch_fp8.environment.worker", request],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -122,20 +87,38 @@ class _Processes:
                 env=_environment(folder, check),
                 start_new_session=True,  # so that it can be killed with its children
             )
-            self._running.add(process)
-        return process
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, or has run for too long."""
+        late = time.monotonic() - self._began > _START_LIMIT_S + self._check.limit_s
+        return late or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its children."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def result(self) -> Result:
+        """End the process; any failure of it is a failure of the check."""
+        self.kill()
+        check, seconds = self._check, time.monotonic() - self._began
+        text = self._log.read_text(errors="replace").strip()
+        printed = f"\nwhat it printed:\n{text[-_LOG_CHARACTERS:]}" if text else ""
+        with contextlib.suppress(OSError, ValueError):  # it was killed before it had answered
+            fields = json.loads(self._answer.read_text())
+            fields["log"] += printed if fields["status"] == FAILED else ""
+            return Result(check.section, check.name, **fields)
+        detail = _end(self._process.returncode)
+        if seconds >= check.limit_s:
+            detail = f"took more than {check.limit_s:.0f} s"
+        return Result(check.section, check.name, FAILED, detail, seconds, printed)
 
 
 def _at_a_time() -> int:
     """Return the number of simultaneous processes; compiling kernels needs a core each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(4, max(1, (cores or 1) // 2))
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGKILL to the process and its children."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end(status: int) -> str:

@@ -48,10 +48,8 @@ def draw_loss(
         name: the name of the run.
     """
     differences = _differences(losses, beside, name)
-    tall, below = 3.6, 1.9 if differences else 0.0
-    height = tall + below
-    bottom = (below + 0.13 * tall) / height
-    figure, axes = _figure(11, height, 0.062, bottom, 0.92, 0.80 * tall / height)
+    panels = _figure(3.6, 1.9) if differences else _figure(3.6)
+    axes, panel = panels[0], panels[-1]
     steps = sorted(losses)
     axes.plot(steps, [losses[s] for s in steps], color=BLUE, alpha=0.22, linewidth=0.7)
     axes.plot(*_smoothed(losses), color=BLUE, linewidth=2.2, label=name)
@@ -63,11 +61,9 @@ def draw_loss(
     _set_loss_limits(axes, [losses, *beside.values()])
     _dress(axes)
     axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
+    panel.set_xlabel("step")
     if not differences:
-        axes.set_xlabel("step")
-        return _finished(figure)
-    panel = figure.add_axes((0.062, 0.47 / height, 0.92, (below - 0.62) / height), sharex=axes)
-    panel.tick_params(colors=INK, labelsize=8.5)
+        return _finished(axes.figure)
     panel.axhline(0.0, color=INK, linewidth=0.8)
     for other, (_, shown) in differences.items():
         colour, wide = (BLUE, 1.7) if other == name else (colours[other], 1.3)
@@ -80,8 +76,7 @@ def draw_loss(
     ends = ", ".join(f"{other} {end:+.2f} %" for other, (end, _) in differences.items())
     words = f"difference to {base}, %; in the last twentieth: {ends}"
     panel.set_title(words, loc="left", fontsize=8.5, color=INK, pad=4)
-    panel.set_xlabel("step")
-    return _finished(figure)
+    return _finished(axes.figure)
 
 
 def _differences(
@@ -123,18 +118,10 @@ def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _dress(axes: Any) -> None:
-    ticker = _imported("matplotlib.ticker")
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0.01)
-
-
-def _short(value: float) -> str:
-    """Format a tick in at most five digits, which leaves room for the axis' name."""
-    text = f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
-    return text.replace("e+0", "e").replace("e-0", "e-")
 
 
 def draw_map(heat: HeatMap) -> bytes:
@@ -142,9 +129,7 @@ def draw_map(heat: HeatMap) -> bytes:
     rows, columns = len(heat.rows), len(heat.columns)
     labels = [_cut(name) for name in heat.rows]
     tall = min(max(0.19 * rows, 0.9), 8.5)
-    height, left = tall + 0.75, 0.02 + 0.0058 * max(map(len, labels))
-    bottom = 0.5 / height
-    figure, axes = _figure(11, height, left, bottom, 0.9 - left, tall / height)
+    (axes,) = _figure(tall + 0.75)
     colors = _imported("matplotlib.colors")
     topic = heat.topic
     places = _places(heat)
@@ -174,15 +159,14 @@ def draw_map(heat: HeatMap) -> bytes:
         axes.plot(where, [row, row], color=AWAY, linewidth=thick, solid_capstyle="butt")
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(rows - 0.5, -0.5)
-    bar_axes = figure.add_axes((0.915, bottom, 0.014, tall / height))
-    bar = figure.colorbar(image, cax=bar_axes)
+    bar = axes.figure.colorbar(image, ax=axes, fraction=0.02, pad=0.015, aspect=6.5 * tall)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, length=2, color=FAINT)
     _set_bar_ticks(bar, topic, places[0])
     for bound in heat.bounds:
         if math.isfinite(bound):
             bar.ax.axhline(bound, color=INK, linewidth=1.4)
-    return _finished(figure)
+    return _finished(axes.figure)
 
 
 def _places(heat: HeatMap) -> tuple[Any, Any]:
@@ -242,15 +226,15 @@ def _imported(name: str) -> Any:
         ) from error
 
 
-def _figure(
-    width: float, height: float, left: float, bottom: float, wide: float, tall: float
-) -> tuple[Any, Any]:
+def _figure(*heights: float) -> list[Any]:
+    """Return the axes of a figure, one below the other, of these heights in inches."""
     module = _imported("matplotlib.figure")
-    figure = module.Figure(figsize=(width, height), facecolor="white")
-    axes = figure.add_axes((left, bottom, wide, tall))
-    axes.tick_params(colors=INK, labelsize=8.5)
-    axes.xaxis.label.set_color(INK)
-    return figure, axes
+    figure = module.Figure(figsize=(11, sum(heights)), facecolor="white", layout="constrained")
+    rows = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
+    for axes in rows[:, 0]:
+        axes.tick_params(colors=INK, labelsize=8.5)
+        axes.xaxis.label.set_color(INK)
+    return list(rows[:, 0])
 
 
 def _finished(figure: Any) -> bytes:

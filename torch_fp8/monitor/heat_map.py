@@ -16,19 +16,16 @@ class Topic(NamedTuple):
     """The subject of a map.
 
     Attributes:
-        key: the name in file names.
         title: the title above it.
         statistic, kinds: the statistic and the kinds of tensors; of several kinds of a layer the
             worst is drawn.
         small_is_bad: whether small values are the bad ones.
         logarithmic: whether the colour scale is logarithmic.
-        unit: the unit after numbers.
+        unit: the unit after numbers; shares are shown in percent.
         lowest, highest: the ends of the colour scale.
         meaning: a sentence below the title.
-        is_share: whether values are shares, shown in percent.
     """
 
-    key: str
     title: str
     statistic: str
     kinds: tuple[str, ...]
@@ -38,13 +35,16 @@ class Topic(NamedTuple):
     unit: str = ""
     small_is_bad: bool = False
     logarithmic: bool = False
-    is_share: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether values are shares."""
+        return self.unit == " %"
 
 
 _OPERANDS = ("input", "weight", "grad_output")
 TOPICS = (
     Topic(
-        "sqnr",
         "SQNR: what is left of each tensor",
         "sqnr",
         ("input", "weight"),
@@ -56,7 +56,6 @@ TOPICS = (
         "lower. Well-scaled E4M3 has 31.5 dB; below 20 dB little is left.",
     ),
     Topic(
-        "direction",
         "Gradients: how far the cast turns them",
         "direction_error",
         ("grad_output",),
@@ -67,7 +66,6 @@ TOPICS = (
         "0.0014, E4M3 0.0004.",
     ),
     Topic(
-        "underflow",
         "Underflow: values that become zero",
         "underflow",
         _OPERANDS,
@@ -77,10 +75,8 @@ TOPICS = (
         highest=1.0,
         meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor "
         "of a layer.",
-        is_share=True,
     ),
     Topic(
-        "outliers",
         "Outlier channels",
         "outliers",
         ("input",),
@@ -92,7 +88,6 @@ TOPICS = (
         "for the whole tensor, few E4M3 steps are left for the other channels.",
     ),
     Topic(
-        "alignment",
         "SwiGLU alignment",
         "alignment",
         ("swiglu",),
@@ -103,7 +98,6 @@ TOPICS = (
         "(arXiv 2409.12517).",
     ),
     Topic(
-        "saturation",
         "Saturation: values beyond the payload",
         "saturation",
         _OPERANDS,
@@ -113,7 +107,6 @@ TOPICS = (
         highest=1.0,
         meaning="The share of elements that are too large for the payload, in the worst tensor "
         "of a layer: delayed scaling did not predict them.",
-        is_share=True,
     ),
 )
 
@@ -178,19 +171,11 @@ def _away(
     record: RunRecord, layers: Sequence[str], starts: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Return when layers were out of FP8, as rows and columns of a map."""
-    since: dict[str, int] = {}
     spans = []
-    for event in [*record.events, *({"event": "return", "layer": n} for n in layers)]:
-        layer = str(event.get("layer", ""))
-        if layer not in layers:
-            continue
-        if event["event"] == "fallback":
-            since[layer] = int(event["step"])
-        elif event["event"] == "return" and layer in since:
-            first, last = since.pop(layer), event.get("step", math.inf)
-            inside = [i for i, start in enumerate(starts) if first <= start <= last]
-            if inside:
-                spans.append((layers.index(layer), inside[0], inside[-1]))
+    for layer, first, last in record.absences():
+        inside = [i for i, start in enumerate(starts) if first <= start <= last]
+        if inside and layer in layers:
+            spans.append((layers.index(layer), inside[0], inside[-1]))
     return spans
 
 

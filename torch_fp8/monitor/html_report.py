@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch_fp8._version import __version__
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
@@ -56,7 +55,7 @@ def write_report(
     others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
     if record.losses:
         pictures["loss"] = draw_loss(record.losses, record.events, others, name)
-    pictures |= {heat.topic.key: draw_map(heat) for heat in drawn}
+    pictures |= {heat.topic.statistic: draw_map(heat) for heat in drawn}
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
     page.write_text(_page(record, name, maps, pictures), encoding="utf-8")
@@ -83,13 +82,13 @@ def _page(
         content = '<p class="quiet">Ideal in every layer and step that was measured.</p>'
         if not heat.is_blank:
             alt = f"{heat.topic.title}, {len(heat.rows)} layers"
-            content = _image(pictures[heat.topic.key], alt)
+            content = _image(pictures[heat.topic.statistic], alt)
         meaning = heat.topic.meaning
         if not heat.is_blank and any(map(math.isfinite, heat.bounds)):
             meaning += " Red begins at the alarm's bound, the black line beside the colours."
         if heat.away:
             meaning += " A violet line through a layer: it was out of FP8."
-        body.append(_section(heat.topic.title, content, meaning, heat.topic.key))
+        body.append(_section(heat.topic.title, content, meaning, heat.topic.statistic))
     if not maps:
         body.append(_section("Layers", "<p>The run has no layer statistics.</p>"))
     return (
@@ -217,14 +216,7 @@ def _section(title: str, content: str, note: str = "", key: str = "") -> str:
 
 
 def _out_of_fp8(record: RunRecord) -> list[str]:
-    out: dict[str, Any] = {}
-    for event in record.events:
-        layer = str(event.get("layer", ""))
-        if event["event"] == "fallback":
-            out[layer] = event["step"]
-        elif event["event"] == "return":
-            out.pop(layer, None)
-    return list(out)
+    return [layer for layer, _, last in record.absences() if last == math.inf]
 
 
 def _breakable(text: str) -> str:

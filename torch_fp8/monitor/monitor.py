@@ -315,9 +315,7 @@ class Monitor:
                 self._events.note(step, event)
         elif action in ("skip", "restore"):
             for optimizer in self._optimizers:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None
+                optimizer.zero_grad()
             if told:
                 what = f"step {step} updates nothing"
                 self._events.note(step, {"event": "skip", "layer": "", "what": what})

@@ -15,6 +15,7 @@ body { margin: 0; background: var(--back); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 40px; }
 h1 { font-size: 28px; margin: 0; letter-spacing: -0.01em; }
+h1, p, .what { overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 0 0 6px; }
 .options { color: var(--soft); margin: 2px 0 10px; }
 .verdict { display: inline-block; margin: 0 0 14px; padding: 5px 14px; border-radius: 99px;
@@ -30,7 +31,6 @@ h2 { font-size: 18px; margin: 0 0 6px; }
 .tiles b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; }
 .tiles span { color: var(--soft); font-size: 13px; }
 section { margin-top: 16px; padding: 16px 18px; }
-p { overflow-wrap: anywhere; }
 .meaning { color: var(--soft); margin: 0 0 10px; max-width: 100ch; }
 .quiet { color: var(--soft); margin: 0; }
 img { width: 100%; display: block; }
@@ -38,8 +38,7 @@ img { width: 100%; display: block; }
 .scroll { overflow: auto; max-height: 460px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th { text-align: left; color: var(--soft); font-weight: 600; position: sticky; top: 0;
-  background: var(--paper); }
-th { white-space: nowrap; }
+  background: var(--paper); white-space: nowrap; }
 th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.name { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12.5px;
@@ -52,8 +51,6 @@ td:nth-child(2) { white-space: nowrap; }
 .bar.fine div { background: #2d9d78; }
 .bar.near div { background: #e0a100; }
 .bar.over div { background: #d64545; }
-h1 { overflow-wrap: anywhere; }
-.what { overflow-wrap: anywhere; }
 @media (max-width: 700px) {
   main { padding: 18px 10px 30px; }
   section { padding: 14px 12px; }

@@ -89,6 +89,21 @@ class RunRecord:
     def steps(self) -> list[int]:
         return sorted({step for values in self.values.values() for step in values})
 
+    def absences(self) -> list[tuple[str, int, float]]:
+        """Return (layer, first step, last step) of each time that a layer was out of FP8.
+
+        The last step is infinite if the layer was out of FP8 at the end.
+        """
+        since: dict[str, int] = {}
+        absences: list[tuple[str, int, float]] = []
+        for event in self.events:
+            layer = str(event.get("layer", ""))
+            if event["event"] == "fallback":
+                since[layer] = int(event["step"])
+            elif event["event"] == "return" and layer in since:
+                absences.append((layer, since.pop(layer), int(event["step"])))
+        return absences + [(layer, first, math.inf) for layer, first in since.items()]
+
     def take(self, line: Mapping[str, Any]) -> None:
         """Read one line of the file.
 

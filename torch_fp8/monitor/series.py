@@ -75,5 +75,5 @@ class Series:
 
 
 def is_distributed() -> bool:
-    """Return whether several ranks train together."""
+    """Return whether several ranks train together; the page of a run imports no other room."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -150,7 +150,7 @@ def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
         spec: format; tensorwise.
         amax: () float32.
     """
-    part = sample(x)
+    part = _take(x, _rows(*x.shape))
     exact, scale = part.float(), scale_from_amax(amax, spec.format)
     errors = [
         direction_error(exact, dequantize(quantize(part, spec, scale * clip))) for clip in _CLIPS
@@ -177,7 +177,7 @@ def update_statistics(
     """
     rows = _rows(grad.shape[0], grad.shape[1])
     g = _take(grad, rows).float()
-    m, v = _moments(state, grad.shape, rows)
+    m, v = (_rows_of_moment(state[name], grad.shape, rows) for name in ("exp_avg", "exp_avg_sq"))
     v_hat = (v * beta2 + g.square() * (1 - beta2)) / (1 - beta2**step)
     rms = (g.square() / v_hat.clamp(min=eps * eps)).mean().sqrt()
     live = m.square() > torch.finfo(torch.float32).tiny
@@ -222,13 +222,8 @@ def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
     return (100 * (worst - loss) / (1 + loss)).reshape(1)
 
 
-def sample(x: Tensor) -> Tensor:
-    """Return at most `SAMPLE` elements of a matrix: groups of 128 whole rows, evenly spread."""
-    return _take(x, _rows(*x.shape))
-
-
 def _rows(rows: int, cols: int) -> list[slice] | None:
-    """Return the rows of the sample; None: all rows."""
+    """Return the rows of a sample of at most `SAMPLE` elements, evenly spread; None: all rows."""
     groups = max(SAMPLE // (max(cols, 1) * _GROUP), 1)
     total = -(-rows // _GROUP)
     if total <= groups:
@@ -250,13 +245,6 @@ def _codes_and_values(payload: QuantizedTensor, rows: slice, cols: slice) -> tup
         col = torch.arange(cols.start, cols.stop, device=scale.device) // wide
         scale = scale.index_select(0, row).index_select(1, col)
     return codes, codes * scale
-
-
-def _moments(
-    state: dict[str, Tensor], shape: torch.Size, rows: list[slice] | None
-) -> tuple[Tensor, Tensor]:
-    m, v = (_rows_of_moment(state[name], shape, rows) for name in ("exp_avg", "exp_avg_sq"))
-    return m, v
 
 
 def _rows_of_moment(moment: Tensor, shape: torch.Size, rows: list[slice] | None) -> Tensor:

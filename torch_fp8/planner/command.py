@@ -3,10 +3,8 @@
 import argparse
 import inspect
 import json
-import sys
 from typing import Any
 
-from torch_fp8.environment import display
 from torch_fp8.planner.cards import CARDS
 from torch_fp8.planner.layouts import FAMILIES, PRESETS
 from torch_fp8.planner.setup import LEVELS, METHODS, ROLES, make_setup
@@ -57,7 +55,6 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help=f"MODEL names a family ({', '.join(FAMILIES)}): find the largest preset that fits",
     )
-    parser.add_argument("--plot", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     mistakes = (ValueError, TypeError, ImportError, OSError)
     parser.set_defaults(run=run, mistakes=mistakes, is_whole=True)
@@ -65,18 +62,11 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    if options.plot is not None:
-        raise ValueError(
-            "--plot drew FP8-LM's Figure 1 and is gone; `python -m "
-            "benchmarks.evidence.largest_model` of the project's repository draws it, and "
-            "--largest finds the largest preset"
-        )
     return _largest(options) if options.largest else _plan(options)
 
 
 def _plan(options: argparse.Namespace) -> int:
     from torch_fp8.planner.plan import plan
-    from torch_fp8.planner.tables import show
 
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
@@ -85,14 +75,17 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
-        show(result, sys.stdout, rich=display.use_rich(sys.stdout))
+        print(result, end="")
     return 0 if any(level.fits for level in result.levels.values()) else 1
 
 
 def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
-    from torch_fp8.planner.scaling import scaling, scaling_text
+    from torch_fp8.planner.plan import plan_beside
+    from torch_fp8.planner.tables import scaling_text
 
-    plans = scaling(options.model, options.gpus, levels=levels, **_arguments(options))
+    counted: dict[tuple[str, str, int], Any] = {}
+    run = {"levels": levels, **_arguments(options)}
+    plans = [plan_beside(counted, options.model, gpus=number, **run) for number in options.gpus]
     if options.json:
         print(json.dumps([result.as_dict() for result in plans], indent=2))
     else:

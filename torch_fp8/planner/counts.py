@@ -29,10 +29,10 @@ from torch_fp8.planner.models import (
     connect,
     make_model,
     only_stage,
+    optimizers_of,
     shard,
     sharded,
     stages,
-    with_optimizer,
 )
 from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
 
@@ -79,8 +79,8 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
     for stage, layers in stages(setup):
         model = make_model(setup, role, level, layers=layers)
         with only_stage(model, stage), fake_ranks(setup.fsdp) as mesh:
-            planned = sharded(model, setup, role, level, mesh)
-            reports.append(expected_memory(planned.model, planned.optimizers))
+            optimizers = sharded(model, setup, role, level, mesh)
+            reports.append(expected_memory(model, optimizers))
     return max(reports, key=lambda report: report.total)
 
 
@@ -139,7 +139,7 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
 
 def _split(model: nn.Module, setup: Setup, role: str, level: str, *, all_of_them: bool) -> None:
     """Make the weights BF16 that training splits; under FSDP2 these are all trained weights."""
-    with_optimizer(model, setup, role, level)
+    optimizers_of(model, setup, role, level)
     for parameter in model.parameters() if all_of_them else ():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -145,8 +145,7 @@ def seconds_of_step(
         for role in steps
     )
     exposed = _transfer(_tensor_bytes(setup), setup, setup.tensor)
-    micro_batches = max(setup.accumulate, 1)
-    waiting = (busy + exposed) * (setup.pipeline - 1) / micro_batches
+    waiting = (busy + exposed) * (setup.pipeline - 1) / setup.accumulate
     return Seconds(
         gemms=gemms,
         casts=casts,

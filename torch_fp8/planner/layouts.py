@@ -153,20 +153,12 @@ def num_layers(config: Any) -> int:
 
 
 def period(config: Any) -> int:
-    """Return the number of layers after which the kinds of layers repeat; 1 if all are alike.
-
-    Raises:
-        ValueError: they do not repeat, for example because the first layers are dense and the rest
-            are not.
-    """
+    """Return the number of layers after which their kinds repeat; 1 if all are alike."""
     kinds = getattr(_text(config), "layer_types", None)
     if not kinds:
         return 1
-    total = len(kinds)
-    for length in range(1, total + 1):
-        if all(kinds[i] == kinds[i % length] for i in range(total)):
-            return length
-    return total
+    places, lengths = range(len(kinds)), range(1, len(kinds) + 1)
+    return next(n for n in lengths if all(kinds[i] == kinds[i % n] for i in places))
 
 
 def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +19,6 @@ from torch_fp8.environment.host_models import imported
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8.planner.layouts import blocks_of, build, num_layers, split_for_tensor_parallel
 from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
-
-
-class Planned(NamedTuple):
-    """A model on the meta device and its optimizers; none if the model is frozen."""
-
-    model: nn.Module
-    optimizers: list[AdamW]
 
 
 def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None) -> nn.Module:
@@ -59,32 +52,33 @@ def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None
     return model
 
 
-def with_optimizer(model: nn.Module, setup: Setup, role: str, level: str) -> Planned:
-    """Add an AdamW, converted at a level, to a model that is trained."""
-    if role not in TRAINED:
-        return Planned(model, [])
-    optimizer = AdamW(p for p in model.parameters() if p.requires_grad)
-    if level not in (BF16, "O1"):
+def optimizers_of(model: nn.Module, setup: Setup, role: str, level: str) -> list[AdamW]:
+    """Return an AdamW, converted at a level, for a model; none if the model is frozen."""
+    optimizers = _optimizers(model, role)
+    for optimizer in optimizers if level not in (BF16, "O1") else ():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             convert_optimizer(optimizer, setup.fp8_config(level), model=model)
-    return Planned(model, [optimizer])
+    return optimizers
 
 
 def sharded(
     model: nn.Module, setup: Setup, role: str, level: str, mesh: DeviceMesh | None
-) -> Planned:
-    """Shard a model with FSDP2, block by block, and add its optimizer."""
+) -> list[AdamW]:
+    """Shard a model with FSDP2, block by block; return its optimizers as `optimizers_of` does."""
     if mesh is None:
-        return with_optimizer(model, setup, role, level)
+        return optimizers_of(model, setup, role, level)
     shard(model, mesh)
-    optimizers = []
-    if role in TRAINED:
-        optimizers = [AdamW(p for p in model.parameters() if p.requires_grad)]
-        if level not in (BF16, "O1"):
-            split_sharded(model, optimizers, setup.fp8_config(level))
+    optimizers = _optimizers(model, role)
+    if optimizers and level not in (BF16, "O1"):
+        split_sharded(model, optimizers, setup.fp8_config(level))
     connect(model, setup, level)
-    return Planned(model, optimizers)
+    return optimizers
+
+
+def _optimizers(model: nn.Module, role: str) -> list[AdamW]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [AdamW(trained)] if role in TRAINED else []
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

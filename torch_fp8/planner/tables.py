@@ -1,7 +1,7 @@
-"""Plans as text: with rich on a terminal if it is installed, otherwise as plain text."""
+"""Plans as text: one as a table of its levels, several as tables over the number of GPUs."""
 
-import importlib
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
 from torch_fp8.config import FP8Config
 from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
@@ -12,26 +12,6 @@ _GIB = 2**30
 _DEFAULT = FP8Config().opt_level
 _EQUAL = 1.01
 """The factor up to which estimated seconds count as equal to the lowest."""
-
-
-def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
-    """Write a plan to `stream`."""
-    if not rich:
-        stream.write(plain_text(plan))
-        return
-    console = importlib.import_module("rich.console").Console(file=stream, highlight=False)
-    text = importlib.import_module("rich.text").Text
-    table = importlib.import_module("rich.table").Table(safe_box=True)
-    head, *rows = lines_of(plan)
-    table.add_column(head[0], no_wrap=True)
-    for name in head[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        style = "bold" if row[0] in ("peak", "fits") else ""
-        table.add_row(*(text(cell, style=_style(cell) or style) for cell in row))
-    console.print(text(headline(plan), style="bold"))
-    console.print(table)
-    console.print(text("\n".join(notes(plan))))
 
 
 def plain_text(plan: Plan) -> str:
@@ -128,5 +108,55 @@ def _fits(level: LevelPlan) -> str:
     return f"{word} ({level.headroom / _GIB:+.1f})"
 
 
-def _style(cell: Any) -> str:
-    return "red" if cell.startswith("NO") else "green" if cell.startswith("yes") else ""
+def scaling_text(plans: Sequence[Plan]) -> str:
+    """Format plans as three tables of at most 80 columns: memory, network traffic, seconds.
+
+    ``tokens/s`` is for all GPUs at the fastest level that fits; ``of linear`` compares this number
+    per GPU with the first row's.
+    """
+    setup = plans[0].setup
+    head = (
+        f"{setup.name}, {plans[0].num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{setup.card.name}, {setup.memory:g} GiB each; {setup.micro_batch} x {setup.sequence} "
+        f"tokens on each; {setup.recipe}"
+    )
+    levels = list(plans[0].levels)
+    tables = [
+        ("peak GiB per GPU", lambda p: [_peak(level) for level in p.levels.values()]),
+        ("wire GiB per GPU", lambda p: [gib(level.wire) for level in p.levels.values()]),
+        ("seconds a step", lambda p: [f"{level.seconds:.3f}" for level in p.levels.values()]),
+    ]
+    parts = [head]
+    for title, cells in tables:
+        rows = [[title, *levels]]
+        rows += [[_degrees(result), *cells(result)] for result in plans]
+        parts.append(aligned(rows))
+    rows = [["tokens/s", *levels, "of linear"]]
+    first = _tokens_per_second(plans[0])
+    for result in plans:
+        speeds = _tokens_per_second(result)
+        share = max(speeds) / max(first) * plans[0].setup.gpus / result.setup.gpus
+        rows.append([_degrees(result), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
+    parts.append(aligned(rows))
+    parts.append(
+        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated. "
+        "Seconds are estimates from data sheets, not measured on any card."
+    )
+    return "\n\n".join(parts)
+
+
+def _peak(level: Any) -> str:
+    return gib(level.peak) + ("" if level.fits else " NO")
+
+
+def _tokens_per_second(made: Plan) -> list[float]:
+    setup = made.setup
+    tokens = setup.tokens * setup.accumulate * setup.data * setup.fsdp
+    return [tokens / level.seconds for level in made.levels.values()]
+
+
+def _degrees(made: Plan) -> str:
+    setup = made.setup
+    ways = {"D": setup.data, "F": setup.fsdp, "T": setup.tensor, "P": setup.pipeline}
+    named = " ".join(f"{name}{n}" for name, n in ways.items() if n > 1)
+    return f"{setup.gpus:,} GPUs" + (f" ({named})" if len(named.split()) > 1 else "")

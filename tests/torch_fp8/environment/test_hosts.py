@@ -1,6 +1,7 @@
 """What is told of hosts and of autoload, with hosts that are moved, broken or gone."""
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from torch_fp8.environment import hosts
 from torch_fp8.environment.autoload import autoload
-from torch_fp8.environment.host_points import HELD, POINTS, extended_names, inspect_host
+from torch_fp8.environment.host_points import HELD, POINTS, inspect_host, is_ours
 
 pytestmark = pytest.mark.long
 
@@ -85,6 +86,17 @@ def test_a_broken_host_is_red_and_harms_nothing(planted, code, message):
     assert any(message in result.detail for result in results)
 
 
+def _extended_names(module):
+    """Return the dotted names of everything with ``_fp8_original`` in a module and its classes."""
+    names = []
+    for name, value in list(vars(module).items()):
+        if is_ours(value):
+            names.append(name)
+        elif inspect.isclass(value) and value.__module__ == module.__name__:
+            names += [f"{name}.{key}" for key, method in vars(value).items() if is_ours(method)]
+    return sorted(names)
+
+
 @pytest.mark.parametrize("host", POINTS)
 def test_the_list_has_all_that_is_extended(host):
     """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
@@ -95,7 +107,7 @@ def test_the_list_has_all_that_is_extended(host):
         assert set(states) == set(POINTS[host][name])
         assert set(states.values()) == {HELD}
         of_functions = set(POINTS[host][name]) - {"_PRECISION_INPUT_STR"}
-        assert set(extended_names(importlib.import_module(name))) == of_functions
+        assert set(_extended_names(importlib.import_module(name))) == of_functions
 
 
 def test_a_host_that_is_not_installed_is_no_failure(monkeypatch):

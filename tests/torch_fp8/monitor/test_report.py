@@ -142,7 +142,7 @@ def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tm
     forward, back = _places(heat)
     assert forward([0.0, 20.0, 34.0]).tolist() == [0.0, pytest.approx(0.2), 1.0]  # red: below 0.2
     assert back(forward([3.0, 27.0])).tolist() == pytest.approx([3.0, 27.0])
-    shares = heat_map(read_run(tmp_path), next(t for t in TOPICS if t.key == "underflow"))
+    shares = heat_map(read_run(tmp_path), next(t for t in TOPICS if t.statistic == "underflow"))
     forward, back = _places(shares)
     assert forward([1e-9, 0.2, 1.0]).tolist() == [0.0, pytest.approx(0.8), 1.0]
     assert back(forward([0.01, 0.7])).tolist() == pytest.approx([0.01, 0.7])

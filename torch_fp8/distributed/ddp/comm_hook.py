@@ -64,7 +64,6 @@ class QuantizedAllReduce:
         self.world_size = dist.get_world_size(group)
         self._held: list[Stages] = []
         self._in_flight: list[Stages] = []
-        self._is_last = False
         self._stream = CommunicationStream()
 
     def average(self, bucket: dist.GradBucket) -> Future:
@@ -81,14 +80,13 @@ class QuantizedAllReduce:
         stock = buffer.is_sparse or buffer.dtype not in DTYPES or not self._exchanges["average"]
         stages = self._average_stock if stock else self._average
         self._held.append(stages(bucket, buffer, future))
-        self._is_last = bucket.is_last()
         beside, device = self.beside, buffer.device
         if beside is None or not beside.goes_first(
             lambda: self._release(device, True), bucket.index() == 0
         ):
             # With a static graph, all buckets of the first backward come as number 0, and DDP waits
             # for them before it returns.
-            self._release(device, self._is_last or bucket.index() == 0)
+            self._release(device, bucket.is_last() or bucket.index() == 0)
         return future
 
     def _release(self, device: torch.device, to_the_end: bool) -> None:

@@ -168,9 +168,8 @@ class Float8GradReducer:
         while self._buckets:
             self._send(self._buckets.popleft())
         with self._stream.beside(self._order[0].device):
-            if self._fp8:
-                for sent in self._in_flight:
-                    sent.gather()
+            for sent in self._in_flight:
+                sent.gather()
         if not self._learned:
             self._learn_order()
         if self._release is not None:

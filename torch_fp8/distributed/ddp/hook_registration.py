@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
@@ -62,23 +61,21 @@ def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
 
 
 def connect_hook(
-    ddp: DistributedDataParallel,
-    exchanges: Exchanges | None = None,
-    beside: Float8GradReducer | None = None,
+    ddp: DistributedDataParallel, exchanges: Exchanges, beside: Float8GradReducer | None
 ) -> "HookRegistration":
     """Have our hook average the buckets of `ddp`, unless the first forward finds another hook.
 
     Args:
-        ddp: the DistributedDataParallel; a second call changes nothing.
-        exchanges: the choice whether buckets travel in 8 bits or in their dtype; None: 8 bits.
-        beside: the reducer of other gradients of `ddp`.
+        ddp: the DistributedDataParallel of several ranks; a second call changes nothing.
+        exchanges: the choice whether buckets travel in 8 bits or in their dtype.
+        beside: the reducer of other gradients of `ddp`; None: there is none.
     Returns:
         The registration, which a rank that joins without a forward calls itself.
     """
     for hook in ddp._forward_pre_hooks.values():
         if isinstance(hook, HookRegistration):
             return hook
-    registration = HookRegistration(exchanges or Exchanges(), beside)
+    registration = HookRegistration(exchanges, beside)
     ddp.register_forward_pre_hook(registration)
     return registration
 
@@ -91,7 +88,7 @@ class HookRegistration:
         beside: see `connect_hook`.
     """
 
-    def __init__(self, exchanges: Exchanges, beside: Float8GradReducer | None = None) -> None:
+    def __init__(self, exchanges: Exchanges, beside: Float8GradReducer | None) -> None:
         self._exchanges, self._beside = exchanges, beside
         self._registered = False
 
@@ -101,9 +98,7 @@ class HookRegistration:
             return
         self._registered = True
         wanted = self._exchanges["average"] or self._beside is not None
-        if not wanted or dist.get_world_size(ddp.process_group) == 1:
-            return
-        if reason_without_hook(ddp) is None:
+        if wanted and reason_without_hook(ddp) is None:
             state = QuantizedAllReduce(ddp.process_group, self._beside, self._exchanges)
             ddp.register_comm_hook(state, average_bucket)
             if self._beside is not None:

@@ -173,7 +173,8 @@ class WeightGather:
 
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends: (rows, K) uint8, padded, and its own scales if any."""
-        if not (self.announced or self._made_for_this_gather or (in_backward() and self._ready)):
+        is_ready = in_backward() and self._scale is not None
+        if not (self.announced or self._made_for_this_gather or is_ready):
             make_scales(self.siblings)
             for sibling in self.siblings:
                 sibling._made_for_this_gather = True
@@ -188,10 +189,6 @@ class WeightGather:
         if self.spec.granularity == "block_1x32":
             inputs.append(exponent_bytes(quantized.scale))
         return tuple(inputs), self._scale
-
-    @property
-    def _ready(self) -> bool:
-        return self._scale is not None
 
     def _cast(self, shard: Tensor) -> QuantizedTensor:
         scale = self._scale

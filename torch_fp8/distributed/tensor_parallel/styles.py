@@ -41,7 +41,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """torch's ColwiseParallel, with an input that is gathered in FP8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: the arguments of torch's style.
+        options: the arguments of torch's style: ``input_layouts``, ``output_layouts`` and
+            ``use_local_output``.
         gather_in_backward: whether backward gathers the input again, so that only the rank's own
             part is kept: 1 / N of the memory for one more gather. By default the gathered input is
             kept in FP8, half of what torch's style keeps.
@@ -50,19 +51,8 @@ class Float8ColwiseParallel(ColwiseParallel):
             ``parallelize_module`` or ``convert_to_float8``, whichever you call later.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        gather_in_backward: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
+    def __init__(self, *, gather_in_backward: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self.gather_in_backward = gather_in_backward
 
     def _prepare_input_fn(
@@ -126,28 +116,13 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     that reads the input gets it rounded to FP8.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output: the arguments of torch's style.
+        options: the arguments of torch's style: ``input_layouts``, ``desired_input_layouts``,
+            ``input_kwarg_layouts``, ``desired_input_kwarg_layouts`` and ``use_local_output``.
         gather_in_backward: see `Float8ColwiseParallel`.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Any = None,
-        desired_input_layouts: Any = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
-        gather_in_backward: bool = False,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+    def __init__(self, *, gather_in_backward: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self.gather_in_backward = gather_in_backward
         self._module: nn.Module | None = None
 
