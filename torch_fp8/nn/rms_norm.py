@@ -83,12 +83,8 @@ class _Options(NamedTuple):
     """Quantizer of the layers that read the result; None: return a plain tensor."""
     reader: Quantizer | None
     """Quantizer of the expected reader, if its scale is known and the result can be cast now."""
-    waits: bool
-    """Whether the result is computed only when it is read."""
-
-    def inputs(self, x: Tensor, weight: Tensor, eps: float) -> NormInputs:
-        """Return the arguments of the operators for x (R, C)."""
-        return NormInputs(x.detach(), weight.detach(), eps, self.offset, self.out_dtype)
+    on_read: Callable[[Quantizer], None] | None
+    """Function that notes the first reader; None: compute the result at once, as a tensor."""
 
 
 class NormFP8:
@@ -164,9 +160,9 @@ class Float8RMSNorm(RunsFP8):
             save_fp8,
             fp8.quantizer if waits else None,
             self._expected_reader(x) if waits else None,
-            waits,
+            fp8.note_reader if waits else None,
         )
-        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, fp8.note_reader)
+        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
         return output
 
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
@@ -188,20 +184,14 @@ class _RMSNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        options: _Options,
-        on_read: Callable[[Quantizer], None] | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, options: _Options) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         keep = options.keep and any(ctx.needs_input_grad[:2])
         save = keep and options.save_fp8
         dropped = options.keep and saves_nothing()
         col = options.keep and not dropped
-        inputs = options.inputs(matrix, weight, eps)
+        offset, out_dtype = options.offset, options.out_dtype
+        inputs = NormInputs(matrix.detach(), weight.detach(), eps, offset, out_dtype)
         produced = _Produced(inputs, options, save and not dropped, col)
         if keep:
             of_x: tuple[Any, ...] = (x,)
@@ -209,9 +199,9 @@ class _RMSNormFunction(torch.autograd.Function):
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
-        if on_read is None or not options.waits:
+        if options.on_read is None:
             return reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
-        return LazyQuantizedTensor(produced.production(on_read), x.shape, options.out_dtype)
+        return LazyQuantizedTensor(produced.production(), x.shape, out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -224,7 +214,7 @@ class _RMSNormFunction(torch.autograd.Function):
         grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *arguments))
         dx = grad_x.view(ctx.shape) if wants_x else None  # (R, C) -> (..., C)
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
-        return dx, dw, None, None, None
+        return dx, dw, None, None
 
 
 @torch.compiler.allow_in_graph
@@ -242,8 +232,8 @@ def _norm_in_graph(
         return shape_of_result(x.shape, out_dtype, x, weight)
     quantizer = None if casts is None else of_text(casts)
     keep = torch.is_grad_enabled()
-    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, False)
-    output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, None)
+    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, None)
+    output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
     return output
 
 
@@ -316,10 +306,11 @@ class _Produced(_Unread):
         self.saved: tuple[Tensor | None, ...] = tuple(saved)
         self._norm = inputs.with_rstd(rstd)
 
-    def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:
+    def production(self) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""
-        quantizer = self.options.reader or self.options.quantizer
-        production = LazySource(self.options.name, self._inputs[:2], self, on_read)
+        options = self.options
+        quantizer = options.reader or options.quantizer
+        production = LazySource(options.name, self._inputs[:2], self, options.on_read)
         if self.made is not None and quantizer is not None:
             production.keep(quantizer, self.made)
         return production
