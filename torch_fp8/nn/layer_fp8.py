@@ -83,7 +83,7 @@ class LayerFP8:
         observer: monitor that sees the operands of the GEMMs; see `observe`.
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
-        called: whether the layer has run in eager code; see `torch_fp8.nn.bypassed_layers`.
+        called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
         paused: whether the layer temporarily runs in high precision; see `torch_fp8.nn.paused`.
     """
 
