@@ -13,7 +13,7 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion import autotune, expert_choice, layer_benchmark
 from torch_fp8.conversion.convert import conversion_report
 from torch_fp8.conversion.expert_choice import EXPERTS, expert_shape
-from torch_fp8.nn.experts import Float8Experts, is_expert_module
+from torch_fp8.nn.experts import Float8Experts
 
 AUTO = FP8Config(tokens=64)
 
@@ -107,7 +107,7 @@ def test_what_is_timed_trains_with_the_rows_of_the_job(layout, clock, monkeypatc
     for timed in watch.runs:
         first = next(p for p in timed.module.parameters() if p.ndim == 3)
         assert (first.shape[0], first.dtype) == (EXPERTS, torch.bfloat16)
-        assert is_expert_module(timed.module) == (timed.recipe is not None)
+        assert isinstance(timed.module, Float8Experts) == (timed.recipe is not None)
         if layout == "llama-4":
             assert len(timed.arguments[0]) == EXPERTS * rows
         else:
