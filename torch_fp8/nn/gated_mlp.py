@@ -139,12 +139,10 @@ class Float8GatedMLP(RunsFP8):
             x = shared(x, self.fp8.name)
         return tuple([layer(x) for layer in layers])
 
-    def _options(self, down_layer: nn.Module) -> _Options:
-        ahead, smooth = None, False
-        if _in_fp8(down_layer):
-            assert isinstance(down_layer, Float8Linear)
-            smooth = down_layer.fp8.recipe.smooth
-        if _in_fp8(down_layer) and not smooth:
+    def _options(self, down_layer: Any) -> _Options:
+        ahead, in_fp8 = None, _in_fp8(down_layer)
+        smooth = in_fp8 and down_layer.fp8.recipe.smooth
+        if in_fp8 and not smooth:
             spec = down_layer.fp8.spec(INPUT)
             delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
             if delayed is not None or spec.granularity.startswith("block"):

@@ -126,10 +126,7 @@ class SavedOperands:
 
     def repeated(self, place: int, groups: int) -> Tensor:
         """Return a rounded tensor with each head `groups` times: (B, G groups, S, D)."""
-        tensor = self.tensors[place]
-        if groups == 1:
-            return tensor
-        repeated = _repeated(tensor, groups)
+        repeated = _repeated(self.tensors[place], groups)
         self._know(repeated, place, groups)
         return repeated
 
