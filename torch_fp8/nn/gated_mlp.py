@@ -143,7 +143,7 @@ class Float8GatedMLP(RunsFP8):
         ahead, in_fp8 = None, _in_fp8(down_layer)
         smooth = in_fp8 and down_layer.fp8.recipe.smooth
         if in_fp8 and not smooth:
-            spec = down_layer.fp8.spec(INPUT)
+            spec = down_layer.fp8.recipe.input
             delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
                 recipe = down_layer.fp8.recipe

@@ -27,7 +27,7 @@ from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.ops.registry import is_watched
 from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
-from torch_fp8.quantization.recipe import CastSpec, Recipe
+from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import (
@@ -167,10 +167,6 @@ class LayerFP8:
             return None
         quantizer = self.quantizer(layer, operand)
         return None if quantizer.source.scale is None else quantizer
-
-    def spec(self, operand: int) -> CastSpec:
-        """Return the recipe's cast of INPUT, WEIGHT or GRAD_OUTPUT."""
-        return (self.recipe.input, self.recipe.weight, self.recipe.grad_output)[operand]
 
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor from now on.
