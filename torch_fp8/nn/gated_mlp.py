@@ -38,6 +38,7 @@ from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
+from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.quantizer import Quantizer
@@ -57,7 +58,6 @@ class GatedMLPSpec(NamedTuple):
     gate_first: bool = True
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -307,9 +307,9 @@ def _in_fp8(layer: nn.Module) -> bool:
 def _fit(inputs: Sequence[Tensor]) -> bool:
     """Return whether gate and up have equal shapes, and a dtype that the kernels take."""
     if len(inputs) == 1:
-        return inputs[0].dtype in _DTYPES and inputs[0].shape[-1] % 2 == 0
+        return inputs[0].dtype in CAST_DTYPES and inputs[0].shape[-1] % 2 == 0
     gate, up = inputs
-    return gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in _DTYPES
+    return gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in CAST_DTYPES
 
 
 def _gate_and_up(inputs: Sequence[Tensor], gate_first: bool) -> tuple[Tensor, Tensor]:

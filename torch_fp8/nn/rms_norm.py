@@ -48,6 +48,7 @@ from torch_fp8.ops.rms_norm import (
     rms_norm_statistics,
 )
 from torch_fp8.ops.scaled_mm import cast
+from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
@@ -70,7 +71,6 @@ class RMSNormSpec(NamedTuple):
 
 
 _PLAIN = (*PLAIN, nn.Parameter)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Options(NamedTuple):
@@ -131,7 +131,7 @@ class Float8RMSNorm(RunsFP8):
         runs = self.runs_fp8 and (compiling or not is_transformed())
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
         usual = usual and type(x) in _PLAIN
-        if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
+        if not (runs and usual and x.dtype in CAST_DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
         fp8, spec = self.fp8, self.fp8.spec
