@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.attention_dispatch import eager_function
+from torch_fp8.conversion.attention_layers import eager_function
 
 HEADS, GROUPS, TOKENS, DIM = 8, 2, 96, 64
 SIZES = {

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from accelerate_fp8 import FP8Kwargs
 from torch_fp8 import FP8Config, revert
-from torch_fp8.nn.attention_dispatch import is_marked
+from torch_fp8.conversion.attention_layers import is_marked
 
 SIZES = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64},

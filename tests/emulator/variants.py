@@ -16,6 +16,7 @@ from torch import Tensor
 
 import torch_fp8.ops.messages
 from tests.kernel_cases.comparison import same_bits
+from tests.rows_of_messages import unpack
 from tests.torch_fp8.kernels import test_compiled, test_producers_compiled
 from torch_fp8.kernels import messages as wire
 from torch_fp8.kernels import quantize, rms_norm
@@ -146,7 +147,7 @@ def unaligned_messages() -> None:
     for less in (0, 7):
         out = torch.zeros(values_of - less, dtype=BF16)
         wire.unpack(packed, layout, out)
-        want = torch_fp8.ops.messages.unpack(packed, layout, BF16)[0].reshape(-1)
+        want = unpack(packed, layout, BF16)[0].reshape(-1)
         same_bits(out, want[: values_of - less], "values at odd addresses")
     sums = []
     for first in (0, 1):

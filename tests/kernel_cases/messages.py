@@ -12,6 +12,7 @@ from torch import Tensor
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from tests.kernel_cases.comparison import close, require, same_values
+from tests.rows_of_messages import unpack
 from torch_fp8.ops.messages import Layout
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 
@@ -87,7 +88,7 @@ def check_messages(
         out = x.new_empty(layout.num_values, device=messages.device)
         out_plain = x.new_empty(layout.num_plain, device=messages.device)
         codec.unpack_sum(messages, layout, out, out_plain, 1 / 3)
-        results.append([out, out_plain, *codec.unpack(messages, layout, dtype)])
+        results.append([out, out_plain, *unpack(messages, layout, dtype, codec)])
     for expected, made in zip(*results, strict=True):
         close(made, expected, 0.0, f"summed {what}")
 

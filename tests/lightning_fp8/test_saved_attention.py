@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fp8 import FP8Precision
 from torch_fp8 import FP8Config, revert
-from torch_fp8.nn.attention_dispatch import is_marked
+from torch_fp8.conversion.attention_layers import is_marked
 
 
 def test_fabric_takes_the_option():

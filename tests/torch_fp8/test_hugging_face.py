@@ -88,7 +88,7 @@ def test_an_mlp_that_has_up_first():
     config = AutoConfig.for_model("moonshine", hidden_size=64, intermediate_size=128)
     mlp = MoonshineDecoderMLP(config, "silu").bfloat16()
     assert convert_to_float8(nn.Sequential(mlp)).producers == ("0",)
-    assert mlp.fp8.spec == ("fc1", "fc2", False)
+    assert mlp.fp8.spec == (("fc1",), "fc2", False)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.conversion.smooth_layers import gated_mlps
-from torch_fp8.nn.gated_mlp import FusedGateUpSpec
 from torch_fp8.nn.layer_filter import features, is_linear
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.quantize import dequantize, quantize
@@ -126,13 +125,10 @@ def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:
     mlps: dict[nn.Module, int] = {}
     for _, module, spec in gated_mlps(model):
         down = getattr(module, spec.down)
-        if isinstance(spec, FusedGateUpSpec):
-            both = getattr(module, spec.gate_up)
-            pair = halves(_weight(both).t(), spec.gate_first) if is_linear(both) else None
-            rows = None if pair is None else tuple(part.t() for part in pair)
-        else:
-            layers = getattr(module, spec.gate), getattr(module, spec.up)
-            rows = tuple(map(_weight, layers)) if all(map(is_linear, layers)) else None
+        layers = [getattr(module, name) for name in spec.inputs]
+        rows = [_weight(layer) for layer in layers] if all(map(is_linear, layers)) else None
+        if rows is not None and len(rows) == 1:
+            rows = [part.t() for part in halves(rows[0].t(), spec.gate_first)]
         mlps[down] = 0 if rows is None else _num_aligned(*rows)
     return mlps
 

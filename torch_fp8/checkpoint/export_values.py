@@ -33,7 +33,7 @@ def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False)
     """
     known = layer.fp8.scales_known and not current
     scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
-    quantizer = Quantizer(layer.fp8.spec(WEIGHT), ScaleSource(scale))
+    quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
     return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)
 
 

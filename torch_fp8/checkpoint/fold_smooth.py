@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.conversion.smooth_layers import gated_mlps
-from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
+from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.smooth import smooth_factors
 from torch_fp8.tensor.base import dequantized
@@ -39,8 +39,8 @@ class SmoothFold:
         for _, module, spec in gated_mlps(model):
             self._add(module, spec)
 
-    def _add(self, module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> None:
-        up = getattr(module, spec.gate_up if isinstance(spec, FusedGateUpSpec) else spec.up)
+    def _add(self, module: nn.Module, spec: GatedMLPSpec) -> None:
+        up = getattr(module, spec.inputs[-1])  # or one layer for gate and up
         down = getattr(module, spec.down)
         if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):
             return
@@ -49,7 +49,7 @@ class SmoothFold:
             return
         s, inverse, _ = smooth_factors(channels)
         rows = s
-        if isinstance(spec, FusedGateUpSpec):
+        if len(spec.inputs) == 1:
             parts = (torch.ones_like(s), s)
             rows = torch.cat(parts if spec.gate_first else parts[::-1])
         self._factors[up] = _Factors(rows)

@@ -126,6 +126,20 @@ class TracedGraph:
         return tensor
 
 
+class _Producer(NamedTuple):
+    """The nodes that replace casts and amaxes of an operator's result.
+
+    Attributes:
+        cast: operator that casts the result.
+        fused: function that returns the call for a cast; None: no fusion.
+        amax: function that returns the node of the result's amax; None: there is none.
+    """
+
+    cast: Any
+    fused: Callable[[TracedGraph, Node, CastOptions], Call | None]
+    amax: Callable[[TracedGraph, Node], Node | None]
+
+
 def _trace_cast(
     mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
@@ -156,10 +170,10 @@ def _first_scale(
     Args:
         scale: node of the scale in `cast`; None: there is none.
     """
-    func = _CASTS.get(source.target)
-    if scale is None or func is None:
+    producer = _PRODUCERS.get(source.target)
+    if scale is None or producer is None:
         return scale
-    for node in graph.calls(func, *source.args):
+    for node in graph.calls(producer.cast, *source.args):
         of = CastOptions(*node.args[len(source.args) :][:7])
         if of.scale is not None and of.dtype == cast.dtype:
             first: Any = of.scale
@@ -172,8 +186,8 @@ def _fused(graph: TracedGraph, source: Node, cast: CastOptions) -> Call | None:
     if source.target is operator.getitem:
         source, i = source.args
         return _of_gradients(graph, source, i, cast) if source.target is SWIGLU_BACKWARD else None
-    fuse = _PRODUCERS.get(source.target)
-    return None if fuse is None else fuse(graph, source, cast)
+    producer = _PRODUCERS.get(source.target)
+    return None if producer is None else producer.fused(graph, source, cast)
 
 
 def _trace_amax(
@@ -184,8 +198,8 @@ def _trace_amax(
     if isinstance(x, FakeTensor):
         graph = TracedGraph(mode)
         source = graph.source_of(x)
-        if source is not None and source.target in _AMAXES:
-            known = _AMAXES[source.target](graph, source)
+        if source is not None and source.target in _PRODUCERS:
+            known = _PRODUCERS[source.target].amax(graph, source)
     if known is not None:
         return graph.tensor_of(known)
     with mode:
@@ -276,20 +290,12 @@ def result(call: Node, i: int) -> Node:
 
 
 SWIGLU_BACKWARD = _ops.swiglu_backward.default
-_PRODUCERS: dict[Any, Callable[[TracedGraph, Node, CastOptions], Call | None]] = {
-    _ops.rms_norm.default: _of_norm,
-    _ops.swiglu.default: _of_product,
-    _ops.gate_up_backward.default: _of_joined_gradient,
-}
-_CASTS: dict[Any, Any] = {
-    _ops.rms_norm.default: _ops.rms_norm_quantize.default,
-    _ops.swiglu.default: _ops.swiglu_quantize.default,
-    _ops.gate_up_backward.default: _ops.gate_up_backward_quantize.default,
-}
-_AMAXES: dict[Any, Callable[[TracedGraph, Node], Node | None]] = {
-    _ops.rms_norm.default: _amax_of_norm,
-    _ops.swiglu.default: _amax_of_product,
-    _ops.gate_up_backward.default: _amax_of_joined_gradient,
+_PRODUCERS = {
+    _ops.rms_norm.default: _Producer(_ops.rms_norm_quantize.default, _of_norm, _amax_of_norm),
+    _ops.swiglu.default: _Producer(_ops.swiglu_quantize.default, _of_product, _amax_of_product),
+    _ops.gate_up_backward.default: _Producer(
+        _ops.gate_up_backward_quantize.default, _of_joined_gradient, _amax_of_joined_gradient
+    ),
 }
 for _name, _rule in (("quantize_2d", _trace_cast), ("amax", _trace_amax)):
     torch.library.register_torch_dispatch(f"torch_fp8::{_name}", ProxyTorchDispatchMode, _rule)

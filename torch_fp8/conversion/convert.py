@@ -35,12 +35,12 @@ from torch_fp8.conversion.revert import keep_scaling_local
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
 from torch_fp8.nn.argument_types import check_model
-from torch_fp8.nn.bypassed_layers import watch_first_steps
 from torch_fp8.nn.expert_adapters import take_adapters
-from torch_fp8.nn.experts import Float8Experts, is_expert_module
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
 from torch_fp8.nn.layer_filter import is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.optimizer_checks import watch_first_steps
 from torch_fp8.nn.transformer_engine import (
     NOT_SHARDED,
     RECIPES,
@@ -217,7 +217,7 @@ def _finish(
     frozen = freeze_as_configured(model, config, target)
     fused = convert_producers(model, config) if fuses else NO_PRODUCERS
     place_regions(model)
-    take_adapters(model, is_expert_module)
+    take_adapters(model)
     keep_scaling_local(model)
     watch_first_steps(model)
     return frozen, fused

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
+from torch_fp8.nn.gated_mlp import GatedMLPSpec
 
 
-def gated_mlp_spec(
-    module: nn.Module, *, any_activation: bool = False
-) -> GatedMLPSpec | FusedGateUpSpec | None:
+def gated_mlp_spec(module: nn.Module, *, any_activation: bool = False) -> GatedMLPSpec | None:
     """Return the names of a gated MLP's layers; None: the module computes anything else.
 
     Args:
@@ -40,7 +38,7 @@ def gated_mlp_spec(
         spec = _matched(output, x, children, any_activation)
     except Exception:  # the forward does something else with its layers
         return None
-    names = () if spec is None else (n for n in spec if isinstance(n, str))
+    names = () if spec is None else (*spec.inputs, spec.down)
     return spec if sorted(names) == sorted(widths) else None
 
 
@@ -153,9 +151,9 @@ def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module], any_activa
         gate = activated.x
         if isinstance(gate, _Half) and isinstance(up, _Half):
             if gate.whole is up.whole and gate.whole.x is x and gate.index != up.index:
-                return FusedGateUpSpec(gate.whole.name, output.name, gate.index == 0)
+                return GatedMLPSpec((gate.whole.name,), output.name, gate.index == 0)
         elif gate.x is x and up.x is x:
-            return GatedMLPSpec(gate.name, up.name, output.name)
+            return GatedMLPSpec((gate.name, up.name), output.name)
     return None
 
 

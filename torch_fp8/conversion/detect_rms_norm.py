@@ -9,6 +9,7 @@ the input alone cannot show what it does with them.
 import functools
 import inspect
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch_fp8.ops.rms_norm import rms_norm, rms_norm_statistics
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _TRIED = (torch.float32, torch.bfloat16)
+_specs: dict[Hashable, RMSNormSpec | None] = {}
+"""Formulas of the norms tried so far, by class, size and plain attributes."""
 
 
 def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
@@ -35,7 +38,12 @@ def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
     eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
     if eps_name is None:
         return None
-    return _tried(_Trial(module), eps_name)
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))}
+    del plain["training"]
+    key = (stock_class(cls), weight.shape[0], tuple(sorted(plain.items())))
+    if key not in _specs:  # equal norms are tried only once
+        _specs[key] = _tried(module, eps_name)
+    return _specs[key]
 
 
 @functools.cache
@@ -60,38 +68,18 @@ def _twin(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
     return twin
 
 
-class _Trial:
-    """A module without its weight, as a cache key, so that equal norms are tried only once."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = _twin(module, {})
-        self.size = module._parameters["weight"].shape[0]
-        plain_attributes = {
-            k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))
-        }
-        plain_attributes.pop("training")
-        self.key = (type(self.module), self.size, tuple(sorted(plain_attributes.items())))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Trial) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=64)
 @_disable_current_modes()  # real tensors, even if the model has fake ones
-def _tried(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
+def _tried(module: nn.Module, eps_name: str) -> RMSNormSpec | None:
     """Return the spec whose results equal the module's own forward on the CPU, in all dtypes."""
-    eps = getattr(trial.module, eps_name)
+    eps, size = getattr(module, eps_name), module._parameters["weight"].shape[0]
     generator = torch.Generator().manual_seed(0)
     # A row with values near sqrt(eps) shows where eps is added.
     scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu", dtype=torch.float32)
-    x = torch.randn(3, trial.size, generator=generator, device="cpu", dtype=torch.float32) * scale
-    weight = torch.rand(trial.size, generator=generator, device="cpu", dtype=torch.float32) + 0.5
+    x = torch.randn(3, size, generator=generator, device="cpu", dtype=torch.float32) * scale
+    weight = torch.rand(size, generator=generator, device="cpu", dtype=torch.float32) + 0.5
     for spec in (RMSNormSpec(eps_name, o, p) for o in (0.0, 1.0) for p in (True, False)):
         dtypes = ((a, b) for a in _TRIED for b in _TRIED)
-        if all(_agrees(trial.module, spec, x.to(a), weight.to(b)) for a, b in dtypes):
+        if all(_agrees(module, spec, x.to(a), weight.to(b)) for a, b in dtypes):
             return spec
     return None
 

@@ -26,7 +26,7 @@ from torch_fp8.conversion.layer_options import base_config
 from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.training_guard import guard
+from torch_fp8.nn.optimizer_checks import guard
 
 
 @torch.inference_mode(False)

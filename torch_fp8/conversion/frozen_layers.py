@@ -112,11 +112,6 @@ def option_that_keeps(config: FP8Config) -> str | None:
     return next((option for option, given in options.items() if given), None)
 
 
-def frozen_by(model: nn.Module, config: FP8Config) -> Callable[[RunsFP8], bool]:
-    """Return a function that tells whether `config.frozen_weights` applies to a module."""
-    return by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
-
-
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
     """Freeze the modules of a converted model to which `config.frozen_weights` applies.
 
@@ -125,7 +120,8 @@ def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.devi
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
-    report = freeze_weights(model, config, device, frozen_by(model, config))
+    meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
+    report = freeze_weights(model, config, device, meant)
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
     return report

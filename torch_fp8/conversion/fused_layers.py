@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -13,7 +13,6 @@ from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
 from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
-from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
@@ -95,7 +94,7 @@ def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | N
     if not layers:
         return None
     wgrad = any(m.weight.requires_grad and m.fp8.recipe.wgrad is not None for m in layers)
-    return Quantizer(layers[0].fp8.spec(INPUT), columnwise_usage=wgrad)
+    return Quantizer(layers[0].fp8.recipe.input, columnwise_usage=wgrad)
 
 
 def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
@@ -147,7 +146,7 @@ def _revert(module: nn.Module) -> None:
 
 
 def convert_rms_norm(
-    module: nn.Module, name: str, config: FP8Config, quantizer: Quantizer | None
+    module: Any, name: str, config: FP8Config, quantizer: Quantizer | None
 ) -> bool:
     """Convert an RMSNorm to a `Float8RMSNorm` in place; return False if the module is not one.
 
@@ -162,12 +161,11 @@ def convert_rms_norm(
         return False
     if not isinstance(module, Float8RMSNorm):
         add_mixin(module, Float8RMSNorm)
-    assert isinstance(module, Float8RMSNorm)
     module.fp8 = NormFP8(name, config, spec, quantizer)
     return True
 
 
-def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
+def convert_gated_mlp(module: Any, name: str, config: FP8Config) -> bool:
     """Convert a gated MLP to a `Float8GatedMLP` in place; return False if the module is not one.
 
     The caller has checked that one of its layers runs in FP8.
@@ -180,12 +178,11 @@ def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
         return False
     activation = other_modules(module, spec)
     add_mixin(module, Float8GatedMLP)
-    assert isinstance(module, Float8GatedMLP)
     module.fp8 = MLPFP8(name, config, spec, activation)
     return True
 
 
-def share_output(module: nn.Module, name: str) -> bool:
+def share_output(module: Any, name: str) -> bool:
     """Let a LayerNorm share one cast of its output among its readers, in place.
 
     A LayerNorm is a module with a weight (C,) and "LayerNorm" in the name of its class, because
@@ -197,6 +194,5 @@ def share_output(module: nn.Module, name: str) -> bool:
         if not is_norm or module._modules or "forward" in module.__dict__:
             return False
         add_mixin(module, SharedOutput)
-        assert isinstance(module, SharedOutput)
     module.fp8 = SharedFP8(name)
     return True

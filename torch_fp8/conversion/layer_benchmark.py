@@ -82,24 +82,25 @@ class Card:
 
 
 @dataclass(frozen=True)
-class LayerPass:
-    """A forward and backward of one layer, which a call runs without storing gradients.
+class TimedPass:
+    """A forward and backward of a module, which a call runs without storing gradients.
 
     Attributes:
-        layer: layer with random parameters.
-        recipe: recipe of the layer; None: without FP8.
-        input: (M, K) of the shape's dtype.
-        grad_output: (M, N) of the same dtype.
+        module: linear layer or block of experts with random parameters.
+        recipe: recipe of the module; None: without FP8.
+        arguments: arguments of its forward; the first one requires a gradient.
+        grad_output: gradient of its output.
     """
 
-    layer: nn.Linear
+    module: nn.Module
     recipe: Recipe | None
-    input: Tensor
+    arguments: tuple[Tensor, ...]
     grad_output: Tensor
 
     def __call__(self) -> None:
-        output = self.layer(self.input)
-        torch.autograd.grad(output, [self.input, *self.layer.parameters()], self.grad_output)
+        output = self.module(*self.arguments)
+        inputs = [self.arguments[0], *(p for p in self.module.parameters() if p.requires_grad)]
+        torch.autograd.grad(output, inputs, self.grad_output)
 
 
 @functools.cache
@@ -161,7 +162,7 @@ def samples(device: torch.device, passes: Sequence[Callable[[], None]]) -> list[
 
 def _passes(
     device: torch.device, shape: LayerShape, tokens: int, recipes: Sequence[Recipe], kept: Kept
-) -> list[LayerPass]:
+) -> list[TimedPass]:
     generator = torch.Generator(device).manual_seed(0)  # leaves torch's default generator alone
 
     def random(*size: int) -> Tensor:
@@ -176,7 +177,7 @@ def _passes(
     bias = nn.Parameter(random(num_out)) if shape.bias else None
     x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
     layers = [_layer(plain if r is None else weight, bias, r, kept) for r in (None, *recipes)]
-    return [LayerPass(*pair, x, grad) for pair in zip(layers, (None, *recipes), strict=True)]
+    return [TimedPass(*pair, (x,), grad) for pair in zip(layers, (None, *recipes), strict=True)]
 
 
 def _layer(

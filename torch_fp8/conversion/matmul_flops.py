@@ -33,9 +33,10 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
     Attention's products have no weight and do not count.
     """
     total = fp8 = experts = 0.0
-    for name, module in model.named_modules():
+    for module in model.modules():
         if not is_linear(module):
-            for parameter in _experts(name, module):
+            for key in expert_weights("", module):
+                parameter = getattr(module, key)
                 numel = parameter.numel() * _active_share(model, module, parameter)
                 if isinstance(module, Float8Experts):
                     total += (2 + parameter.requires_grad) * numel
@@ -52,14 +53,6 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
             fp8_wgrad = trained and module.fp8.recipe.wgrad is not None
             fp8 += (2 + fp8_wgrad) * numel
     return MatmulFlops(total + experts, fp8, experts)
-
-
-def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:
-    prefix = f"{name}." if name else ""
-    return [
-        getattr(module, full_name.removeprefix(prefix))
-        for full_name in expert_weights(name, module)
-    ]
 
 
 def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:

@@ -153,12 +153,13 @@ class ConversionReport:
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
         ]
-        if self.unused_skip:
-            patterns = ", ".join(map(repr, self.unused_skip))
-            lines.append(f"  warning   skip pattern(s) {patterns} match no module")
-        if self.unused_overrides:
-            patterns = ", ".join(map(repr, self.unused_overrides))
-            lines.append(f"  warning   pattern(s) of overrides {patterns} match no module")
+        unused = {"skip pattern(s)": self.unused_skip}
+        unused["pattern(s) of overrides"] = self.unused_overrides
+        lines += [
+            f"  warning   {noun} {', '.join(map(repr, patterns))} match no module"
+            for noun, patterns in unused.items()
+            if patterns
+        ]
         if self.config.opt_level != "O1":
             if optimizer_reports is None:
                 lines.append(f"  optimizer not converted, {_HOW_TO_CONVERT}")

@@ -11,7 +11,7 @@ from torch_fp8.conversion.fused_layers import revert_producers
 from torch_fp8.conversion.layer_swap import to_stock
 from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.expert_adapters import take_adapters
-from torch_fp8.nn.experts import Float8Experts, is_expert_module
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import place_regions
@@ -45,7 +45,7 @@ def revert(model: nn.Module) -> int:
     experts = [m for m in model.modules() if isinstance(m, Float8Experts)]
     for module in experts:
         experts_to_stock(module)
-    take_adapters(model, is_expert_module)
+    take_adapters(model)
     place_regions(model)
     keep_scaling_local(model)
     for parameter in model.parameters():

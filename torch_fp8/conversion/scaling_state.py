@@ -12,8 +12,6 @@ from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.linear import Float8Layer
 
 _SCALING = ("amax_history", "last_scale")
-_FORMER = "automatic_scaling.mu"
-"""A key of checkpoints that earlier versions wrote with ``communication="fp8-lm"``."""
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -53,7 +51,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
             Inf or NaN. Nothing is loaded in that case.
     """
     check_model(model, "load_scaling_state_dict")
-    state = {unwrapped_name(key): value for key, value in state.items() if key != _FORMER}
+    state = {unwrapped_name(key): value for key, value in state.items()}
     exchanges = state.pop(STATE_KEY, None)
     modules = dict(_delayed_modules(model)) if state else {}
     targets = {

@@ -6,7 +6,7 @@ from torch import nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
-from torch_fp8.nn.gated_mlp import Float8GatedMLP, FusedGateUpSpec, GatedMLPSpec
+from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
 from torch_fp8.nn.layer_filter import is_linear
 
 
@@ -30,14 +30,11 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
     return names
 
 
-def gated_mlps(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]:
+def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]]:
     """Yield (name, module, names of its layers) of the gated MLPs, with any activation."""
     for name, module in model.named_modules():
-        spec: GatedMLPSpec | FusedGateUpSpec | None
         if isinstance(module, Float8GatedMLP):
-            spec = module.fp8.spec
+            spec: GatedMLPSpec | None = module.fp8.spec
         else:
             spec = gated_mlp_spec(module, any_activation=True)
         if spec is not None:

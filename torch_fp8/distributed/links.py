@@ -232,7 +232,7 @@ def _scatters(whole: Tensor, group: Any) -> Iterable[Callable[[], Any]]:
     layout = messages.Layout(output.numel() // 32)
 
     def scatter() -> None:
-        sent = messages.pack(whole)
+        sent = messages.pack_flat(whole.view(-1), None, layout, len(whole))
         received = torch.empty_like(sent)
         all_to_all(received, sent, group)
         messages.unpack_sum(received, layout, output, None)

@@ -23,7 +23,7 @@ from torch_fp8.monitor.statistics import (
 )
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
-from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
+from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
 from torch_fp8.quantization.block_scaled import matrix_shape
@@ -101,7 +101,7 @@ def look_at_updates(
             yield f"{name}/update", update_statistics(grad, own, beta2, eps, step)
 
 
-GatedMLPs = list[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]
+GatedMLPs = list[tuple[str, nn.Module, GatedMLPSpec]]
 
 
 def gated_mlps(model: nn.Module) -> GatedMLPs:
@@ -121,12 +121,9 @@ def look_at_gated_mlps(mlps: GatedMLPs) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}/swiglu", alignment_statistics(*pair)
 
 
-def _aligned(
-    module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec
-) -> tuple[Tensor, Tensor] | None:
+def _aligned(module: nn.Module, spec: GatedMLPSpec) -> tuple[Tensor, Tensor] | None:
     """Return gate's and up's weights with a row for each channel; None if unavailable."""
-    names = (spec.gate_up,) if isinstance(spec, FusedGateUpSpec) else (spec.gate, spec.up)
-    layers = [getattr(module, name) for name in names]
+    layers = [getattr(module, name) for name in spec.inputs]
     weights = [getattr(layer, "weight", None) for layer in layers]
     if not all(isinstance(w, nn.Parameter) and w.requires_grad for w in weights):
         return None

@@ -69,18 +69,13 @@ class FactoredAdapter(nn.Module):
             base.fp8_factors = before
 
 
-def take_adapters(model: nn.Module, is_converted: Any) -> None:
-    """Make the adapters of converted experts pass on their factors, and no other adapters.
-
-    Args:
-        model: any module.
-        is_converted: function that tells whether a module computes experts in FP8.
-    """
+def take_adapters(model: nn.Module) -> None:
+    """Make the adapters of converted experts pass on their factors, and no other adapters."""
     for module in model.modules():
         if not callable(getattr(module, "get_delta_factors", None)):
             continue
         adapter: Any = module
-        wanted = is_converted(adapter.get_base_layer())
+        wanted = hasattr(adapter.get_base_layer(), "fp8_factors")
         if wanted and not isinstance(module, FactoredAdapter):
             add_mixin(module, FactoredAdapter)
         elif not wanted and isinstance(module, FactoredAdapter):

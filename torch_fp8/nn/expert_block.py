@@ -36,9 +36,9 @@ from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
+    multiply_rows,
     weight_grad_dtype,
     weight_gradient,
-    weight_operand,
 )
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.expert_gate import (
@@ -51,7 +51,6 @@ from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.moe_route import Route
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
-from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.quantizer import Quantizer, output_dtype
 from torch_fp8.tensor.weight_half import gradient_dtype
@@ -118,67 +117,23 @@ def expert_block(
     return (y + shares.to(y.dtype) @ biases[1].to(y.dtype)).to(y.dtype)
 
 
-class _Gemms(NamedTuple):
-    """The grouped GEMMs of a block.
+def _bias_gradient(
+    g_t: QuantizedTensor, offs: Tensor, options: GroupedOptions, dtype: torch.dtype
+) -> Tensor:
+    """Sum the rows of each group, (E, N), by a GEMM with ones.
 
-    Attributes:
-        options: see `GroupedOptions`.
+    Args:
+        g_t: payload (N, R) with scales (E, N).
         offs: ends of the groups, (E,) int32.
+        options: options of the GEMMs.
+        dtype: dtype of the result.
     """
-
-    options: GroupedOptions
-    offs: Tensor
-
-    def rows(
-        self, x: QuantizedTensor, weight: Tensor, dtype: torch.dtype, place: int, *, dgrad: bool
-    ) -> Tensor:
-        """Multiply rows (R, K) by the weights of their experts, or for dgrad by the transposes.
-
-        Args:
-            x: payload of the rows.
-            weight: weights in their stored layout.
-            dtype: dtype of the result.
-            place: FIRST or SECOND.
-            dgrad: whether this is the product in backward.
-        """
-        options = self.options
-        gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
-        weight8 = weight_operand(weight, options, place - FIRST, dgrad=dgrad)
-        for observer in options.observers[place - FIRST : place - FIRST + 1]:
-            observer.weight(weight, weight8, options.transposed != dgrad)
-        return scaled_grouped_matmul(
-            x,
-            weight8,
-            self.offs,
-            "rows",
-            dtype,
-            fast_accum=gemm.fast_accum,
-            emulate=options.emulate,
-        )
-
-    def show_inputs(self, *inputs: tuple[Any, QuantizedTensor, Tensor | None]) -> None:
-        """Show the source, payload and tokens of both weights' inputs to a monitor."""
-        for observer, (x, payload, token) in zip(self.options.observers, inputs, strict=True):
-            observer.input(x, payload, self.offs, token)
-
-    def show_gradients(self, *grads: tuple[Any, QuantizedTensor, Tensor | None]) -> None:
-        """Show the source, payload and tokens of both outputs' gradients to a monitor."""
-        for observer, (grad, payload, token) in zip(self.options.observers, grads, strict=True):
-            observer.grad_output(grad, payload, self.offs, token)
-
-    def bias_gradient(self, g_t: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-        """Sum the rows of each group, (E, N), by a GEMM with ones.
-
-        Args:
-            g_t: payload (N, R) with scales (E, N).
-            dtype: dtype of the result.
-        """
-        # (16, R): 16 rows of ones, the least that a GEMM takes
-        codes = g_t.qdata.new_full((GEMM_ALIGNMENT, g_t.qdata.shape[1]), _ONE, dtype=torch.uint8)
-        scale = g_t.scale.new_ones(len(self.offs), GEMM_ALIGNMENT)
-        ones = QuantizedTensor(codes.view(g_t.qdata.dtype), scale, g_t.granularity)
-        sums = weight_gradient(ones, g_t, self.offs, dtype, self.options._replace(transposed=False))
-        return sums[..., 0].contiguous()  # (E, N, 16) -> (E, N)
+    # (16, R): 16 rows of ones, the least that a GEMM takes
+    codes = g_t.qdata.new_full((GEMM_ALIGNMENT, g_t.qdata.shape[1]), _ONE, dtype=torch.uint8)
+    scale = g_t.scale.new_ones(len(offs), GEMM_ALIGNMENT)
+    ones = QuantizedTensor(codes.view(g_t.qdata.dtype), scale, g_t.granularity)
+    sums = weight_gradient(ones, g_t, offs, dtype, options._replace(transposed=False))
+    return sums[..., 0].contiguous()  # (E, N, 16) -> (E, N)
 
 
 class ExpertBlockFunction(torch.autograd.Function):
@@ -198,12 +153,14 @@ class ExpertBlockFunction(torch.autograd.Function):
         offs: Tensor,
         options: BlockOptions,
     ) -> Tensor:
-        gemms, dtype = _Gemms(options.grouped, offs), options.out_dtype
+        grouped, dtype = options.grouped, options.out_dtype
         # (T, H): each token once, before its rows are gathered
-        x8, _, _ = Quantizer(options.grouped.recipe.input)(x, rowwise=True, columnwise=False)
+        x8, _, _ = Quantizer(grouped.recipe.input)(x, rowwise=True, columnwise=False)
         assert x8 is not None
         score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
-        h = gemms.rows(gather_rows(x8, token), first, dtype, FIRST, dgrad=False)  # (R, 2I)
+        rows = gather_rows(x8, token)  # (R, H)
+        h = multiply_rows(rows, first, offs, grouped, dtype, dgrad=False)  # (R, 2I)
+        del rows
         saves = options.with_gradients and any(ctx.needs_input_grad)
         is_dropped = saves and saves_nothing()
         q, scale, *halves = expert_gate_quantize(
@@ -215,10 +172,13 @@ class ExpertBlockFunction(torch.autograd.Function):
         assert q is not None
         assert scale is not None
         a8 = QuantizedTensor(q, scale, x8.granularity)  # (R, I)
-        if options.grouped.observers:
+        if grouped.observers:
+            of_first, of_second = grouped.observers
+            of_first.input(x, x8, offs, token)
             source = partial(scored_activation, h, score, offs, bias, options.form)
-            gemms.show_inputs((x, x8, token), (source, a8, None))
-        y = combine_rows(gemms.rows(a8, second, dtype, SECOND, dgrad=False), row)  # (T, H)
+            of_second.input(source, a8, offs, None)
+        rows = multiply_rows(a8, second, offs, grouped, dtype, 1, dgrad=False)  # (R, H)
+        y = combine_rows(rows, row)  # (T, H)
         saved: dict[str, Any] = {}
         if saves:
             saved = dict(zip(_HALVES, halves, strict=True))
@@ -228,7 +188,7 @@ class ExpertBlockFunction(torch.autograd.Function):
             if ctx.needs_input_grad[FIRST]:
                 saved |= {"x": x8.qdata, "x_scale": x8.scale}
         save_by_name(ctx, saved)
-        ctx.options, ctx.name = options, options.grouped.name
+        ctx.options, ctx.name = options, grouped.name
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, first, second, bias, scores))
         return y
 
@@ -238,30 +198,34 @@ class ExpertBlockFunction(torch.autograd.Function):
         saved = saved_by_name(ctx)
         options: BlockOptions = ctx.options
         token, row, offs = saved["token"], saved["row"], saved["offs"]
-        gemms, wants = _Gemms(options.grouped, offs), ctx.needs_input_grad
-        spec = options.grouped.recipe.grad_output
-        g8, _, _ = Quantizer(spec)(grad_output, rowwise=True, columnwise=False)  # (T, H)
+        grouped, wants = options.grouped, ctx.needs_input_grad
+        g8, _, _ = Quantizer(grouped.recipe.grad_output)(
+            grad_output, rowwise=True, columnwise=False
+        )  # (T, H)
         assert g8 is not None
         grads: list[Tensor | None] = [None] * 10
         g = gather_rows(g8, token)  # (R, H)
-        da = gemms.rows(g, saved["second"], options.out_dtype, SECOND, dgrad=True)  # (R, I)
+        # (R, I)
+        da = multiply_rows(g, saved["second"], offs, grouped, options.out_dtype, 1, dgrad=True)
         del g
         gate, up = ((saved[name], saved[f"{name}_scale"]) for name in ("gate", "up"))
         q, scale, dh_q, dh_scale, dscore = expert_gate_backward(
             da, saved["score"], *gate, *up, options.form
         )
         dh8 = QuantizedTensor(dh_q, dh_scale, g8.granularity)  # (R, 2I)
-        if options.grouped.observers:
+        if grouped.observers:
+            of_first, of_second = grouped.observers
             source = partial(gate_gradient, da, saved["score"], gate, up, options.form)
-            gemms.show_gradients((source, dh8, None), (grad_output, g8, token))
+            of_first.grad_output(source, dh8, offs, None)
+            of_second.grad_output(grad_output, g8, offs, token)
         del da, gate, up
         if wants[SECOND]:
             a_t = transpose_groups(QuantizedTensor(q, scale, g8.granularity), offs)  # (I, R)
             g_t = transpose_groups(g8, offs, token)  # (H, R)
-            grads[SECOND] = weight_gradient(a_t, g_t, offs, _dtype(ctx, SECOND), options.grouped)
+            grads[SECOND] = weight_gradient(a_t, g_t, offs, _dtype(ctx, SECOND), grouped)
             del a_t, g_t
         if wants[X]:
-            rows = gemms.rows(dh8, saved["first"], ctx.dtypes[X], FIRST, dgrad=True)
+            rows = multiply_rows(dh8, saved["first"], offs, grouped, ctx.dtypes[X], dgrad=True)
             grads[X] = combine_rows(rows, row)  # (R, H) -> (T, H)
             del rows
         if wants[FIRST] or wants[BIAS]:
@@ -269,9 +233,9 @@ class ExpertBlockFunction(torch.autograd.Function):
         if wants[FIRST]:
             x8 = QuantizedTensor(saved["x"], saved["x_scale"], g8.granularity)
             x_t = transpose_groups(x8, offs, token)  # (H, R)
-            grads[FIRST] = weight_gradient(x_t, dh_t, offs, _dtype(ctx, FIRST), options.grouped)
+            grads[FIRST] = weight_gradient(x_t, dh_t, offs, _dtype(ctx, FIRST), grouped)
         if wants[BIAS]:
-            grads[BIAS] = gemms.bias_gradient(dh_t, ctx.dtypes[BIAS])
+            grads[BIAS] = _bias_gradient(dh_t, offs, grouped, ctx.dtypes[BIAS])
         if wants[SCORES]:
             grads[SCORES] = dscore[row].to(ctx.dtypes[SCORES])  # (R,) -> (T, k)
         return tuple(grads)

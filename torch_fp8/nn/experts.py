@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_fp8.autograd.current_pass import is_transformed, saves_nothing
@@ -288,8 +288,3 @@ class Float8BatchedExperts(Float8Experts):
         gate, up = rows.chunk(2, dim=-1)
         activated: Tensor = up * self.act_fn(gate)
         return activated
-
-
-def is_expert_module(module: nn.Module) -> bool:
-    """Return whether a module of experts runs in FP8."""
-    return isinstance(module, Float8Experts)

@@ -147,13 +147,11 @@ class FrozenStorage(RunsFP8):
         fp8.frozen.notice = notice
         self.run_recipe(replace(recipe, smooth=fp8.frozen.recipe.smooth), emulate)
 
-    def thaw_weights(self, dtype: torch.dtype | None = None) -> int:
+    def thaw_weights(self) -> int:
         """Give the weights their dtype back, and the module its earlier recipe.
 
         The Parameters stay the same objects, and do not require gradients.
 
-        Args:
-            dtype: dtype of the thawed weights; None: the one that they had before.
         Returns:
             The number of weights that were thawed.
         Raises:
@@ -164,7 +162,7 @@ class FrozenStorage(RunsFP8):
             return 0
         for name, weight in frozen.items():
             self._refuse_sharded(name, weight)
-            plain = weight.dequantize().to(dtype or weight.payload.thawed_dtype)
+            plain = weight.dequantize().to(weight.payload.thawed_dtype)
             replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         recipe, fp8.frozen = fp8.frozen.recipe, None
         self.run_recipe(recipe, fp8.emulate)

@@ -38,42 +38,26 @@ from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
+from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.quantizer import Quantizer
 
 
 class GatedMLPSpec(NamedTuple):
-    """Names of the layers of a gated MLP with separate gate and up layers.
+    """Names of the layers of a gated MLP.
 
     Attributes:
-        gate: name of the gate layer.
-        up: name of the up layer.
+        inputs: names of the layers gate and up, or of one layer with an output (..., 2 C) for both.
         down: name of the down layer.
-        gate_first: always True; see `FusedGateUpSpec`.
+        gate_first: whether gate is the first of the two layers, or the first half of the output.
     """
 
-    gate: str
-    up: str
+    inputs: tuple[str, ...]
     down: str
     gate_first: bool = True
 
 
-class FusedGateUpSpec(NamedTuple):
-    """Names of the layers of a gated MLP whose gate and up are one layer.
-
-    Attributes:
-        gate_up: name of that layer, with an output (..., 2 C).
-        down: name of the down layer.
-        gate_first: whether gate is the first half of the output.
-    """
-
-    gate_up: str
-    down: str
-    gate_first: bool
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -106,7 +90,7 @@ class MLPFP8(NamedTuple):
 
     name: str
     config: FP8Config
-    spec: GatedMLPSpec | FusedGateUpSpec
+    spec: GatedMLPSpec
     activation: tuple[nn.Module, ...]
 
 
@@ -126,7 +110,7 @@ class Float8GatedMLP(RunsFP8):
             return super().forward(*args, **kwargs)
         (x,) = args
         down_layer = getattr(self, spec.down)
-        inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
+        inputs = self._project(x)
         is_ours = all(is_plain(t) for t in inputs) and _fit(inputs)
         if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
@@ -149,23 +133,17 @@ class Float8GatedMLP(RunsFP8):
             return True
         return any(getattr(m, name) for m in others for name in _HOOKS)
 
-    def _joined(self, x: Tensor, spec: FusedGateUpSpec) -> tuple[Tensor]:
-        both: Tensor = getattr(self, spec.gate_up)(x)
-        return (both,)
-
-    def _pair(self, x: Tensor, spec: GatedMLPSpec) -> tuple[Tensor, Tensor]:
-        gate_layer, up_layer = getattr(self, spec.gate), getattr(self, spec.up)
-        if not torch.compiler.is_compiling() and _in_fp8(gate_layer) and _in_fp8(up_layer):
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        layers = [getattr(self, name) for name in self.fp8.spec.inputs]
+        if len(layers) > 1 and not torch.compiler.is_compiling() and all(map(_in_fp8, layers)):
             x = shared(x, self.fp8.name)
-        return gate_layer(x), up_layer(x)
+        return tuple([layer(x) for layer in layers])
 
-    def _options(self, down_layer: nn.Module) -> _Options:
-        ahead, smooth = None, False
-        if _in_fp8(down_layer):
-            assert isinstance(down_layer, Float8Linear)
-            smooth = down_layer.fp8.recipe.smooth
-        if _in_fp8(down_layer) and not smooth:
-            spec = down_layer.fp8.spec(INPUT)
+    def _options(self, down_layer: Any) -> _Options:
+        ahead, in_fp8 = None, _in_fp8(down_layer)
+        smooth = in_fp8 and down_layer.fp8.recipe.smooth
+        if in_fp8 and not smooth:
+            spec = down_layer.fp8.recipe.input
             delayed = down_layer.fp8.producer_quantizer(down_layer, INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
                 recipe = down_layer.fp8.recipe
@@ -197,10 +175,8 @@ class Float8GatedMLP(RunsFP8):
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
         """Return the gradients' quantizers of two layers with known scales; None: cast later."""
-        if isinstance(self.fp8.spec, FusedGateUpSpec):
-            return None
-        layers = getattr(self, self.fp8.spec.gate), getattr(self, self.fp8.spec.up)
-        if not all(map(_in_fp8, layers)):
+        layers = [getattr(self, name) for name in self.fp8.spec.inputs]
+        if len(layers) < 2 or not all(map(_in_fp8, layers)):
             return None
         of_gate, of_up = (layer.fp8.producer_quantizer(layer, GRAD_OUTPUT) for layer in layers)
         if of_gate is None or of_up is None or of_gate.spec != of_up.spec:
@@ -318,10 +294,10 @@ def _unread(name: str, gate_first: bool, inputs: Sequence[Tensor]) -> Tensor:
     return LazyQuantizedTensor(Product(gate, up).source(name), shape, gate.dtype)
 
 
-def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tuple[nn.Module, ...]:
+def other_modules(module: nn.Module, spec: GatedMLPSpec) -> tuple[nn.Module, ...]:
     """Return the children that `spec` does not name."""
-    children = module._modules.items()
-    return tuple(m for name, m in children if m is not None and name not in spec)
+    named = (*spec.inputs, spec.down)
+    return tuple(m for name, m in module._modules.items() if m is not None and name not in named)
 
 
 def _in_fp8(layer: nn.Module) -> bool:
@@ -331,9 +307,9 @@ def _in_fp8(layer: nn.Module) -> bool:
 def _fit(inputs: Sequence[Tensor]) -> bool:
     """Return whether gate and up have equal shapes, and a dtype that the kernels take."""
     if len(inputs) == 1:
-        return inputs[0].dtype in _DTYPES and inputs[0].shape[-1] % 2 == 0
+        return inputs[0].dtype in CAST_DTYPES and inputs[0].shape[-1] % 2 == 0
     gate, up = inputs
-    return gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in _DTYPES
+    return gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in CAST_DTYPES
 
 
 def _gate_and_up(inputs: Sequence[Tensor], gate_first: bool) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,35 @@ def cast_stacked(values: Tensor, spec: CastSpec, flip: bool) -> QuantizedTensor:
     return quantize_stacked(values.transpose(1, 2) if flip else values, spec)
 
 
+def multiply_rows(
+    x: QuantizedTensor,
+    weight: Tensor,
+    offs: Tensor,
+    options: GroupedOptions,
+    dtype: torch.dtype,
+    place: int = 0,
+    *,
+    dgrad: bool,
+) -> Tensor:
+    """Multiply rows (R, K) by the weights of their experts, or for `dgrad` by the transposes.
+
+    Args:
+        x: payload of the rows.
+        weight: weights in their stored layout.
+        offs: ends of the groups (E,) int32.
+        options: options of the GEMMs.
+        dtype: dtype of the result.
+        place: index of the weight in `options.caches` and `options.observers`.
+        dgrad: whether this is the product in backward.
+    """
+    gemm = options.recipe.dgrad if dgrad else options.recipe.fprop
+    weight8 = weight_operand(weight, options, place, dgrad=dgrad)
+    for observer in options.observers[place : place + 1]:
+        observer.weight(weight, weight8, options.transposed != dgrad)
+    precise = {"fast_accum": gemm.fast_accum, "emulate": options.emulate}
+    return scaled_grouped_matmul(x, weight8, offs, "rows", dtype, **precise)
+
+
 class GroupedLinearFunction(torch.autograd.Function):
     """``y = x w_e^T`` by expert on FP8 payloads, with dgrad and wgrad; see `grouped_linear`."""
 
@@ -142,19 +171,10 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe = options.recipe
         payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)  # (T, K)
         assert payload is not None
-        weight8 = weight_operand(weight, options, dgrad=False)  # (E, N, K)
         for observer in options.observers:
             observer.input(x, payload, offs, token)
-            observer.weight(weight, weight8, options.transposed)
-        y = scaled_grouped_matmul(  # (R, N)
-            payload if token is None else gather_rows(payload, token),  # (R, K)
-            weight8,
-            offs,
-            "rows",
-            out_dtype,
-            fast_accum=recipe.fprop.fast_accum,
-            emulate=options.emulate,
-        )
+        rows = payload if token is None else gather_rows(payload, token)  # (R, K)
+        y = multiply_rows(rows, weight, offs, options, out_dtype, dgrad=False)  # (R, N)
         saved: dict[str, Tensor | None] = {"offs": offs, "token": token, "row": row}
         if wants_dgrad:
             saved["weight"] = weight
@@ -186,15 +206,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             observer.grad_output(grad_output, g, offs, None)
         if wants_dgrad:
             assert g is not None
-            grad_input = scaled_grouped_matmul(  # (R, K)
-                g,
-                weight_operand(saved["weight"], options, dgrad=True),  # (E, K, N)
-                offs,
-                "rows",
-                input_dtype,
-                fast_accum=recipe.dgrad.fast_accum,
-                emulate=options.emulate,
-            )
+            # (R, K)
+            grad_input = multiply_rows(g, saved["weight"], offs, options, input_dtype, dgrad=True)
             if "row" in saved:
                 grad_input = combine_rows(grad_input, saved["row"])  # (R, K) -> (T, K)
         if fp8_wgrad:

@@ -15,14 +15,13 @@ from torch_fp8.nn.class_swap import stock_class, unwrapped_name
 from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
-from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+from torch_fp8.quantization.formats import CAST_DTYPES, GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.split_weight import SplitWeight
 
 # PEFT's ``lora_A.default``, or another library's ``lora_A``. Not all that is below such a name:
 # X-LoRA names the whole model ``lora_model``.
 _LORA = re.compile(r"(^|\.)lora_\w+(\.[^.]+)?$")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
 """Reason for adapters, which stay in high precision: they are small, and the user trains them."""
 UNINITIALIZED = "its size is not known yet: run a batch through the model before you convert it"
@@ -186,7 +185,7 @@ def weight_reason(weight: Any) -> str | None:
     """Return why a weight cannot be cast to FP8, apart from its size; None: it can."""
     if is_lazy(weight):
         return UNINITIALIZED
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in CAST_DTYPES:
         return f"weight is {weight.dtype}"
     sharded = hasattr(weight, "_local_tensor") or isinstance(weight, QuantizableTensor)
     if not (sharded or type(weight) in _WEIGHTS):

@@ -28,7 +28,8 @@ from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.ops.registry import is_watched
 from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
-from torch_fp8.quantization.recipe import CastSpec, Recipe
+from torch_fp8.quantization.formats import CAST_DTYPES
+from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import (
@@ -39,8 +40,6 @@ from torch_fp8.tensor.quantizer import (
     autocast_dtype,
 )
 from torch_fp8.tensor.scale_source import OF_TENSOR
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
@@ -84,7 +83,7 @@ class LayerFP8:
         observer: monitor that sees the operands of the GEMMs; see `observe`.
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
-        called: whether the layer has run in eager code; see `torch_fp8.nn.bypassed_layers`.
+        called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
         paused: whether the layer temporarily runs in high precision; see `torch_fp8.nn.paused`.
     """
 
@@ -169,10 +168,6 @@ class LayerFP8:
         quantizer = self.quantizer(layer, operand)
         return None if quantizer.source.scale is None else quantizer
 
-    def spec(self, operand: int) -> CastSpec:
-        """Return the recipe's cast of INPUT, WEIGHT or GRAD_OUTPUT."""
-        return (self.recipe.input, self.recipe.weight, self.recipe.grad_output)[operand]
-
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor from now on.
 
@@ -253,7 +248,7 @@ class LayerFP8:
             shape, dtype = input.shape, input.dtype
         else:
             return None
-        if not shape or shape[-1] != cache.columns or dtype not in FLOATS:
+        if not shape or shape[-1] != cache.columns or dtype not in CAST_DTYPES:
             return None
         if cache.quantizer is None:
             if self.observer is not None:
@@ -331,12 +326,12 @@ def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) 
         TypeError: input or weight has another dtype, or torchao has quantized the weight.
         ValueError: the last dimension of the input is not K.
     """
-    if dtype not in FLOATS:
+    if dtype not in CAST_DTYPES:
         raise TypeError(
             f"FP8 linear '{fp8.name}' takes float32, bfloat16 or float16 input, got {dtype}; cast "
             f"it, or keep the module in high precision with FP8Config(skip=('{fp8.name}',))"
         )
-    if weight.dtype not in FLOATS:
+    if weight.dtype not in CAST_DTYPES:
         raise TypeError(
             f"the weight of FP8 linear '{fp8.name}' is {weight.dtype}, as model.double() "
             "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "

@@ -44,7 +44,7 @@ def shared(x: Tensor, name: str) -> Tensor:
     return output
 
 
-class _Dense(Producer):
+class Computed(Producer):
     """A result (R, C) that is already computed."""
 
     def __init__(self, matrix: Tensor) -> None:
@@ -64,7 +64,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         matrix = x.detach().reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
-        production = LazySource(name, (matrix,), _Dense(matrix))
+        production = LazySource(name, (matrix,), Computed(matrix))
         return LazyQuantizedTensor(production, x.shape, x.dtype)
 
     @staticmethod

@@ -48,6 +48,7 @@ from torch_fp8.ops.rms_norm import (
     rms_norm_statistics,
 )
 from torch_fp8.ops.scaled_mm import cast
+from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
@@ -69,7 +70,6 @@ class RMSNormSpec(NamedTuple):
     promotes: bool
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Options(NamedTuple):
@@ -82,12 +82,8 @@ class _Options(NamedTuple):
     """Quantizer of the layers that read the result; None: return a plain tensor."""
     reader: Quantizer | None
     """Quantizer of the expected reader, if its scale is known and the result can be cast now."""
-    waits: bool
-    """Whether the result is computed only when it is read."""
-
-    def inputs(self, x: Tensor, weight: Tensor, eps: float) -> NormInputs:
-        """Return the arguments of the operators for x (R, C)."""
-        return NormInputs(x.detach(), weight.detach(), eps, self.offset, self.out_dtype)
+    on_read: Callable[[Quantizer], None] | None
+    """Function that notes the first reader; None: compute the result at once, as a tensor."""
 
 
 class NormFP8:
@@ -134,7 +130,7 @@ class Float8RMSNorm(RunsFP8):
         runs = self.runs_fp8 and (compiling or not is_transformed())
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
         usual = usual and is_plain(x)
-        if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
+        if not (runs and usual and x.dtype in CAST_DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
         fp8, spec = self.fp8, self.fp8.spec
@@ -163,9 +159,9 @@ class Float8RMSNorm(RunsFP8):
             save_fp8,
             fp8.quantizer if waits else None,
             self._expected_reader(x) if waits else None,
-            waits,
+            fp8.note_reader if waits else None,
         )
-        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, fp8.note_reader)
+        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
         return output
 
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
@@ -187,20 +183,14 @@ class _RMSNormFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        options: _Options,
-        on_read: Callable[[Quantizer], None] | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, options: _Options) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         keep = options.keep and any(ctx.needs_input_grad[:2])
         save = keep and options.save_fp8
         dropped = options.keep and saves_nothing()
         col = options.keep and not dropped
-        inputs = options.inputs(matrix, weight, eps)
+        offset, out_dtype = options.offset, options.out_dtype
+        inputs = NormInputs(matrix.detach(), weight.detach(), eps, offset, out_dtype)
         produced = _Produced(inputs, options, save and not dropped, col)
         if keep:
             of_x: tuple[Any, ...] = (x,)
@@ -208,9 +198,9 @@ class _RMSNormFunction(torch.autograd.Function):
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
-        if on_read is None or not options.waits:
+        if options.on_read is None:
             return reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
-        return LazyQuantizedTensor(produced.production(on_read), x.shape, options.out_dtype)
+        return LazyQuantizedTensor(produced.production(), x.shape, out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -223,7 +213,7 @@ class _RMSNormFunction(torch.autograd.Function):
         grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *arguments))
         dx = grad_x.view(ctx.shape) if wants_x else None  # (R, C) -> (..., C)
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
-        return dx, dw, None, None, None
+        return dx, dw, None, None
 
 
 @torch.compiler.allow_in_graph
@@ -241,8 +231,8 @@ def _norm_in_graph(
         return shape_of_result(x.shape, out_dtype, x, weight)
     quantizer = None if casts is None else of_text(casts)
     keep = torch.is_grad_enabled()
-    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, False)
-    output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, None)
+    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, None)
+    output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
     return output
 
 
@@ -315,10 +305,11 @@ class _Produced(_Unread):
         self.saved: tuple[Tensor | None, ...] = tuple(saved)
         self._norm = inputs.with_rstd(rstd)
 
-    def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:
+    def production(self) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""
-        quantizer = self.options.reader or self.options.quantizer
-        production = LazySource(self.options.name, self._inputs[:2], self, on_read)
+        options = self.options
+        quantizer = options.reader or options.quantizer
+        production = LazySource(options.name, self._inputs[:2], self, options.on_read)
         if self.made is not None and quantizer is not None:
             production.keep(quantizer, self.made)
         return production

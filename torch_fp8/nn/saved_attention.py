@@ -29,13 +29,12 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import PLAIN, is_of_checkpoint, top_saved_tensor_hooks
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
-from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.formats import CAST_DTYPES, E4M3
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import output_dtype
 from torch_fp8.tensor.saved_output import SavedOutput
 
 SPEC = CastSpec(E4M3, "rowwise", power_of_two=True)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Form(NamedTuple):
@@ -72,7 +71,7 @@ class _View(NamedTuple):
 def can_round(tensors: tuple[Any, ...]) -> bool:
     """Return whether these are plain 4-D q, k and v, one of which requires a gradient."""
     return any(t.requires_grad for t in tensors if isinstance(t, Tensor)) and all(
-        type(t) in PLAIN and t.ndim == 4 and t.numel() and t.dtype in _DTYPES for t in tensors
+        type(t) in PLAIN and t.ndim == 4 and t.numel() and t.dtype in CAST_DTYPES for t in tensors
     )
 
 
@@ -126,10 +125,7 @@ class SavedOperands:
 
     def repeated(self, place: int, groups: int) -> Tensor:
         """Return a rounded tensor with each head `groups` times: (B, G groups, S, D)."""
-        tensor = self.tensors[place]
-        if groups == 1:
-            return tensor
-        repeated = _repeated(tensor, groups)
+        repeated = _repeated(self.tensors[place], groups)
         self._know(repeated, place, groups)
         return repeated
 

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.nn.layer_norm import Computed
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor, dequantized, input_stand_ins
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8.tensor.producer import LazySource
 from torch_fp8.tensor.quantizer import InputPayloads, Quantizer, Quantizers, matrix
 from torch_fp8.tensor.split_weight import stored
 
@@ -59,24 +61,18 @@ def smooth_operands(
         wgrad, fp8_wgrad, dtype: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     of_input = quantizers.input
-    source = x.production if isinstance(x, LazyQuantizedTensor) else None
-    dense = None if source is not None else matrix(x)
-    if source is not None:
-        channels = source.channel_amax()
+    if isinstance(x, LazyQuantizedTensor):
+        source = x.production
     else:
-        assert dense is not None
-        channels = column_amax(dense)
+        source = LazySource("", (), Computed(matrix(x)))
+    channels = source.channel_amax()
     factors, inverse, amax = smooth_factors(channels)
     if quantizers.channels is not None and not torch.compiler.is_compiling():
         quantizers.channels.amax = channels
     of_input.source.record(channels)
     dropped = wgrad and saves_nothing()
     options = _options(of_input, amax, rowwise=True, columnwise=fp8_wgrad and not dropped)
-    if source is not None:
-        row, col = source.smoothed(factors, options)
-    else:
-        assert dense is not None
-        row, col = smoothed_layouts(dense, factors, options)
+    row, col = source.smoothed(factors, options)
     assert row is not None
     if quantizers.observer is not None:
         quantizers.observer.input(x, row, col, factors)

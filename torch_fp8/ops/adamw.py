@@ -181,17 +181,14 @@ def _part(matrix: WeightMatrix, rows: slice, cols: slice) -> WeightMatrix:
         packed = 2 if matrix.residual_bits == 4 else 1
         residual = residual[rows, cols.start // packed : -(-cols.stop // packed)]
     second = _block(matrix.exp_avg_sq, rows, cols, groups)
-    return WeightMatrix(
-        matrix.weight[rows, cols],
-        residual,
-        matrix.residual_bits,
-        grad,
-        _first_block(matrix.exp_avg, rows, cols, groups, second),
-        second,
-        matrix.row + rows.start,
-        matrix.col + cols.start,
-        matrix.row_length,
-        matrix.amax,
+    return matrix._replace(
+        weight=matrix.weight[rows, cols],
+        residual=residual,
+        grad=grad,
+        exp_avg=_first_block(matrix.exp_avg, rows, cols, groups, second),
+        exp_avg_sq=second,
+        row=matrix.row + rows.start,
+        col=matrix.col + cols.start,
     )
 
 

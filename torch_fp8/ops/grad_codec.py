@@ -34,10 +34,6 @@ caches; 64 MiB on CUDA, for fewer launches.
 Keys = tuple[int, int]
 
 
-def _no_counters() -> tuple[int, ...]:
-    return ()
-
-
 class Rounding:
     """The sequence of random bits for a gradient's roundings.
 
@@ -53,7 +49,7 @@ class Rounding:
 
     def __init__(
         self,
-        counters: Callable[[], tuple[int, ...]] = _no_counters,
+        counters: Callable[[], tuple[int, ...]] = tuple,
         offset: int = 0,
         rank: int = 0,
     ) -> None:
@@ -85,7 +81,7 @@ class Rounding:
 
     def __reduce__(self) -> Any:
         # The counters come from a live optimizer; a pickled gradient continues without one.
-        return Rounding, (_no_counters, self.offset, self.rank)
+        return Rounding, (tuple, self.offset, self.rank)
 
 
 def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
@@ -139,12 +135,9 @@ def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
 
 def decode_rows(source: GradientParts, part: slice) -> Tensor:
     """Decode some rows to float32."""
-    if source.qdata.is_cuda:
-        from torch_fp8.kernels.grad_codec import dequantize_gradient
-
-        rows = source.qdata[part], source.scale[part]
-        return dequantize_gradient(*rows, source.multiplier, torch.float32)
     block = BlockScaled(source.qdata[part], source.scale[part])
+    if source.qdata.is_cuda:
+        return decode_gradient(GradientParts(*block, source.multiplier), torch.float32)
     return decode(block, GRADIENT) * source.multiplier
 
 

@@ -10,10 +10,10 @@ plain      P BF16 values, from the next multiple of 16 on
 =========  =========================================================================
 
 In total this is 33 G + 2 P bytes and up to 30 bytes of padding. Two collectives of such messages
-compute an average over N ranks. Each rank `pack`s its gradient into N messages, one for each rank
-that owns a part. The owner sums the messages that it receives in float32, encodes the average again
-(`reduce_and_repack`) and sends it to all ranks. All ranks decode the same bytes, so they get the
-same average bit for bit.
+compute an average over N ranks. Each rank packs its gradient into N messages (`pack_flat`), one for
+each rank that owns a part. The owner sums the messages that it receives in float32, encodes the
+average again (`reduce_and_repack`) and sends it to all ranks. All ranks decode the same bytes, so
+they get the same average bit for bit.
 
 * Groups of 32 need less range than E4M3 has, and this format has more bits for large values: two
   roundings to nearest keep 36.2 dB of a Gaussian gradient, two of E4M3 28.1
@@ -93,31 +93,6 @@ def split_layout(numel: int, num_plain: int, num_messages: int) -> Layout:
     return Layout(-(-num_groups // num_messages), -(-num_plain // num_messages))
 
 
-def pack(
-    groups: Tensor,
-    plain: Tensor | None = None,
-    *,
-    keys: Keys | None = None,
-) -> Tensor:
-    """Encode one message for each row.
-
-    Args:
-        groups: (N, G, 32) or (N, 32 * G) bfloat16 or float32.
-        plain: (N, P), any floating-point dtype; None: no plain values.
-        keys: the keys of the random bits for stochastic rounding, one word for each value by its
-            index in `groups`; None: round to nearest even.
-    Returns:
-        (N, B) uint8.
-    """
-    rows = groups.shape[0]
-    groups = groups.reshape(rows, -1)  # (N, 32 * G)
-    assert groups.shape[1] % GROUP_SIZE == 0
-    num_plain = 0 if plain is None else plain.shape[1]
-    layout = Layout(groups.shape[1] // GROUP_SIZE, num_plain)
-    flat = None if plain is None else plain.reshape(-1)
-    return pack_flat(groups.reshape(-1), flat, layout, rows, keys=keys)
-
-
 def pack_flat(
     values: Tensor,
     plain: Tensor | None,
@@ -126,7 +101,7 @@ def pack_flat(
     *,
     keys: Keys | None = None,
 ) -> Tensor:
-    """Encode flat buffers as `pack` does, split over the messages and padded with zeros.
+    """Encode flat buffers, split over the messages and padded with zeros.
 
     Args:
         values: (E,) bfloat16 or float32, contiguous; E at most ``num_messages * 32 * G``.
@@ -134,7 +109,8 @@ def pack_flat(
             values.
         layout: the layout of each message.
         num_messages: the number of messages, N.
-        keys: see `pack`.
+        keys: the keys of the random bits for stochastic rounding, one word for each value by its
+            index in the messages; None: round to nearest even.
     Returns:
         (N, B) uint8.
     """
@@ -201,7 +177,7 @@ def reduce_and_repack(
 
     Args:
         messages, layout, scale: see `unpack_sum`.
-        keys: see `pack`; the index of a value is that in the result.
+        keys: see `pack_flat`; the index of a value is that in the result.
     Returns:
         (1, B) uint8, the message of the sum.
     """
@@ -225,27 +201,10 @@ def reduce_and_repack(
     return combined
 
 
-def unpack(messages: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decode the values of each message.
-
-    Args:
-        messages: (N, B) uint8.
-        layout: the layout of each message.
-        dtype: bfloat16 or float32.
-    Returns:
-        (N, 32 * G) and (N, P), rounded to nearest.
-    """
-    rows = messages.shape[0]
-    groups = torch.empty((rows, layout.num_values), dtype=dtype, device=messages.device)
-    plain = torch.empty((rows, layout.num_plain), dtype=dtype, device=messages.device)
-    unpack_flat(messages, layout, groups.view(-1), plain.view(-1))
-    return groups, plain
-
-
 def unpack_flat(
     messages: Tensor, layout: Layout, out_values: Tensor, out_plain: Tensor | None
 ) -> None:
-    """Decode as `unpack` does, into flat buffers that may be shorter than the messages.
+    """Decode the values of all messages into flat buffers, which may be shorter than these.
 
     Args:
         messages: (N, B) uint8.

@@ -13,7 +13,7 @@ have the same bits. CUDA runs ``torch._scaled_grouped_mm``, which exists for sm_
 Legend: E experts, M rows of all experts, K in, N out.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,19 +82,24 @@ def _rows(payload: Tensor, scale: Tensor) -> QuantizedTensor:
     return QuantizedTensor(payload.contiguous(), scale.reshape(-1, 1), "rowwise")
 
 
-def _reference(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    form: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    emulate: bool,
-) -> Tensor:
+class _Arguments(NamedTuple):
+    """The operator's arguments, as in its schema."""
+
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor
+    form: str
+    out_dtype: torch.dtype
+    fast_accum: bool
+    emulate: bool
+
+
+def _reference(*args: Any) -> Tensor:
     """Compute one group at a time; the host reads the ends of the groups."""
-    output = _fake(a, a_scale, b, b_scale, offs, form, out_dtype).zero_()
+    a, a_scale, b, b_scale, offs, form, out_dtype, fast_accum, emulate = _Arguments(*args)
+    output = _fake(*args).zero_()
     start = 0
     for group, end in enumerate(offs.tolist()):
         if end > start:
@@ -110,23 +115,13 @@ def _reference(
     return output
 
 
-def _on_cuda(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    form: str,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    emulate: bool,
-) -> Tensor:
-    options = (form, out_dtype, fast_accum, emulate)
+def _on_cuda(*args: Any) -> Tensor:
+    a, a_scale, b, b_scale, offs, form, out_dtype, fast_accum, emulate = _Arguments(*args)
     if emulate:
-        return _reference(a, a_scale, b, b_scale, offs, *options)
+        return _reference(*args)
     if not (a.numel() and b.numel()):
-        return _fake(a, a_scale, b, b_scale, offs, *options).zero_()
-    size = _fake(a, a_scale, b, b_scale, offs, form, torch.bfloat16).shape[-2:]
+        return _fake(*args).zero_()
+    size = _fake(*args).shape[-2:]
     if form == "rows":
         (a, _), (b, b_scale) = _aligned(a, a_scale, rows=False), _aligned(b, b_scale.squeeze(-1))
     else:
@@ -163,16 +158,8 @@ def _aligned(x: Tensor, scale: Tensor, *, rows: bool = True) -> tuple[Tensor, Te
     return x, scale
 
 
-def _fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    form: str,
-    out_dtype: torch.dtype,
-    *_: Any,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, _, b, _, offs, form, out_dtype, *_ = _Arguments(*args)
     size = (a.shape[0], b.shape[1]) if form == "rows" else (offs.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(size, dtype=out_dtype)
 

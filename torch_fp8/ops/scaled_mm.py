@@ -150,9 +150,16 @@ def _emulated(
     device_type = a.qdata.device.type
     # Both paths multiply dequantized operands, which autocast would round to bfloat16 first.
     with torch.autocast(device_type, enabled=False):
-        if device_type == "cpu" and a.granularity in _CPU_NATIVE:
-            return _scaled_mm_cpu(a, b, out_dtype, fast_accum, bias)
-        return scaled_matmul_reference(a, b, out_dtype, bias)
+        if device_type != "cpu" or a.granularity not in _CPU_NATIVE:
+            return scaled_matmul_reference(a, b, out_dtype, bias)
+        if _CPU_HAS_OPERATOR:
+            return _scaled_mm(a, _arguments(b), out_dtype, fast_accum, bias)
+        return torch._scaled_mm(
+            *(a.qdata, b.qdata.t(), a.scale, b.scale),  # (R, C), (C, S) with strides (1, C)
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )
 
 
 def scaled_matmul_reference(
@@ -169,23 +176,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     In a graph compiled by torch 2.11, a gradient that ends in a no-op ``.to`` reads zero.
     """
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def _scaled_mm_cpu(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    if _CPU_HAS_OPERATOR:
-        return _scaled_mm(a, _arguments(b), out_dtype, fast_accum, bias)
-    return torch._scaled_mm(
-        *(a.qdata, b.qdata.t(), a.scale, b.scale),  # (R, C), (C, S) with strides (1, C)
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
 
 
 # The operator's arguments for a second operand: its transpose (C, S), scales, and their kind.

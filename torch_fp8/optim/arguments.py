@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_fp8.nn.argument_types import check_optimizer
-from torch_fp8.nn.training_guard import refuse_training
+from torch_fp8.nn.optimizer_checks import refuse_training
 
 
 def check_arguments(optimizer: object, model: object) -> None:

@@ -50,6 +50,9 @@ MIN_SCALE = 2.0**-126
 MIN_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with FP8 casts and GEMMs: Ada."""
 
+CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the tensors that can be cast to FP8."""
+
 GEMM_ALIGNMENT = 16
 """Contraction and output dimensions of an FP8 GEMM have to be multiples of this."""
 

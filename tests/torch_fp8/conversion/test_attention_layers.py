@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfi
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_fp8 import FP8Config, conversion_report, convert_to_float8, revert
-from torch_fp8.nn.attention_dispatch import is_marked
+from torch_fp8.conversion.attention_layers import is_marked
 
 QKV = FP8Config(opt_level="O1", save_attention="qkv")
 SIZES = {

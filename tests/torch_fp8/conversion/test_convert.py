@@ -549,8 +549,6 @@ def test_scaling_state_of_another_model_is_refused_whole():
     assert (fresh.layers[0]["up"].fp8_amax_history == 0).all()
     assert fresh not in links._saved
     torch_fp8.load_scaling_state_dict(fresh, {})
-    former = {"automatic_scaling.mu": torch.tensor(0.5)}  # of communication="fp8-lm", which is gone
-    torch_fp8.load_scaling_state_dict(fresh, former)
     other = Model()
     convert_to_float8(other)
     assert torch_fp8.scaling_state_dict(other) == {}

@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.moe_experts import CONFIG, LAYOUTS, E, H, K, batch, experts, run
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.conversion import autotune, expert_benchmark, expert_choice, layer_benchmark
+from torch_fp8.conversion import autotune, expert_choice, layer_benchmark
 from torch_fp8.conversion.convert import conversion_report
-from torch_fp8.conversion.expert_benchmark import EXPERTS, expert_shape
-from torch_fp8.nn.experts import Float8Experts, is_expert_module
+from torch_fp8.conversion.expert_choice import EXPERTS, expert_shape
+from torch_fp8.nn.experts import Float8Experts
 
 AUTO = FP8Config(tokens=64)
 
@@ -31,20 +31,20 @@ class Clock:
     def __call__(self, device, run):
         run()
         self.runs.append(run)
-        return 1e-6 * self.us[run.in_fp8]
+        return 1e-6 * self.us[run.recipe is not None]
 
 
 @pytest.fixture
 def clock(monkeypatch):
     def install(plain, fp8):
-        expert_benchmark._times.clear()
+        expert_choice._times.clear()
         clock = Clock(plain, fp8)
         monkeypatch.setattr(layer_benchmark, "seconds", clock)
         monkeypatch.setattr(expert_choice, "grouped_natively", lambda device: True)
         return clock
 
     yield install
-    expert_benchmark._times.clear()
+    expert_choice._times.clear()
 
 
 class Model(nn.Module):
@@ -107,7 +107,7 @@ def test_what_is_timed_trains_with_the_rows_of_the_job(layout, clock, monkeypatc
     for timed in watch.runs:
         first = next(p for p in timed.module.parameters() if p.ndim == 3)
         assert (first.shape[0], first.dtype) == (EXPERTS, torch.bfloat16)
-        assert is_expert_module(timed.module) == timed.in_fp8
+        assert isinstance(timed.module, Float8Experts) == (timed.recipe is not None)
         if layout == "llama-4":
             assert len(timed.arguments[0]) == EXPERTS * rows
         else:
@@ -116,7 +116,7 @@ def test_what_is_timed_trains_with_the_rows_of_the_job(layout, clock, monkeypatc
             assert torch.bincount(index.flatten()).tolist() == [rows] * EXPERTS
         if layout != "llama-4":
             assert timed.module.config._experts_implementation == "grouped_mm"
-    assert {timed.in_fp8 for timed in watch.runs} == {True, False}
+    assert {timed.recipe is None for timed in watch.runs} == {True, False}
 
 
 def test_each_shape_is_timed_once(clock):

@@ -480,7 +480,7 @@ def test_conversion_keeps_class_and_name_and_reverts():
     assert isinstance(mlp, Joined)
     assert isinstance(mlp, Float8GatedMLP)
     assert type(mlp).__name__ == "Joined"
-    assert mlp.fp8.spec == ("gate_up_proj", "down_proj", True)
+    assert mlp.fp8.spec == (("gate_up_proj",), "down_proj", True)
     want = train(model, gaussian(4, 64))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin.zero_grad()

@@ -9,7 +9,6 @@ from torch import nn
 from tests.torch_fp8.conversion.test_fused_layers import Norm
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
@@ -70,7 +69,7 @@ def test_a_second_conversion_counts():
     config = FP8Config(recipe="blockwise", save_activations="bf16")
     convert_to_float8(model, config)
     assert model[0].fp8.config is config
-    assert model[0].fp8.quantizer.spec == model[1].fp8.spec(INPUT)
+    assert model[0].fp8.quantizer.spec == model[1].fp8.recipe.input
 
 
 def test_frozen_layers_get_no_transposed_blocks():
@@ -92,7 +91,7 @@ def test_frozen_layers_get_no_transposed_blocks():
 def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     y = _stack(Norm(64), nn.Linear(64, 64), recipe="blockwise")[0](_x(8, 64))
     assert isinstance(y, LazyQuantizedTensor)
-    spec = _stack(nn.Linear(64, 64))[0].fp8.spec(INPUT)
+    spec = _stack(nn.Linear(64, 64))[0].fp8.recipe.input
     assert spec.granularity == "tensorwise"
     row, col = y.production.layouts(Quantizer(spec), rowwise=True, columnwise=True)
     dense = y.production.producer.dense()

@@ -83,7 +83,7 @@ def test_k_is_not_centred_where_more_than_a_softmax_follows(kind, kwargs, least)
 @pytest.mark.parametrize("case", ["sdpa", "padding", "eager", "flash"])
 def test_what_backward_reads_is_what_forward_has_multiplied(case, dtype, monkeypatch):
     """Packing loses nothing: gradients are those of attention over the rounded tensors."""
-    from torch_fp8.nn import attention_dispatch
+    from torch_fp8.conversion import attention_layers
 
     kind, implementation, kwargs = CASES[case]
     if case == "flash":
@@ -92,12 +92,12 @@ def test_what_backward_reads_is_what_forward_has_multiplied(case, dtype, monkeyp
             pytest.skip("flash attention takes no float32")
     rounded = []
 
-    class Operands(attention_dispatch.SavedOperands):
+    class Operands(attention_layers.SavedOperands):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             rounded.append([t.detach().clone().requires_grad_() for t in self.tensors])
 
-    monkeypatch.setattr(attention_dispatch, "SavedOperands", Operands)
+    monkeypatch.setattr(attention_layers, "SavedOperands", Operands)
     attention = Attention(kind, implementation)
     with attention:
         got = gradients(attention, operands(dtype), **kwargs)

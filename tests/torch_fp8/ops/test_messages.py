@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.rows_of_messages import pack, unpack
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.messages import Layout, split_layout
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
@@ -27,7 +28,7 @@ def test_a_message_has_a_byte_per_value_one_per_group_and_two_per_plain_one(layo
     payload = 33 * layout.num_groups + 2 * layout.num_plain
     assert payload <= layout.num_bytes <= payload + 30
     assert layout.num_bytes % 16 == layout.plain_offset % 16 == 0
-    messages = wire.pack(_values(4, layout.num_values), _values(4, layout.num_plain))
+    messages = pack(_values(4, layout.num_values), _values(4, layout.num_plain))
     assert messages.shape == (4, layout.num_bytes)
     assert messages.dtype == torch.uint8
 
@@ -43,13 +44,13 @@ def test_shares_of_a_buffer_cover_it():
 def test_what_is_packed_comes_out_again(dtype, keys):
     x, plain = _values(3, 20, 32, dtype=dtype), _values(3, 7)
     layout = Layout(20, 7)
-    messages = wire.pack(x, plain, keys=keys)
-    values, of_plain = wire.unpack(messages, layout, dtype)
+    messages = pack(x, plain, keys=keys)
+    values, of_plain = unpack(messages, layout, dtype)
     assert values.dtype == of_plain.dtype == dtype
     assert _close(values, x.view(3, -1), 0.014 if keys is None else 0.02)
     assert torch.equal(of_plain, plain.bfloat16().to(dtype))
-    again = wire.pack(values, of_plain, keys=keys)
-    assert torch.equal(wire.unpack(again, layout, dtype)[0], values)
+    again = pack(values, of_plain, keys=keys)
+    assert torch.equal(unpack(again, layout, dtype)[0], values)
 
 
 def test_codes_are_those_of_the_block_scaled_format():
@@ -57,7 +58,7 @@ def test_codes_are_those_of_the_block_scaled_format():
     from torch_fp8.quantization.formats import GRADIENT
 
     x = _values(2, 96)
-    messages = wire.pack(x)
+    messages = pack(x)
     want = encode(x, GRADIENT)
     layout = Layout(3)
     assert torch.equal(layout.codes(messages), want.qdata)
@@ -74,18 +75,18 @@ def test_flat_buffers_may_end_before_the_messages(numel):
     padded = torch.zeros(3 * 8 * 32)
     padded[:numel] = x
     assert torch.equal(
-        values, wire.unpack(wire.pack(padded.view(3, -1)), Layout(8), x.dtype)[0].view(-1)[:numel]
+        values, unpack(pack(padded.view(3, -1)), Layout(8), x.dtype)[0].view(-1)[:numel]
     )
     assert torch.equal(of_plain, plain.bfloat16().float())
-    assert not wire.unpack(messages, layout, x.dtype)[0].view(-1)[numel:].any()
+    assert not unpack(messages, layout, x.dtype)[0].view(-1)[numel:].any()
 
 
 @DTYPES
 def test_sums_are_made_in_float32_in_the_order_of_the_messages(dtype):
     x, plain = _values(5, 640), _values(5, 9)
     layout = Layout(20, 9)
-    messages = wire.pack(x, plain)
-    values, of_plain = wire.unpack(messages, layout, torch.float32)
+    messages = pack(x, plain)
+    values, of_plain = unpack(messages, layout, torch.float32)
     want, want_plain = values[0].clone(), of_plain[0].clone()
     for i in range(1, 5):
         want, want_plain = want + values[i], want_plain + of_plain[i]
@@ -97,11 +98,11 @@ def test_sums_are_made_in_float32_in_the_order_of_the_messages(dtype):
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["nearest", "stochastic"])
 def test_combining_is_summing_and_packing(keys):
-    messages = wire.pack(_values(4, 640), _values(4, 9))
+    messages = pack(_values(4, 640), _values(4, 9))
     layout = Layout(20, 9)
     total, total_plain = torch.empty(640), torch.empty(9)
     wire.unpack_sum(messages, layout, total, total_plain, 0.25)
-    want = wire.pack(total[None], total_plain[None], keys=keys)
+    want = pack(total[None], total_plain[None], keys=keys)
     got = wire.reduce_and_repack(messages, layout, 0.25, keys=keys)
     assert torch.equal(layout.codes(got), layout.codes(want))
     assert torch.equal(layout.scales(got), layout.scales(want))
@@ -113,11 +114,11 @@ def test_parts_of_long_messages_are_as_the_whole(monkeypatch):
     made = []
     for size in (1 << 15, 3):
         monkeypatch.setattr(wire, "_PART_GROUPS", size)
-        messages = wire.pack(x, keys=KEYS)
+        messages = pack(x, keys=KEYS)
         combined = wire.reduce_and_repack(messages, Layout(20), 0.5, keys=KEYS)
         total = torch.empty(640)
         wire.unpack_sum(messages, Layout(20), total, None, 0.5)
-        values = wire.unpack(messages, Layout(20), torch.float32)[0]
+        values = unpack(messages, Layout(20), torch.float32)[0]
         made.append([messages[:, :660], combined[:, :660], total, values])
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
@@ -128,11 +129,11 @@ def test_rounding_is_stochastic_with_keys(combined):
     x, layout = _values(1, 32 * 100), Layout(100)
     draws = []
     for i in range(400):
-        messages = wire.pack(x, keys=None if combined else stream_keys(i))
-        exact = wire.unpack(messages, layout, torch.float32)[0] * 0.3 if combined else x
+        messages = pack(x, keys=None if combined else stream_keys(i))
+        exact = unpack(messages, layout, torch.float32)[0] * 0.3 if combined else x
         if combined:
             messages = wire.reduce_and_repack(messages, layout, 0.3, keys=stream_keys(i))
-        draws.append(wire.unpack(messages, layout, torch.float32)[0] - exact)
+        draws.append(unpack(messages, layout, torch.float32)[0] - exact)
     errors = torch.stack(draws)
     size = float(errors.pow(2).mean(0).sum().sqrt())
     assert float(errors.mean(0).norm()) < 1.2 / 20 * size
@@ -144,8 +145,8 @@ def test_random_words_round_to_the_mean(monkeypatch):
     """With each of the 2^16 words once, the mean is right to half of one of their steps."""
     monkeypatch.setattr(wire, "random_words", lambda index, keys: index // 32)
     x = torch.cat([torch.tensor([100.0]), 0.03 + 90 * torch.rand(31) ** 6])
-    messages = wire.pack(x.repeat(1, 1 << 16), keys=KEYS)
-    mean = wire.unpack(messages, Layout(1 << 16), torch.float32)[0].view(-1, 32).double().mean(0)
+    messages = pack(x.repeat(1, 1 << 16), keys=KEYS)
+    mean = unpack(messages, Layout(1 << 16), torch.float32)[0].view(-1, 32).double().mean(0)
     spacing = torch.exp2(x.log2().floor() - 3).clamp(min=2.0**-5)  # or finer
     assert ((mean - x).abs() <= spacing * 0.51 * 2.0**-16).all()
 
@@ -154,13 +155,13 @@ def test_random_words_round_to_the_mean(monkeypatch):
 def test_what_is_not_finite_reads_nan_in_its_group_of_every_sum(bad):
     x, plain = _values(3, 96), _values(3, 4)
     x[1, 40], plain[2, 1] = bad, bad
-    messages = wire.pack(x, plain)
+    messages = pack(x, plain)
     layout = Layout(3, 4)
     out, out_plain = torch.empty(96), torch.empty(4)
     wire.unpack_sum(messages, layout, out, out_plain, 1 / 3)
     assert out.isnan().tolist() == [False] * 32 + [True] * 32 + [False] * 32
     assert out_plain.isfinite().tolist() == [True, False, True, True]
-    combined = wire.unpack(wire.reduce_and_repack(messages, layout, 1 / 3), layout, torch.float32)
+    combined = unpack(wire.reduce_and_repack(messages, layout, 1 / 3), layout, torch.float32)
     assert combined[0].isnan().sum() == 32
     assert not combined[1].isfinite().all()
 
@@ -173,10 +174,10 @@ def test_an_average_keeps_28_3_db_and_every_row_26_5(ranks):
     for scale in (torch.ones(256, 1), spread):
         grads = torch.randn(ranks, 256, 512, generator=generator) * scale
         layout = Layout(256 * 512 // 32 // ranks)
-        sent = [wire.pack(g.view(ranks, -1)) for g in grads]
+        sent = [pack(g.view(ranks, -1)) for g in grads]
         owned = [torch.stack([s[owner] for s in sent]) for owner in range(ranks)]
         gathered = torch.cat([wire.reduce_and_repack(m, layout, 1 / ranks) for m in owned])
-        got = wire.unpack(gathered, layout, torch.float32)[0].view(256, 512)
+        got = unpack(gathered, layout, torch.float32)[0].view(256, 512)
         exact = grads.mean(0)
         assert sqnr_db(exact, got) >= 35.5
         assert worst_row_sqnr_db(exact, got) >= 34.3
@@ -184,4 +185,4 @@ def test_an_average_keeps_28_3_db_and_every_row_26_5(ranks):
 
 def test_other_dtypes_are_refused_by_name():
     with pytest.raises(TypeError, match=r"bfloat16 or float32, got torch\.float16"):
-        wire.pack(torch.zeros(1, 32, dtype=torch.float16))
+        pack(torch.zeros(1, 32, dtype=torch.float16))

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.steps import renew_scales
 from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn.delayed_scaling import INPUT
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
@@ -32,7 +31,7 @@ def _x(*shape):
 
 
 def test_who_asks_first_decides_the_scale_of_both_layouts():
-    spec = _norm_and_layer()[1].fp8.spec(INPUT)
+    spec = _norm_and_layer()[1].fp8.recipe.input
     y = shared(_x(16, 64), "mlp")
     first, second = (Quantizer(spec, ScaleSource(torch.tensor(scale))) for scale in (0.5, 0.125))
     row, none = y.production.layouts(first, rowwise=True, columnwise=False)

@@ -30,7 +30,7 @@ from torch_fp8.distributed.averaging import (
 from torch_fp8.distributed.collectives import all_to_all
 from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, factor_of, layout_of
 from torch_fp8.distributed.links import Exchanges
-from torch_fp8.ops.messages import pack, unpack_sum
+from torch_fp8.ops.messages import pack_flat, unpack_sum
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 
@@ -113,7 +113,8 @@ def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:
     values = joined(parts, grouped, GROUP_SIZE)  # (N, elements in groups)
     if missing := -values.shape[1] % GROUP_SIZE:
         values = F.pad(values, (0, missing))
-    return pack(values, joined(parts, plain, 1) if plain else None)
+    others = joined(parts, plain, 1).reshape(-1) if plain else None  # (N, P) -> (N P,)
+    return pack_flat(values.reshape(-1), others, layout_of(runs), len(parts))
 
 
 def unpack_parts(messages: Tensor, runs: list[Run], output: Tensor, factor: float) -> None:

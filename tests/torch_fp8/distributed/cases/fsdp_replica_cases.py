@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from tests.rows_of_messages import pack, unpack
 from torch_fp8 import FP8Config, count_communication
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.replicas import Float8Replicas, disconnect_replicas
@@ -76,12 +77,9 @@ class ByHand:
     def _in_groups(self, values):
         layout = messages.Layout(values.numel() // GROUP_SIZE)
         total = sum(
-            messages.unpack(messages.pack(part[None]), layout, torch.float32)[0][0]
-            for part in self._gathered(values)
+            unpack(pack(part[None]), layout, torch.float32)[0][0] for part in self._gathered(values)
         )
-        return messages.unpack(messages.pack((total / self.size())[None]), layout, values.dtype)[0][
-            0
-        ]
+        return unpack(pack((total / self.size())[None]), layout, values.dtype)[0][0]
 
     def _plain(self, values):
         total = sum(part.bfloat16().float() for part in self._gathered(values))

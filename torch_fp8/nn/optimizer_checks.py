@@ -1,8 +1,13 @@
-"""A warning about layers that code bypasses, as ``F.linear(x, layer.weight)`` does.
+"""Checks in an optimizer's first steps: bypassed layers, and weights that cannot be trained.
 
-Such a product runs in the dtype of its operands, while the summary counts the layer as FP8. The
-sign is a gradient for a layer that was never called. An optimizer checks for it in its first steps,
-except in graphs of torch.compile, which do not call layers.
+Code bypasses a layer by ``F.linear(x, layer.weight)``. Such a product runs in the dtype of its
+operands, while the summary counts the layer as FP8. The sign is a gradient for a layer that was
+never called. It leads to a warning, except in graphs of torch.compile, which do not call layers.
+
+Weights that `torch_fp8.freeze` stores as FP8 only never get a gradient, so an optimizer would
+silently skip them. Converting the optimizer raises an error, and so does the first step of an
+optimizer that is not converted. The frozen base below adapters is no mistake, because
+``AdamW(model.parameters())`` contains it and trains the adapters.
 """
 
 import functools
@@ -21,10 +26,14 @@ from torch_fp8.nn.linear import Float8Layer, ran_in_graph
 from torch_fp8.quantization.wording import counted, first_of
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 _MOST_LOOKS = 10
 """Largest number of steps in which an optimizer's gradients are checked."""
 
+_frozen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""Optimizers that have no frozen weight of the models in `_frozen`."""
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _looks: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _read: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
@@ -37,13 +46,41 @@ def watch_first_steps(model: nn.Module) -> None:
     _watch()
 
 
+def guard(model: nn.Module) -> None:
+    """Make optimizers with frozen weights of `model` raise ValueError from now on."""
+    _frozen.add(model)
+    _checked.clear()
+    _watch()
+
+
 @functools.cache
 def _watch() -> None:
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and _looks.get(optimizer, 0) < _MOST_LOOKS:
+        if torch.compiler.is_compiling():
+            return
+        if optimizer not in _checked:
+            refuse_training(optimizer)
+            _checked.add(optimizer)
+        if _looks.get(optimizer, 0) < _MOST_LOOKS:
             _look(optimizer)
 
     register_optimizer_step_pre_hook(look)
+
+
+def refuse_training(optimizer: Optimizer) -> None:
+    """Raise ValueError if `optimizer` has a frozen weight of a guarded model."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for model in _frozen:
+        if any("base_layer" in module._modules for module in model.modules()):
+            continue
+        for name, parameter in model.named_parameters():
+            if parameter in held and isinstance(local(parameter), Float8FrozenWeight):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has '{name}' of {type(model).__name__}, which "
+                    "torch_fp8.freeze stores in FP8 only, so it cannot be trained. Call "
+                    "torch_fp8.thaw(model) before you make the optimizer, or give it only the "
+                    "parameters that require gradients"
+                )
 
 
 def _look(optimizer: Optimizer) -> None:
