@@ -70,8 +70,6 @@ class RMSNormSpec(NamedTuple):
     promotes: bool
 
 
-
-
 class _Options(NamedTuple):
     name: str
     offset: float
