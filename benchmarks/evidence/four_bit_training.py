@@ -14,6 +14,8 @@
 
 ``moment_bits`` is 4 or 8, or ``exponent``: 8 bits, whose first moments are rounded after each step
 to the published 4-bit format, a dynamic exponent map in groups of 128 (arXiv 2309.01507, torchao).
+Rows with ``random`` are 4 bits as commit e202369 rounds them: by random thresholds, with a share
+of each rounding error in the update.
 A finished run becomes a row of the CSV at once, and a row that is there is not run again.
 """
 
