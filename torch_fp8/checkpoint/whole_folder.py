@@ -101,6 +101,7 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, renamed to `path` at the end or removed on error."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial.touch()  # an OSError names the cause better than some of the callers' writers
     try:
         yield partial
         partial.replace(path)

@@ -16,7 +16,7 @@ def check_model(model: object, function: str) -> None:
     if isinstance(model, nn.Module):
         return
     way_out = "pass the model"
-    if isinstance(model, Optimizer) and function == "convert_to_float8":
+    if isinstance(model, Optimizer) and function in ("convert_to_float8", "conversion_report"):
         way_out = (
             "torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
         )

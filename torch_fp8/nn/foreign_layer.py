@@ -7,9 +7,7 @@ compressed-tensors removes the weight. This module imports none of these librari
 
 from typing import Any
 
-from torch import Tensor, nn
-
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch import nn
 
 QUANTIZED = "quantized by "
 """Prefix of the reason why such a layer is not converted; the library's name follows."""
@@ -66,22 +64,6 @@ def _bitsandbytes(weight: Any) -> str | None:
     if kind == "Params4bit":
         return f"bitsandbytes ({str(weight.quant_type).upper()})"
     return "bitsandbytes (INT8)" if kind == "Int8Params" else None
-
-
-def refuse_quantized(weight: Tensor, name: str) -> None:
-    """Raise TypeError if torchao has quantized the weight of a layer that was converted before.
-
-    Args:
-        weight: the weight.
-        name: qualified name of the layer.
-    """
-    if type(weight) in (nn.Parameter, SplitWeight):  # in nearly all layers
-        return
-    if type(weight).__module__.startswith("torchao."):
-        raise TypeError(
-            f"the weight of FP8 linear '{name}' is torchao's {type(weight).__name__}: call "
-            "torch_fp8.revert(model) before torchao's quantize_(model)"
-        )
 
 
 def is_ligers(module: nn.Module) -> bool:

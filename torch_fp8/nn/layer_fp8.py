@@ -23,7 +23,6 @@ from torch_fp8.autograd.function import as_text, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
-from torch_fp8.nn.foreign_layer import refuse_quantized
 from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.ops.registry import is_watched
@@ -337,7 +336,12 @@ def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) 
             "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "
             "torch_fp8.revert(model) first"
         )
-    refuse_quantized(weight, fp8.name)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and type(weight).__module__.startswith("torchao."):
+        raise TypeError(
+            f"the weight of FP8 linear '{fp8.name}' is torchao's {type(weight).__name__}: call "
+            "torch_fp8.revert(model) before torchao's quantize_(model)"
+        )
     features = weight.shape[0 if fp8.transposed else 1]
     if not shape or shape[-1] != features:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Checks of the arguments of `torch_fp8.convert_optimizer`, before it changes anything."""
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_fp8.nn.argument_types import check_optimizer
@@ -22,7 +23,7 @@ def check_arguments(optimizer: object, model: object) -> None:
     assert isinstance(optimizer, Optimizer)
     refuse_training(optimizer)
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.is_inference() for p in held):
+    if any(p.is_inference() for p in held if not is_lazy(p)):
         raise ValueError(
             f"parameters of {type(optimizer).__name__} were created inside torch.inference_mode(), "
             "and autograd cannot train them; create the model outside it"

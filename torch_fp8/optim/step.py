@@ -47,28 +47,18 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         config: the optimizer's configuration.
         caches: payload caches of weights, which are refilled from the new values.
     """
-    contiguous = [_stored(parameter).is_contiguous() for _, _, parameter, _ in entries]
-    together = [entry for entry, in_place in zip(entries, contiguous, strict=True) if in_place]
-    alone = [[entry] for entry, in_place in zip(entries, contiguous, strict=True) if not in_place]
-    for part in (together, *alone):
-        _step_together(part, config, caches)
-
-
-def _stored(parameter: Tensor) -> Tensor:
-    """Return the tensor on this rank that holds a weight, or its BF16 half."""
-    shard = local(parameter)
-    return shard.halves.high if isinstance(shard, SplitWeight) else shard
-
-
-def _step_together(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
-    prepared = []
+    prepared, alone = [], []
     numbers = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
-    for index, group, parameter, state in entries:
+    for entry in entries:
+        index, group, parameter, state = entry
         shard = local(parameter)
         halves = shard.halves if isinstance(shard, SplitWeight) else None
-        weight = _stored(parameter)
+        weight = shard if halves is None else halves.high
         in_place = weight.is_contiguous()
+        if not in_place and len(entries) > 1:
+            alone.append(entry)
+            continue
         matrix = _matrix(
             parameter, halves, state, weight if in_place else weight.contiguous(), config
         )
@@ -82,15 +72,17 @@ def _step_together(entries: list[Entry], config: FP8Config, caches: Caches) -> N
         if matrix.exp_avg.__class__ is RatioInt4:
             first_keys, first_turn = threshold_keys(*counters)
             scalars = scalars._replace(first_keys=first_keys, first_turn=first_turn)
-        prepared.append((matrix, scalars, state, None if in_place else weight))
+        prepared.append((matrix, scalars, state, None if in_place else weight, parameter))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
         _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
-    for matrix, _, _, write_back in prepared:
+    for matrix, _, _, write_back, _ in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
-    for (_, _, parameter, _), (matrix, *_) in zip(entries, prepared, strict=True):
+    for matrix, *_, parameter in prepared:
         for cache, spec in _alive(caches, parameter):
             cache.refill(parameter, spec, matrix.amax, matrix.payload)
+    for entry in alone:
+        step_large([entry], config, caches)
 
 
 def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
@@ -129,7 +121,7 @@ def _with_payload(
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
     if device.type == "meta":
         return  # only the bytes of states and residuals are counted
-    entries = [(matrix, scalars) for matrix, scalars, _, _ in prepared]
+    entries = [(matrix, scalars) for matrix, scalars, *_ in prepared]
     multipliers: list[Tensor | None] = [None] * len(entries)
     if config.update_clipping:
         # StableAdamW divides the rate of the update and of the decoupled decay: lr / max(1, RMS).

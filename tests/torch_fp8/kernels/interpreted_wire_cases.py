@@ -15,6 +15,7 @@ from conftest import just_rounded_up
 from triton.runtime import interpreter
 
 from tests.interpreter import mend
+from tests.rows_of_messages import pack, unpack
 from torch_fp8.kernels import messages as kernels
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.messages import Layout
@@ -92,7 +93,7 @@ def differences(layout, numel, dtype):
 
 def plain_differences():
     layout = Layout(3, 1500)
-    messages = wire.pack(values_of(3 * 96, torch.float32).view(3, 96), torch.randn(3, 1500))
+    messages = pack(values_of(3 * 96, torch.float32).view(3, 96), torch.randn(3, 1500))
     layout.plain(messages)[1, 7] = float("nan")
     for dtype in (torch.bfloat16, torch.float32):
         got, want = torch.empty(1500, dtype=dtype), torch.empty(1500, dtype=dtype)
@@ -111,7 +112,7 @@ def shifted_differences():
     out = torch.zeros(2, 4097)
     kernels.unpack(want, layout, out[0, 1:])
     wire.unpack_flat(want, layout, out[1, 1:].contiguous(), None)
-    expected = wire.unpack(want, layout, torch.float32)[0][0]
+    expected = unpack(want, layout, torch.float32)[0][0]
     yield values_differ(out[0, 1:], expected)
 
 
@@ -121,7 +122,7 @@ def rounded_up_differences():
     got = torch.zeros_like(want)
     kernels.pack(x, layout, got, KEYS)
     yield messages_differ(got, want, layout)
-    values = wire.unpack(want, layout, torch.float32)[0].view(-1)
+    values = unpack(want, layout, torch.float32)[0].view(-1)
     yield "" if bool((values >= x).all()) else "not by the reference"
 
 
