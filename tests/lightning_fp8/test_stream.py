@@ -34,19 +34,19 @@ def test_a_norm_computes_in_float32(norm, training):
     torch.manual_seed(0)
     sharded = NORMS[norm]().train(training)
     nn.init.normal_(sharded.weight)
-    whole = copy.deepcopy(sharded)
-    whole.weight.data = whole.weight.data.bfloat16().float()
+    reference = copy.deepcopy(sharded)
+    reference.weight.data = reference.weight.data.bfloat16().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     fully_shard(sharded, mp_policy=policy)
     keep_stream(sharded)
     x = torch.randn(8, 16) if norm != "instance" else torch.randn(8, 16, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        y, expected = sharded(x), whole(x)
+        y, expected = sharded(x), reference(x)
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     for output in (y, expected):
         output.square().sum().backward()
     grad = sharded.weight.grad.full_tensor()
-    torch.testing.assert_close(grad, whole.weight.grad, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(grad, reference.weight.grad, rtol=2**-7, atol=2**-7)
     assert "weight" not in vars(sharded)
     release_stream(sharded)
     ours = [*sharded._forward_pre_hooks.values(), *sharded._forward_hooks.values()]

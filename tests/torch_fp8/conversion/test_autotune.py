@@ -175,12 +175,12 @@ def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level
     convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
     fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
     assert fresh
-    kept = {r.recipe.name: r.module.fp8.payloads.between_steps for r in fresh if r.recipe}
+    payloads = {r.recipe.name: r.module.fp8.payloads.between_steps for r in fresh if r.recipe}
     if level == "O1":
-        assert set(kept.values()) == {None}
+        assert set(payloads.values()) == {None}
     else:
-        assert kept["tensorwise"] == cache
-        assert (kept["blockwise"] is None) == (cache is False)
+        assert payloads["tensorwise"] == cache
+        assert (payloads["blockwise"] is None) == (cache is False)
 
 
 @pytest.mark.parametrize(
