@@ -68,7 +68,6 @@ class Lending:
                 "FP8Config(split_weights=False)"
             )
         torch.autograd.graph.increment_version([parameter])
-        halves.awaited = None
         halves.write(weight.to(halves.high.device, torch.float32).contiguous())
         keys = stream_keys(self._seed, self._step, self._indices[parameter])
         halves.settle(keys, shard_origin(parameter))

@@ -26,7 +26,6 @@ from torch_fp8.optim.checkpoint import (
     check_state_dict,
     entries,
     has_residual,
-    saved_options,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.encoded_states import (
@@ -64,7 +63,7 @@ from torch_fp8.quantization import ratio_int4
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.split_weight import halves_of, stored
+from torch_fp8.tensor.split_weight import halves_of
 
 
 class Float8Optimizer(ConvertedOptimizer):
@@ -253,24 +252,17 @@ class Float8Optimizer(ConvertedOptimizer):
         saved_bits: int,
         loaded: list[tuple[Any, Tensor, dict[str, Any]]],
     ) -> None:
-        for _, saved in saved_options(state_dict):
-            self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
-        for group in self.param_groups:
-            group.pop(OPTIONS_KEY, None)
-        ours = any(saved_options(state_dict))
+        options = state_dict.get(OPTIONS_KEY)
+        if options is not None:
+            self.fp8_config = dataclasses.replace(self.fp8_config, seed=options["seed"])
         ratios = self.choose_ratios()  # depends on the loaded betas
         for _, parameter, entry in loaded:
-            bits, halves = self.residual_bits(parameter), halves_of(parameter)
-            if halves is not None:
-                halves.awaited = None
-            if has_residual(entry):
-                saved, shard = shard_of(parameter, entry["residual"]), stored(local(parameter))
-                if halves is not None:
-                    halves.adopt(with_bits(shard, saved, saved_bits, halves.step_bits))
-                elif bits:
-                    saved_k = saved_bits if is_large(parameter) else bits
-                    set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
-            elif ours and "residual" not in entry:
+            bits = self.residual_bits(parameter)
+            if bits and has_residual(entry):
+                saved, shard = shard_of(parameter, entry["residual"]), local(parameter)
+                saved_k = saved_bits if is_large(parameter) else bits
+                set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
+            elif options is not None and "residual" not in entry:
                 set_residual(parameter, None, 0)
             if "step" not in entry:
                 continue

@@ -95,9 +95,9 @@ class SplitWeight(SplitTensor):
         if isinstance(x, SplitTensor):
             self.halves = x.halves
         else:
-            bits, awaited = self.halves.step_bits, self.halves.awaited
+            step_bits = self.halves.step_bits
             self.halves = Halves.of(plain(x), EXACT_BITS)
-            self.halves.step_bits, self.halves.awaited = bits, awaited
+            self.halves.step_bits = step_bits
 
     def become(self, x: Tensor) -> None:
         if type(x) is SplitTensor:  # model.to(device)
@@ -318,8 +318,6 @@ def _empty_like(weight: SplitWeight, *, device: Any = None, **options: Any) -> A
 def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
     if isinstance(source, Tensor) and source.shape == weight.shape:
         weight.store(source.detach())
-        if source.dtype == torch.bfloat16:
-            weight.halves.take_awaited()
         return weight
     return NotImplemented
 
