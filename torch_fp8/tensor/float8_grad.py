@@ -30,7 +30,7 @@ from torch_fp8.ops.grad_codec import (
     quantize_gradient,
 )
 from torch_fp8.quantization.block_scaled import matrix_shape
-from torch_fp8.tensor.encoded import Encoded, EncodedView
+from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.float8_grad_ops import HANDLERS
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default._op
@@ -115,8 +115,8 @@ class Float8Grad(Encoded):
         """Return a plain tensor of this shape, in `dtype` or the tensor's own dtype."""
         decoded = decode_gradient(self.parts(), dtype or self.dtype)
         # Not a view: as a gradient, a view would keep this memory after its `.data` is set.
-        plain: Tensor = _unsafe_view(decoded, self.shape)
-        return plain
+        whole: Tensor = _unsafe_view(decoded, self.shape)
+        return whole
 
     def parts(self) -> GradientParts:
         """Return codes, scales and multiplier, the arguments of an optimizer's step."""
@@ -127,8 +127,7 @@ class Float8Grad(Encoded):
         return Float8Grad(self.parts(), self.shape, self.dtype, self.rounding)
 
     def _matrix(self, x: Tensor) -> Tensor:
-        if isinstance(x, (Encoded, EncodedView)):
-            x = x.dequantize()
+        x = plain(x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             x = x.float()
         return x.to(self.device).expand(self.shape).contiguous().view(self.qdata.shape)
@@ -163,9 +162,9 @@ class Float8Grad(Encoded):
 
 def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     """Run GradScaler's unscaling: multiply by `inv_scale`, and set `found_inf` for Inf or NaN."""
-    plain = [g for g in grads if not isinstance(g, Float8Grad)]
-    if plain:
-        _UNSCALE(plain, found_inf, inv_scale)
+    others = [g for g in grads if not isinstance(g, Float8Grad)]
+    if others:
+        _UNSCALE(others, found_inf, inv_scale)
     for grad in grads:
         if isinstance(grad, Float8Grad):
             bad = has_nonfinite(grad.parts()).to(found_inf)

@@ -97,7 +97,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         dense: Tensor = _aten._unsafe_view(self.production.dense(), self.outer_shape)
         return dense
 
-    def alias(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
+    def reshaped(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
         return LazyQuantizedTensor(self.production, shape, self.outer_dtype)
 
     def __repr__(self) -> str:

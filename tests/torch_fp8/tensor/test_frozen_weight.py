@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.frozen_payload import freeze_tensor, frozen_from_bytes
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter, frozen_payloads
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
+from torch_fp8.tensor.quantizer import Quantizer
 
 BLOCKS = make_recipe("blockwise").weight
 ONE_SCALE = make_recipe("tensorwise", power_of_two_weights=True).weight
@@ -199,7 +201,7 @@ def test_a_layer_that_asks_for_other_scales_is_refused_by_name():
     with pytest.raises(
         RuntimeError, match=r"layer\.weight is .* with tensorwise scales, but its l"
     ):
-        frozen_payloads(p, BLOCKS, True, False, None)
+        p.quantize(Quantizer(BLOCKS), rowwise=True, columnwise=False)
 
 
 def test_autograd_goes_through_what_is_read():
@@ -207,3 +209,17 @@ def test_autograd_goes_through_what_is_read():
     (p.float() @ x).sum().backward()
     assert torch.allclose(x.grad, p.dequantize().float().sum(0), rtol=1e-5, atol=1e-4)
     (p.t().float().norm(dim=0) * x[:160]).sum().backward()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@SPECS
+def test_a_collective_writes_it_and_has_its_dtype(spec, one_rank):
+    p, value = frozen(spec=spec), torch.randn(160, 200).bfloat16()
+    dist.scatter(p, [value], src=0)
+    assert torch.equal(p.dequantize(), dequantize(requantized(value, spec), torch.bfloat16))
