@@ -83,7 +83,7 @@ class Float8Optimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
-        loss = self.loss_of(closure)
+        loss = self.begin_step(closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
         if self.fp8_config.moment_bits == 4:
@@ -280,4 +280,3 @@ class Float8Optimizer(ConvertedOptimizer):
             self.fp8_ratio_layers = tuple(map(weakref.ref, state["fp8_ratio_layers"]))
             self.fp8_ratios = set()
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
-        attach_hooks(self)  # copied parameters have no hooks
