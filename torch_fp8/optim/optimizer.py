@@ -198,7 +198,7 @@ class Float8Optimizer(ConvertedOptimizer):
                 state = (
                     to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
                 )
-                residual = residual_to_checkpoint(parameters[i]) if ours else None
+                residual = self._saved_residual(parameters[i]) if ours else None
                 packed["state"][i] = state
                 if residual is not None:
                     state["residual"] = residual
@@ -213,8 +213,11 @@ class Float8Optimizer(ConvertedOptimizer):
             **({FORMATS_KEY: formats} if encoded else {}),
         }
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
-        residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}
+        residuals = {i: self._saved_residual(p) for i, p in unstepped.items()}
         packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
+
+    def _saved_residual(self, parameter: Tensor) -> Tensor | None:
+        return residual_to_checkpoint(parameter, self.residual_bits(parameter))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or of Adam.

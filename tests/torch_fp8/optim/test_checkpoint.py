@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict, restore_weights
-from torch_fp8.optim.residual import residual_of
+from torch_fp8.optim.residual import residual_of, set_residual
 from torch_fp8.tensor.halves import EXACT_BITS, split_matrix
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -412,6 +412,22 @@ def test_residuals_of_files_change_their_bits(saved_bits, model_first):
             error = (before - after).abs() / 2.0 ** (before.abs().log2().floor() - 7 - 4)
             assert error.max() < 1
             assert 0.2 < error.mean() < 0.3  # to nearest: a quarter; cut off, it would be half
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_residuals_whose_bits_have_changed_since_the_last_step_are_saved_with_the_new_ones(
+    bits, steps
+):
+    model, optimizer = _converted(dtype=torch.bfloat16, steps=steps, residual_bits=12 - (bits or 4))
+    set_residual(model[0].weight, _RESIDUAL, 8)
+    convert_optimizer(optimizer, FP8Config(residual_bits=bits), model=model)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = _converted(dtype=torch.bfloat16, steps=0, residual_bits=bits)
+    _load(other, resumed, saved, model_first=True)
+    _step_that_changes_nothing(model, optimizer)
+    _step_that_changes_nothing(other, resumed)
+    assert _same(merged_state_dict(other, resumed), merged_state_dict(model, optimizer))
 
 
 def test_weights_in_float32_go_on_from_the_bf16_values_of_a_file():
