@@ -26,9 +26,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
-from torch_fp8.tensor.exchange import attributes_of, exchange, stored_grad
+from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
-from torch_fp8.tensor.swapped_parameter import SwappedParameter
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook
 
 _aten: Any = torch.ops.aten
@@ -49,9 +48,6 @@ class SplitTensor(Encoded):
         )
         self.halves = halves
         return self
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
 
     def dequantize(self) -> Tensor:
         """Return the float32 weight as a plain tensor."""
