@@ -70,14 +70,6 @@ class ConvertedOptimizer(Optimizer):
         parameters = ((g, p) for g in self.param_groups for p in g["params"])
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
-    def begin_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Run a closure with gradients enabled and return its result; None without a closure."""
-        self._opt_called = True  # schedulers check it
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
-
     def step_of(self, parameter: Tensor) -> int:
         """Return a parameter's step count, which also keys the rounding."""
         raise NotImplementedError
@@ -111,6 +103,15 @@ class ConvertedOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is created at run time; pickle and deepcopy rebuild it from the two bases.
         return _rebuild, (type(self).__mro__[1], self._fp8_base), self.__getstate__()
+
+
+def begin_step(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+    """Run a closure with gradients enabled and return its result; None without a closure."""
+    optimizer._opt_called = True  # schedulers check it
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 @functools.cache

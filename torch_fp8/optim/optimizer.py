@@ -27,7 +27,7 @@ from torch_fp8.optim.checkpoint import (
     entries,
     has_residual,
 )
-from torch_fp8.optim.converted import ConvertedOptimizer
+from torch_fp8.optim.converted import ConvertedOptimizer, begin_step
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
     RATIO_FORMATS,
@@ -83,7 +83,7 @@ class Float8Optimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
-        loss = self.begin_step(closure)
+        loss = begin_step(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
         if self.fp8_config.moment_bits == 4:

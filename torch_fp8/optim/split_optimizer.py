@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.bitsandbytes_overrides import placed_overrides
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
-from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
+from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.lent_weights import Lending, lent
 from torch_fp8.tensor.dtensor import local
@@ -49,7 +49,7 @@ class SplitOptimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the user's optimizer's step; a closure runs once, before it."""
-        loss = self.begin_step(closure)
+        loss = begin_step(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         # torch.distributed.checkpoint steps with a learning rate of 0 to create the states.
         self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
