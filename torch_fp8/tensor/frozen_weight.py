@@ -127,8 +127,8 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         return self.payload.qdata.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Return the address of the bytes."""
-        return self.payload.qdata.data_ptr()
+        """Return 0, because no memory holds the BF16 values."""
+        return 0
 
     @property
     def requires_grad(self) -> bool:

@@ -5,6 +5,7 @@ import io
 import warnings
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -170,7 +171,15 @@ def test_a_copy_is_frozen_and_a_pickle_plain():
 def test_its_memory_is_that_of_the_bytes():
     p = frozen()
     assert p.untyped_storage().nbytes() == p.numel()
-    assert p.data_ptr() == p.qdata.data_ptr() == p.untyped_storage().data_ptr()
+    assert p.qdata.data_ptr() == p.untyped_storage().data_ptr()
+
+
+def test_code_that_reads_memory_as_bf16_is_refused(tmp_path):
+    p = frozen()
+    for x in (p, p.data, p[2:7]):
+        assert x.data_ptr() == 0
+    with pytest.raises(safetensors.SafetensorError):  # it would read past the bytes
+        safetensors.torch.save_file({"weight": p.data}, tmp_path / "weights.safetensors")
 
 
 def test_training_it_is_refused_by_name():
