@@ -88,8 +88,8 @@ class LazyQuantizedTensor(QuantizableTensor):
         without keeping it.
         """
         source = self.production
-        dense = source.forms.dense
-        return source.producer.dense() if dense is None else dense, row, col, 0
+        dense = source.producer.dense() if source.plain is None else source.plain
+        return dense, row, col, 0
 
     def dequantize(self) -> Tensor:
         """Return the plain tensor without a graph; see `plain`."""
