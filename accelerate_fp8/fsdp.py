@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import PreparedOptimizers, bare
 from accelerate_fp8.release import refuse_accumulation
-from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
 from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import restore_weights
@@ -48,9 +47,6 @@ def prepare_sharded(
 
 
 def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
-    """Load residuals (older folders) and step counts that the hosts do not load."""
-    sharded = [m for m in models if any(isinstance(part, FSDPModule) for part in m.modules())]
-    for model in sharded:
-        adopt_residuals(folder, model)
-    if sharded:
+    """Load the optimizers' step counts, which the hosts do not load from folders of shards."""
+    if any(isinstance(part, FSDPModule) for model in models for part in model.modules()):
         adopt_steps(folder, map(bare, optimizers))

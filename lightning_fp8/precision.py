@@ -38,7 +38,6 @@ from torch_fp8 import (
     scaling_state_dict,
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
-from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
 from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.config import given_config
 from torch_fp8.conversion.selection import NothingToConvertError
@@ -143,12 +142,11 @@ class HostPrecision(FP8Precision):
             check_same_config(self.config)
 
     def _load_checkpoint(self, strategy: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as the strategy does; then adopt older residuals, and step counts."""
+        """Load as the strategy does; then adopt step counts from a folder of shards."""
         loaded = type(strategy).load_checkpoint(strategy, path, *args, **kwargs)
         if _shards(strategy):
-            path, trusted = strategy.broadcast(path), kwargs.get("weights_only") is False
+            path = strategy.broadcast(path)
             for converted in self._live():
-                adopt_residuals(path, converted.live, weights_only=not trusted)
                 adopt_steps(path, converted.optimizers)
         return loaded
 

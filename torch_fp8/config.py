@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
-from torch_fp8.quantization.contradictions import check_contradictions
-from torch_fp8.quantization.formats import FORMATS
-from torch_fp8.quantization.monitor_options import (
+from torch_fp8.quantization.contradictions import (
     ON_ALARM,
     ON_LOSS_SPIKE,
     PROBES,
-    check_monitor,
+    check_contradictions,
 )
+from torch_fp8.quantization.formats import FORMATS
 from torch_fp8.quantization.option_values import checked, named, option, read_json
 from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
@@ -21,11 +20,6 @@ from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.suggestions import naming_valid_options, suggestion, unknown_options
 
 ENV_VAR = "TORCH_FP8_CONFIG"
-_GONE = {
-    "fp8-lm": "FP8-LM's rule with one scale per tensor and a sum in FP8, existed for comparison "
-    "and was removed; use 'fp8', which is more accurate at the same bytes, or register your own "
-    "communication hook on DDP"
-}
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ class FP8Config:
     frozen_weights: str = option("auto", choices=("auto", "fp8", "keep"), of="torch")
     merge_aware: bool = option(False, of="torch")
     save_format: str | None = option(None, choices=(None, *SAVE_FORMATS), of="torch")
-    communication: str = option("auto", choices=("auto", "fp8", "off"), gone=_GONE)
+    communication: str = option("auto", choices=("auto", "fp8", "off"))
     agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")
     save_activations: str = option("fp8", choices=("fp8", "bf16"))
@@ -227,7 +221,6 @@ class FP8Config:
         overrides = Overrides.checked(self.overrides, named(FP8Config, "layer"))
         object.__setattr__(self, "overrides", overrides)
         check_contradictions(self)
-        check_monitor(self)
         for pattern, options in self.overrides.items():
             check_override(self, pattern, options)
 

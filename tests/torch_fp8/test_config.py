@@ -55,7 +55,6 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"opt_level": "O4"}, "O1"),
         ({"residual_bits": 6}, "8, 4, 0"),
         ({"communication": "bf16"}, "'auto', 'fp8', 'off'"),
-        ({"communication": "fp8-lm"}, "was removed; use 'fp8'"),
         ({"opt_level": "O1", "residual_bits": 4}, "residual_bits apply to the optimizer"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
         ({"margin": 9, "recipe": "delayed"}, "from 0 to 8"),

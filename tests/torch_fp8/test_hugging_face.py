@@ -122,7 +122,7 @@ def test_the_input_of_q_k_and_v_is_cast_once(family):
     payloads = {}
 
     def note(module, args, name):
-        ((row, _),) = args[0].production.forms.layouts.values()
+        ((row, _),) = args[0].production.payloads.values()
         payloads[name] = row.qdata
 
     for name, module in model.named_modules():

@@ -21,7 +21,6 @@ from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.split_weight import stored
 
 FORMAT_VERSION = 1
 """The format version of the entries that `Float8Optimizer.state_dict` adds to
@@ -81,9 +80,9 @@ def check_state_dict(
         )
     for i, group in enumerate(groups):
         _check_group(group, f"param_groups[{i}]")
-    for where, saved in saved_options(state_dict):
-        _check_options(saved, where)
-        bits = saved["residual_bits"]
+    if OPTIONS_KEY in state_dict:
+        _check_options(state_dict[OPTIONS_KEY])
+        bits = state_dict[OPTIONS_KEY]["residual_bits"]
     parameters = [p for group in param_groups for p in group["params"]]
     states = state_dict["state"]
     for saved_id, parameter, entry in entries(_checked_states(states, state_dict), parameters):
@@ -92,15 +91,6 @@ def check_state_dict(
             _check_entry(parameter, entry, where)
         _check_residual(parameter, entry, bits, where)
     return bits
-
-
-def saved_options(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, options) that a checkpoint was saved with; old files have them by group."""
-    if OPTIONS_KEY in state_dict:
-        yield f"state_dict[{OPTIONS_KEY!r}]", state_dict[OPTIONS_KEY]
-    for i, group in enumerate(state_dict["param_groups"]):
-        if OPTIONS_KEY in group:
-            yield f"param_groups[{i}][{OPTIONS_KEY!r}]", group[OPTIONS_KEY]
 
 
 def has_residual(entry: Mapping[str, Any]) -> bool:
@@ -131,7 +121,8 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _check_options(saved: Any, where: str) -> None:
+def _check_options(saved: Any) -> None:
+    where = f"state_dict[{OPTIONS_KEY!r}]"
     if not isinstance(saved, Mapping):
         raise ValueError(f"{where} is not a dict: {saved!r:.80}")
     if saved.get("version") != FORMAT_VERSION:
@@ -184,7 +175,7 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
     saved, where = entry["residual"], f"{where}['residual']"
     if not isinstance(saved, Tensor):
         raise ValueError(f"{where} is not a tensor: {saved!r:.80}")
-    if stored(local(parameter)).dtype != torch.bfloat16:
+    if parameter.dtype != torch.bfloat16:
         return
     bits = bits if is_large(parameter) else 16
     dtypes = (torch.int16, torch.int8) if bits == 16 else (torch.int8,)

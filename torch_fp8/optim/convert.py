@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,16 +107,14 @@ def convert_optimizer(
     moments = choose_moments(optimizer, model)
     for _, _, parameter in optimizer.indexed_parameters():
         _quantize_state(optimizer, parameter)
-    num_split, float32 = _split_weights(optimizer, model)
+    split = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,
         True,
-        num_split=num_split,
-        num_float32=len(float32),
-        why_float32=in_words(float32),
         num_cached=_keep_weights(optimizer, model),
         num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
         **moments,
+        **split,
     )
     _convert_gradients(optimizer, model)
     return gradients_report(optimizer, report)
@@ -138,13 +137,13 @@ def _keep_states(
         swap_class(optimizer, MuonOptimizer if muon else SplitOptimizer)
     assert isinstance(optimizer, SplitOptimizer)
     optimizer.set_config(config)
-    num_split, float32 = _split_weights(optimizer, model)
+    split = _split_weights(optimizer, model)
     _convert_gradients(optimizer, model)
     options = given(config, "adam")
     if muon:
         released = optimizer.fp8_config.gradient_release
         options = [name for name in options if name != "gradient_release" or not released]
-        states = f"an int8 momentum, {counted(num_split, 'weight')} in two halves"
+        states = f"an int8 momentum, {counted(split['num_split'], 'weight')} in two halves"
         report = replace(report, reason=None, states=states)
     verb = "is" if len(options) == 1 else "are"
     of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
@@ -153,19 +152,17 @@ def _keep_states(
         converted=True,
         reason="; ".join([report.reason, *of_adam]) if report.reason else None,
         notes=tuple(of_adam) if report.reason is None else (),
-        num_split=num_split,
-        num_float32=len(float32),
-        why_float32=in_words(float32),
+        **split,
     )
     return gradients_report(optimizer, report)
 
 
-def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> tuple[int, list[str]]:
-    """Split weights; return their number, and reasons why the other large ones are float32."""
+def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> dict[str, Any]:
+    """Split weights; return `OptimizerReport` fields of these and of large float32 weights."""
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = isinstance(model, DistributedDataParallel)
-    num_split, stay = 0, []
+    num_split, stay = 0, list[str]()
     for _, _, parameter in optimizer.indexed_parameters():
         if parameter.dtype != torch.float32 or not is_large(parameter):
             continue
@@ -189,7 +186,7 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> tu
         num_split += 1
     if model is not None:
         _keep_dtypes(optimizer, model)
-    return num_split, stay
+    return {"num_split": num_split, "num_float32": len(stay), "why_float32": in_words(stay)}
 
 
 def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:

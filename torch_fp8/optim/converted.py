@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
-from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
 from torch_fp8.optim.residual import known_residual, set_residual
 from torch_fp8.optim.state import is_large
 from torch_fp8.tensor.halves import EXACT_BITS
@@ -31,9 +31,9 @@ class ConvertedOptimizer(Optimizer):
     """
 
     fp8_config: FP8Config
-    fp8_layers: tuple["weakref.ref[RunsFP8]", ...]
-    fp8_why_bf16_gradients: str | None
-    fp8_hooks_restored: int
+    fp8_layers: tuple["weakref.ref[RunsFP8]", ...] = ()
+    fp8_why_bf16_gradients: str | None = None
+    fp8_hooks_restored: int = 0
     fp8_released: set[Tensor]
     fp8_reducers: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
@@ -48,9 +48,6 @@ class ConvertedOptimizer(Optimizer):
     def set_config(self, config: FP8Config) -> None:
         """Set the configuration; residuals change their number of bits at the next step."""
         self.fp8_config = config
-        self.__dict__.setdefault("fp8_layers", ())
-        self.__dict__.setdefault("fp8_why_bf16_gradients", None)
-        self.__dict__.setdefault("fp8_hooks_restored", 0)
         self.__dict__.setdefault("fp8_released", set())
         for _, _, parameter in self.indexed_parameters():
             halves = halves_of(parameter)
@@ -73,13 +70,6 @@ class ConvertedOptimizer(Optimizer):
         parameters = ((g, p) for g in self.param_groups for p in g["params"])
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
-    def loss_of(self, closure: Callable[[], Any] | None) -> Any:
-        """Run a closure with gradients enabled and return its result; None without a closure."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
-
     def step_of(self, parameter: Tensor) -> int:
         """Return a parameter's step count, which also keys the rounding."""
         raise NotImplementedError
@@ -89,7 +79,7 @@ class ConvertedOptimizer(Optimizer):
         return 0
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in self._fp8_attributes}
+        own = {name: getattr(self, name) for name in self._fp8_attributes}
         indexed = self.indexed_parameters()
         # Copying turns split weights into plain float32 and drops the residuals of BF16 weights.
         split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]
@@ -100,19 +90,28 @@ class ConvertedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "fp8_layers" not in state:  # load_state_dict calls this, too
-            return
-        self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
-        split, residuals = self.__dict__.pop("fp8_split"), self.__dict__.pop("fp8_residuals")
-        for i, _, parameter in self.indexed_parameters():
-            if i in split and not isinstance(parameter, SplitWeight):
-                split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
-            if i in residuals:
-                set_residual(parameter, *residuals[i])
+        if "fp8_layers" in state:  # load_state_dict calls this, too
+            self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
+            split, residuals = self.__dict__.pop("fp8_split"), self.__dict__.pop("fp8_residuals")
+            for i, _, parameter in self.indexed_parameters():
+                if i in split and not isinstance(parameter, SplitWeight):
+                    split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
+                if i in residuals:
+                    set_residual(parameter, *residuals[i])
+        attach_hooks(self)  # copied parameters have none, and indices may have changed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is created at run time; pickle and deepcopy rebuild it from the two bases.
         return _rebuild, (type(self).__mro__[1], self._fp8_base), self.__getstate__()
+
+
+def begin_step(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+    """Run a closure with gradients enabled and return its result; None without a closure."""
+    optimizer._opt_called = True  # schedulers check it
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 @functools.cache
@@ -123,8 +122,9 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     """
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     # If a compiled function calls step, the graph breaks there and the step runs eagerly.
-    own = {**named, "__doc__": base.__doc__, "step": torch.compiler.disable(ours.step)}
-    return type(base.__name__, (ours, base), own)
+    step: Any = torch.compiler.disable(ours.step)
+    step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `begin_step` notes the call
+    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__, "step": step})
 
 
 def unhooked(method: Any) -> Any:
@@ -138,33 +138,15 @@ def _rebuild(ours: Any, base: Any) -> Any:
 
 
 def swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
-    """Change the optimizer's class; a scheduler's wrapper around the old ``step`` is rebuilt."""
+    """Change the optimizer's class, and remove a scheduler's wrapper around the old ``step``."""
     base: Any = type(optimizer)
     cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
     optimizer.__class__ = cls
     optimizer.__dict__["_fp8_base"] = base
     # torch adds hooks and the profiler to step once per class; __setstate__ does so, too.
     Optimizer.__setstate__(optimizer, {})
-    wrapped = optimizer.__dict__.get("step")
-    if getattr(wrapped, "_wrapped_by_lr_sched", False):
-        optimizer.__dict__["step"] = _scheduler_wrapper(optimizer, cls.step)
-
-
-def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
-    """Wrap `function` as torch.optim.lr_scheduler wraps ``step``, to note that it was called.
-
-    The scheduler's own wrapper holds the old class's function and would never call the new step.
-    """
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        instance: Any = reference()
-        instance._opt_called = True
-        return function.__get__(instance, type(instance))(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
+    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+        del optimizer.__dict__["step"]
 
 
 _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")

@@ -11,7 +11,8 @@ The optimizer's ``state`` accepts a copy as a key for the state of its weight.
 
 import contextlib
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +69,6 @@ class Lending:
                 "FP8Config(split_weights=False)"
             )
         torch.autograd.graph.increment_version([parameter])
-        halves.awaited = None
         halves.write(weight.to(halves.high.device, torch.float32).contiguous())
         keys = stream_keys(self._seed, self._step, self._indices[parameter])
         halves.settle(keys, shard_origin(parameter))
@@ -98,29 +98,23 @@ class LentList(Sequence[Tensor]):
         return [*self, *others]
 
 
-class LentState(MutableMapping[Any, Any]):
+class LentState(UserDict[Any, Any]):
     """The optimizer's ``state``, in which a copy is a key for its weight's state."""
 
-    def __init__(self, state: MutableMapping[Any, Any]) -> None:
-        self._state = state
+    def __init__(self, state: Any) -> None:
+        self.data = state
 
     def __getitem__(self, key: Any) -> Any:
-        return self._state[_owner(key)]
+        return self.data[_owner(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._state[_owner(key)] = value
+        self.data[_owner(key)] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._state[_owner(key)]
+        del self.data[_owner(key)]
 
     def __contains__(self, key: object) -> bool:
-        return _owner(key) in self._state
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
+        return _owner(key) in self.data
 
 
 @contextlib.contextmanager

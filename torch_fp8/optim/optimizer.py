@@ -26,9 +26,8 @@ from torch_fp8.optim.checkpoint import (
     check_state_dict,
     entries,
     has_residual,
-    saved_options,
 )
-from torch_fp8.optim.converted import ConvertedOptimizer
+from torch_fp8.optim.converted import ConvertedOptimizer, begin_step
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
     RATIO_FORMATS,
@@ -64,7 +63,7 @@ from torch_fp8.quantization import ratio_int4
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.split_weight import halves_of, stored
+from torch_fp8.tensor.split_weight import halves_of
 
 
 class Float8Optimizer(ConvertedOptimizer):
@@ -84,7 +83,7 @@ class Float8Optimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
-        loss = self.loss_of(closure)
+        loss = begin_step(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
         if self.fp8_config.moment_bits == 4:
@@ -199,7 +198,7 @@ class Float8Optimizer(ConvertedOptimizer):
                 state = (
                     to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
                 )
-                residual = residual_to_checkpoint(parameters[i]) if ours else None
+                residual = self._saved_residual(parameters[i]) if ours else None
                 packed["state"][i] = state
                 if residual is not None:
                     state["residual"] = residual
@@ -214,8 +213,11 @@ class Float8Optimizer(ConvertedOptimizer):
             **({FORMATS_KEY: formats} if encoded else {}),
         }
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
-        residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}
+        residuals = {i: self._saved_residual(p) for i, p in unstepped.items()}
         packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
+
+    def _saved_residual(self, parameter: Tensor) -> Tensor | None:
+        return residual_to_checkpoint(parameter, self.residual_bits(parameter))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or of Adam.
@@ -253,24 +255,17 @@ class Float8Optimizer(ConvertedOptimizer):
         saved_bits: int,
         loaded: list[tuple[Any, Tensor, dict[str, Any]]],
     ) -> None:
-        for _, saved in saved_options(state_dict):
-            self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
-        for group in self.param_groups:
-            group.pop(OPTIONS_KEY, None)
-        ours = any(saved_options(state_dict))
+        options = state_dict.get(OPTIONS_KEY)
+        if options is not None:
+            self.fp8_config = dataclasses.replace(self.fp8_config, seed=options["seed"])
         ratios = self.choose_ratios()  # depends on the loaded betas
         for _, parameter, entry in loaded:
-            bits, halves = self.residual_bits(parameter), halves_of(parameter)
-            if halves is not None:
-                halves.awaited = None
-            if has_residual(entry):
-                saved, shard = shard_of(parameter, entry["residual"]), stored(local(parameter))
-                if halves is not None:
-                    halves.adopt(with_bits(shard, saved, saved_bits, halves.step_bits))
-                elif bits:
-                    saved_k = saved_bits if is_large(parameter) else bits
-                    set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
-            elif ours and "residual" not in entry:
+            bits = self.residual_bits(parameter)
+            if bits and has_residual(entry):
+                saved, shard = shard_of(parameter, entry["residual"]), local(parameter)
+                saved_k = saved_bits if is_large(parameter) else bits
+                set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
+            elif options is not None and "residual" not in entry:
                 set_residual(parameter, None, 0)
             if "step" not in entry:
                 continue
@@ -288,4 +283,3 @@ class Float8Optimizer(ConvertedOptimizer):
             self.fp8_ratio_layers = tuple(map(weakref.ref, state["fp8_ratio_layers"]))
             self.fp8_ratios = set()
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
-        attach_hooks(self)  # copied parameters have no hooks

@@ -148,17 +148,20 @@ def with_bits(shard: Tensor, saved: Tensor, saved_bits: int, bits: int) -> Tenso
     return target
 
 
-def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
+def residual_to_checkpoint(weight: Tensor, bits: int) -> Tensor | None:
     """Return a BF16 weight's residual for a checkpoint: on the CPU, or as a DTensor.
 
+    It has the `bits` of the optimizer's options, which may have changed since the last step.
     A sharded parameter's residual is saved as int8 (S, n), where S is the size of the parameter's
     first dimension. The matrix of a vector or of stacked matrices has other rows than those that
     the parameter is sharded by, and neither gloo nor NCCL can send int16.
     """
     known = known_residual(weight)
-    if known is None:
+    if known is None or not bits:
         return None
-    stored, bits = known
+    stored, known_bits = known
+    if known_bits != bits:
+        stored = with_bits(local(weight), stored, known_bits, bits)
     if not isinstance(weight, DTensor):
         return stored.detach().to("meta" if weight.is_meta else "cpu", copy=True)
     shape = sharded_residual_shape(weight, residual_shape(weight.shape, bits), bits)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.bitsandbytes_overrides import placed_overrides
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
-from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
+from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.lent_weights import Lending, lent
 from torch_fp8.tensor.dtensor import local
@@ -43,13 +43,13 @@ class SplitOptimizer(ConvertedOptimizer):
         fp8_steps: the number of steps so far, which keys the rounding.
     """
 
-    fp8_steps: int
+    fp8_steps: int = 0
     _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_steps")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the user's optimizer's step; a closure runs once, before it."""
-        loss = self.loss_of(closure)
+        loss = begin_step(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         # torch.distributed.checkpoint steps with a learning rate of 0 to create the states.
         self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
@@ -75,7 +75,6 @@ class SplitOptimizer(ConvertedOptimizer):
     def set_config(self, config: FP8Config) -> None:
         """Set the parts of a configuration that apply to weights and gradients."""
         super().set_config(replace(config, gradient_release=False, update_clipping=False))
-        self.__dict__.setdefault("fp8_steps", 0)
 
     def step_of(self, parameter: Tensor) -> int:
         """Return the step count, which all parameters share."""
@@ -102,10 +101,6 @@ class SplitOptimizer(ConvertedOptimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OPTIONS_KEY})
         counts = [group.pop(STEPS) for group in self.param_groups if STEPS in group]
         self.fp8_steps = options.get("steps", max(counts, default=self.fp8_steps))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        attach_hooks(self)  # copied parameters have no hooks
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:

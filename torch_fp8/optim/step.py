@@ -218,7 +218,6 @@ def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, in
         seed, state, index: the optimizer's seed, the weight's state (for its ``step``) and the
             weight's index; they key the random bits.
     """
-    halves.awaited = None
     if halves.residual is not None and halves.residual.device != halves.high.device:
         halves.residual = halves.residual.to(halves.high.device)
     if halves.bits != halves.step_bits:

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ def option(
     least: int | None = None,
     most: int | None = None,
     why: str = "",
-    gone: Mapping[str, str] | None = None,
     of: str = "",
 ) -> Any:
     """Return the field of an option whose values `checked` checks.
@@ -73,12 +71,11 @@ def option(
         choices: valid values, or valid items of a tuple; for a bool, valid values beside True and
             False.
         least, most: bounds of an int, with the reason `why` for the upper one.
-        gone: removed choices, each with its replacement.
         of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
             to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
             backend ``torch``, the ``monitor``.
     """
-    rule = {"choices": choices, "least": least, "most": most, "why": why, "gone": gone or {}}
+    rule = {"choices": choices, "least": least, "most": most, "why": why}
     return field(default=default, metadata={**rule, "of": of.split()})
 
 
@@ -117,8 +114,6 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
                 f"FP8Config.{name} must be from {rule['least']} to {rule['most']}, got {value}: "
                 f"{rule['why']}"
             )
-    if isinstance(value, str) and value in rule["gone"]:
-        raise ValueError(f"FP8Config.{name}={value!r}, {rule['gone'][value]}")
     if choices and not isinstance(default, (tuple, bool)):
         check_choice(name, value, choices)
     return value

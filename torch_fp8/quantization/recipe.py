@@ -105,28 +105,23 @@ class Recipe:
         return f"{self.name}: {casts}{', wgrad bf16' if self.wgrad is None else ''}{smooth}"
 
 
+_TENSOR = CastSpec(E4M3, "tensorwise")
+_DELAYED = CastSpec(E4M3, "tensorwise", delayed=True)
+_ROW = CastSpec(E4M3, "rowwise", power_of_two=True)
+_BLOCK = CastSpec(E4M3, "block_1x128", power_of_two=True)
+_SQUARE = CastSpec(E4M3, "block_128x128", power_of_two=True)
+_MX = CastSpec(E4M3, "block_1x32", power_of_two=True)
+
 # name -> casts of (input, weight, grad_output). The sources, in order: torchao's float8 tensorwise;
 # Transformer Engine's DelayedScaling (HYBRID); torchao's rowwise, whose power-of-two scales make
 # the same value in two layouts differ less; DeepSeek-V3 (arXiv 2412.19437) with Transformer
 # Engine's power-of-two scales; OCP MX with the scale's exponent rounded up (arXiv 2506.08027).
 _PRESETS: dict[str, tuple[CastSpec, CastSpec, CastSpec]] = {
-    "tensorwise": (
-        CastSpec(E4M3, "tensorwise"),
-        CastSpec(E4M3, "tensorwise"),
-        CastSpec(E5M2, "tensorwise"),
-    ),
-    "delayed": (
-        CastSpec(E4M3, "tensorwise", delayed=True),
-        CastSpec(E4M3, "tensorwise", delayed=True),
-        CastSpec(E5M2, "tensorwise", delayed=True),
-    ),
-    "rowwise": (CastSpec(E4M3, "rowwise", power_of_two=True),) * 3,
-    "blockwise": (
-        CastSpec(E4M3, "block_1x128", power_of_two=True),
-        CastSpec(E4M3, "block_128x128", power_of_two=True),
-        CastSpec(E4M3, "block_1x128", power_of_two=True),
-    ),
-    "mxfp8": (CastSpec(E4M3, "block_1x32", power_of_two=True),) * 3,
+    "tensorwise": (_TENSOR, _TENSOR, _TENSOR._replace(format=E5M2)),
+    "delayed": (_DELAYED, _DELAYED, _DELAYED._replace(format=E5M2)),
+    "rowwise": (_ROW, _ROW, _ROW),
+    "blockwise": (_BLOCK, _SQUARE, _BLOCK),
+    "mxfp8": (_MX, _MX, _MX),
 }
 RECIPES = tuple(_PRESETS)
 E4M3_ONLY = ("blockwise", "mxfp8")
@@ -163,12 +158,7 @@ def make_recipe(
     if power_of_two_weights:
         weight = weight._replace(power_of_two=True)
     if grad_format is not None:
-        grad_output = CastSpec(
-            FORMATS[grad_format],
-            grad_output.granularity,
-            grad_output.delayed,
-            grad_output.power_of_two,
-        )
+        grad_output = grad_output._replace(format=FORMATS[grad_format])
     if input.granularity.startswith("block_"):
         fast_accum = ()  # promoted to float32 after every block
     return Recipe(

@@ -101,7 +101,7 @@ class QuantizableTensor(Tensor):
         """
         return None
 
-    def alias(self, shape: Sequence[int]) -> "QuantizableTensor":
+    def reshaped(self, shape: Sequence[int]) -> "QuantizableTensor":
         """Return this tensor in another shape with the same last dimension."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class QuantizableTensor(Tensor):
         if isinstance(x, cls):
             shape = view_shape(func, x, args)
             if shape is not None:
-                return x.alias(shape)
+                return x.reshaped(shape)
         cls.refuse_write(func, args, kwargs)
         return func(*map_tensors(args, dequantized), **map_tensors(kwargs, dequantized))
 

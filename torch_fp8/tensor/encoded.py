@@ -22,33 +22,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from torch_fp8.tensor.leaves_as_copy import LeavesAsCopy
-from torch_fp8.tensor.shared_parts import SharedParts, send_shared
+from torch_fp8.tensor.readable import Readable, collective, on_dense
+from torch_fp8.tensor.shared_parts import send_shared
 
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
 
 
-class _Readable(LeavesAsCopy, SharedParts):
-    """Base of tensors without plain memory that read and write like plain ones."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def store(self, x: Tensor) -> None:
-        """Encode `x`, of this shape."""
-        raise NotImplementedError
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.is_inference_mode_enabled():  # aliases and views outlive it
-            with torch.inference_mode(False), torch.no_grad():
-                return _dispatch(func, args, kwargs or {})
-        return _dispatch(func, args, kwargs or {})
-
-
-class Encoded(_Readable):
+class Encoded(Readable):
     """Base of tensors that are stored in another form; see the module docstring.
 
     Attributes:
@@ -94,8 +75,17 @@ class Encoded(_Readable):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)
 
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.is_inference_mode_enabled():  # aliases and views outlive it
+            with torch.inference_mode(False), torch.no_grad():
+                return _dispatch(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
-class EncodedView(_Readable):
+
+class EncodedView(Readable):
     """A view of an `Encoded` tensor.
 
     Attributes:
@@ -105,6 +95,7 @@ class EncodedView(_Readable):
 
     base: "Encoded | EncodedView"
     replay: Any
+    __torch_dispatch__ = Encoded.__torch_dispatch__
 
     @staticmethod
     def __new__(cls, base: Any, replay: Any, like: Tensor) -> "EncodedView":
@@ -121,7 +112,7 @@ class EncodedView(_Readable):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         part: Any = self.base
-        while isinstance(part, _Readable):
+        while isinstance(part, Readable):
             part = getattr(part, part.__tensor_flatten__()[0][0])
         if type(part) is FunctionalTensor:  # AOTAutograd flattens what leaves its graph
             raise RuntimeError(
@@ -136,16 +127,23 @@ class EncodedView(_Readable):
         inner: dict[str, Any], replay: Any, outer_size: Any, outer_stride: Any
     ) -> "EncodedView":
         base = inner["base"]
-        return EncodedView(base, replay, replay(template(base)))
+        return EncodedView(base, replay, replay(_template(base)))
 
     def dequantize(self) -> Tensor:
         view: Tensor = self.replay(self.base.dequantize())
         return view
 
+    def writable(self) -> Tensor:
+        view: Tensor = self.replay(self.base.writable())
+        return view
+
     def store(self, x: Tensor) -> None:
-        dense = self.base.dequantize()
+        self.finish_write(x, _aten.copy_.default)
+
+    def finish_write(self, x: Tensor, func: Any) -> None:
+        dense = self.base.writable()
         self.replay(dense).copy_(x)
-        self.base.store(dense)
+        self.base.finish_write(dense, func)
 
     def data_ptr(self) -> int:
         """Return the address of this view in the base's decoded copy; 0: the base has no copy.
@@ -178,7 +176,7 @@ class EncodedView(_Readable):
 
 def plain(x: Tensor) -> Tensor:
     """Decode an `Encoded` tensor or a view of one; return any other tensor unchanged."""
-    return x.dequantize() if isinstance(x, (Encoded, EncodedView)) else x
+    return x.dequantize() if isinstance(x, Readable) else x
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,8 +189,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.name.startswith(_FOREACH):
         return _foreach(func, args, kwargs)
     if func.namespace == "c10d":
-        return _collective(func, args, kwargs)
-    if isinstance(first, _Readable) and is_view(func):
+        return collective(func, args, kwargs)
+    if isinstance(first, Readable) and _is_view(func):
         return _view(func, args, kwargs)
     return on_dense(func, args, kwargs)
 
@@ -233,7 +231,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain: list[int] = []
     for i in range(count):
         lists = [a for a in at([i]) if isinstance(a, list)]
-        (encoded if any(isinstance(a[0], _Readable) for a in lists) else plain).append(i)
+        (encoded if any(isinstance(a[0], Readable) for a in lists) else plain).append(i)
     results: list[Any] = [None] * count
     groups = [(plain, func(*at(plain), **kwargs))] if plain else []
     groups += [([i], _foreach_single(func, at([i]), kwargs)) for i in encoded]
@@ -256,29 +254,14 @@ def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return on_dense(func, tuple(args), kwargs)
 
 
-def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a collective. It writes to its first argument, although its schema does not say so."""
-    written: list[tuple[Any, Tensor]] = []
-    writes = "send" not in func._schema.name
-    plain_args = [_dense(a, writes and i == 0, written) for i, a in enumerate(args)]
-    result = func(*plain_args, **kwargs)
-    if written:
-        for work in result if isinstance(result, tuple) else (result,):
-            if isinstance(work, torch.ScriptObject):
-                work.wait()
-    for target, value in written:
-        target.store(value)
-    return _originals(result, written)
-
-
 @functools.cache
-def is_view(func: Any) -> bool:
+def _is_view(func: Any) -> bool:
     """Return whether an operator returns views of its first argument and writes nothing."""
     aliases = [r.alias_info for r in func._schema.returns]
     return any(a is not None and not a.is_write for a in aliases)
 
 
-def template(base: Tensor) -> Tensor:
+def _template(base: Tensor) -> Tensor:
     """Return a meta tensor with the geometry of `base`, including its storage offset."""
     offset, stride = base.storage_offset(), base.stride()
     steps = (step * (size - 1) for size, step in zip(base.shape, stride, strict=True) if size)
@@ -293,46 +276,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def replay(x: Tensor) -> Any:
         return func(x, *args[1:], **kwargs)
 
-    views = replay(template(base))
+    views = replay(_template(base))
     if isinstance(views, Tensor):
         return EncodedView(base, replay, views)
     return [EncodedView(base, lambda x, i=i: replay(x)[i], v) for i, v in enumerate(views)]
-
-
-def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Decode an operator's arguments, call it, and encode the tensors that it wrote."""
-    written: list[tuple[Any, Tensor]] = []
-    schema = func._schema.arguments
-    by_name = {a.name: _writes(a) for a in schema}
-    plain_args = [_dense(a, _writes(s), written) for a, s in zip(args, schema, strict=False)]
-    plain_kwargs = {n: _dense(a, by_name.get(n, False), written) for n, a in kwargs.items()}
-    if written and torch.Tag.inplace_view in func.tags:
-        raise RuntimeError(
-            f"{func._schema.name} changes the shape or strides in place of a tensor that is stored "
-            "in another form; use a view or a copy, x.t() or x.clone()"
-        )
-    result = func(*plain_args, **plain_kwargs)
-    for target, value in written:
-        target.store(value)
-    return _originals(result, written)
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]]) -> Any:
-    if isinstance(x, _Readable):
-        dense = x.dequantize()
-        if writes:
-            written.append((x, dense))
-        return dense
-    if isinstance(x, (list, tuple)):
-        return [_dense(y, writes, written) for y in x]
-    return x
-
-
-def _originals(result: Any, written: list[tuple[Any, Tensor]]) -> Any:
-    if isinstance(result, (list, tuple)):
-        return type(result)(_originals(r, written) for r in result)
-    return next((target for target, dense in written if dense is result), result)

@@ -1,5 +1,7 @@
 """Changing the tensor class of a Parameter while it stays the same object."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,3 +68,33 @@ def _deliver(old: Tensor, parameter: Tensor) -> None:
 def is_split(parameter: Tensor) -> bool:
     """Return whether a Parameter is a `torch_fp8.tensor.split_weight.SplitWeight`."""
     return "halves" in vars(parameter)
+
+
+class SwappedParameter:
+    """The hooks and attributes of a split Parameter while it is swapped with a plain one.
+
+    A parametrization writes a Parameter by such a swap, and then frees the other tensor. This
+    object is an attribute of the old tensor. When that is freed, the Parameter is split again and
+    gets its hooks and attributes back. Its gradient belongs to the old values and is dropped.
+
+    Args:
+        parameter: Parameter that is about to be swapped.
+        attributes: attributes that user code has set on it.
+        split: function that splits it again.
+    """
+
+    def __init__(
+        self, parameter: Tensor, attributes: dict[str, Any], split: Callable[[Tensor], Any]
+    ) -> None:
+        self.parameter = parameter  # not a weak reference, which would prevent the swap
+        self.cls, self.attributes, self.split = type(parameter), attributes, split
+        self.hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+    def __del__(self) -> None:
+        parameter = self.parameter
+        if isinstance(parameter, self.cls) or sys.is_finalizing():
+            return
+        vars(parameter).update(self.attributes)
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = self.hooks
+        if parameter.dtype == torch.float32:
+            self.split(parameter)

@@ -16,6 +16,8 @@ A tensor subclass suits a gradient, unlike a weight, because other code never sa
 gradients.
 """
 
+import builtins
+import math
 from typing import Any
 
 import torch
@@ -27,13 +29,14 @@ from torch_fp8.ops.grad_codec import (
     accumulate_gradient,
     decode_gradient,
     has_nonfinite,
+    norm,
     quantize_gradient,
+    zero_gradient,
 )
 from torch_fp8.quantization.block_scaled import matrix_shape
-from torch_fp8.tensor.encoded import Encoded, EncodedView
-from torch_fp8.tensor.float8_grad_ops import HANDLERS
+from torch_fp8.tensor.encoded import Encoded, plain
 
-_unsafe_view: Any = torch.ops.aten._unsafe_view.default._op
+_aten: Any = torch.ops.aten
 
 
 class Float8Grad(Encoded):
@@ -51,7 +54,6 @@ class Float8Grad(Encoded):
     multiplier: Tensor
     rounding: Rounding
 
-    handlers = HANDLERS
     foreach_methods = frozenset(
         ("mul_", "div_", "add_", "sub_", "zero_", "copy_", "clamp_min_", "clamp_max_")
     )
@@ -115,8 +117,8 @@ class Float8Grad(Encoded):
         """Return a plain tensor of this shape, in `dtype` or the tensor's own dtype."""
         decoded = decode_gradient(self.parts(), dtype or self.dtype)
         # Not a view: as a gradient, a view would keep this memory after its `.data` is set.
-        plain: Tensor = _unsafe_view(decoded, self.shape)
-        return plain
+        whole: Tensor = _aten._unsafe_view.default._op(decoded, self.shape)
+        return whole
 
     def parts(self) -> GradientParts:
         """Return codes, scales and multiplier, the arguments of an optimizer's step."""
@@ -127,8 +129,7 @@ class Float8Grad(Encoded):
         return Float8Grad(self.parts(), self.shape, self.dtype, self.rounding)
 
     def _matrix(self, x: Tensor) -> Tensor:
-        if isinstance(x, (Encoded, EncodedView)):
-            x = x.dequantize()
+        x = plain(x)
         if x.dtype not in (torch.bfloat16, torch.float32):
             x = x.float()
         return x.to(self.device).expand(self.shape).contiguous().view(self.qdata.shape)
@@ -163,9 +164,9 @@ class Float8Grad(Encoded):
 
 def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     """Run GradScaler's unscaling: multiply by `inv_scale`, and set `found_inf` for Inf or NaN."""
-    plain = [g for g in grads if not isinstance(g, Float8Grad)]
-    if plain:
-        _UNSCALE(plain, found_inf, inv_scale)
+    others = [g for g in grads if not isinstance(g, Float8Grad)]
+    if others:
+        _UNSCALE(others, found_inf, inv_scale)
     for grad in grads:
         if isinstance(grad, Float8Grad):
             bad = has_nonfinite(grad.parts()).to(found_inf)
@@ -173,4 +174,100 @@ def _unscale(grads: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
             grad.multiplier.mul_(inv_scale.reshape(()))
 
 
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+# Operators that a `Float8Grad` implements itself. Each handler takes the operator's arguments, with
+# a gradient first, and returns its result, or NotImplemented to run it on a decoded tensor.
+
+
+def _to_copy(
+    grad: Any, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
+) -> Any:
+    if dtype is None or not dtype.is_floating_point:
+        return NotImplemented
+    return grad.dequantize(dtype).to(device or grad.device, non_blocking=non_blocking)
+
+
+def _scale(function: str) -> Any:
+    def scale(grad: Any, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            if other.numel() != 1 or other.ndim > grad.ndim:
+                return NotImplemented
+            other = other.reshape(())
+        getattr(grad.multiplier, function)(other)
+        return grad
+
+    return scale
+
+
+def _add(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
+    if not isinstance(other, Tensor) or other.shape != grad.shape:
+        return NotImplemented
+    if alpha != 1:
+        other = other * alpha
+    grad.accumulate(other)
+    return grad
+
+
+def _subtract(grad: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return _add(grad, other, alpha=-alpha)
+
+
+def _zero(grad: Any) -> Any:
+    zero_gradient(grad.parts())
+    grad.rounding.reset()
+    return grad
+
+
+def _copy(grad: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    if type(source) is type(grad) and source.shape == grad.shape:
+        for target, part in zip(grad.parts(), source.parts(), strict=True):
+            target.copy_(part, non_blocking)
+    else:
+        grad.store(source)
+    return grad
+
+
+def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
+    """Clamp relative to the larger bound. That bound is stored exactly, so no value exceeds it."""
+    bounds = [b for b in (min, max) if b is not None]
+    if any(isinstance(b, Tensor) for b in bounds):
+        return NotImplemented
+    unit = float(builtins.max(abs(b) for b in bounds))
+    if not 0 < unit < math.inf:
+        return NotImplemented
+    relative = [None if b is None else b / unit for b in (min, max)]
+    grad.store(grad.dequantize().div_(unit).clamp_(*relative))
+    grad.multiplier.fill_(unit)
+    return grad
+
+
+def _clamp_max(grad: Any, max: Any) -> Any:
+    return _clamp(grad, None, max)
+
+
+def _norm(
+    grad: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    every = dim is None or len(dim) in (0, grad.ndim)
+    if not every or keepdim or ord == 0 or not grad.numel() or grad.device.type == "meta":
+        return NotImplemented
+    return norm(grad.parts(), ord).to(dtype or grad.dtype)
+
+
+Float8Grad.handlers = {
+    _aten._to_copy.default: _to_copy,
+    _aten.mul_.Tensor: _scale("mul_"),
+    _aten.mul_.Scalar: _scale("mul_"),
+    _aten.div_.Tensor: _scale("div_"),
+    _aten.div_.Scalar: _scale("div_"),
+    _aten.add_.Tensor: _add,
+    _aten.sub_.Tensor: _subtract,
+    _aten.zero_.default: _zero,
+    _aten.copy_.default: _copy,
+    _aten.clamp_.default: _clamp,
+    _aten.clamp_min_.default: _clamp,
+    _aten.clamp_max_.default: _clamp_max,
+    _aten.linalg_vector_norm.default: _norm,
+}

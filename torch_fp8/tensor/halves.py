@@ -36,24 +36,12 @@ class Halves:
         version: unique number, renewed by each write.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "awaited",
-        "bits",
-        "copy",
-        "high",
-        "residual",
-        "step_bits",
-        "version",
-    )
-
     def __init__(
         self, high: Tensor, residual: Tensor | None, bits: int, step_bits: int | None = None
     ) -> None:
         self.high, self.residual, self.bits = high, residual, bits
         self.step_bits = bits if step_bits is None else step_bits
         self.version = next(VERSIONS)
-        self.awaited: Tensor | None = None
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
 
     @staticmethod
@@ -114,26 +102,6 @@ class Halves:
                 assert lower is not None
                 residual[part] = pack(lower, self.step_bits)
         self.residual, self.bits = residual, self.step_bits
-
-    def adopt(self, residual: Tensor) -> bool:
-        """Take the residual from an optimizer's file; return whether the weight is BF16 now.
-
-        The file of the model may be loaded after that of the optimizer. So until the next step, the
-        residual is taken again whenever the weight is loaded in BF16.
-
-        Args:
-            residual: packed residual with `step_bits`.
-        """
-        self.awaited = residual.to(self.high.device)
-        return self.take_awaited()
-
-    def take_awaited(self) -> bool:
-        """Take the residual of `adopt` if there is one and the weight has no other residual."""
-        if self.awaited is None or (self.residual is not None and bool(self.residual.any())):
-            return False
-        self.residual, self.bits = self.awaited.clone(), self.step_bits
-        self.version = next(VERSIONS)
-        return True
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Halves":
         """Return new halves, with `function` applied to each."""

@@ -88,8 +88,8 @@ class LazyQuantizedTensor(QuantizableTensor):
         without keeping it.
         """
         source = self.production
-        dense = source.forms.dense
-        return source.producer.dense() if dense is None else dense, row, col, 0
+        dense = source.producer.dense() if source.plain is None else source.plain
+        return dense, row, col, 0
 
     def dequantize(self) -> Tensor:
         """Return the plain tensor without a graph; see `plain`."""
@@ -97,7 +97,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         dense: Tensor = _aten._unsafe_view(self.production.dense(), self.outer_shape)
         return dense
 
-    def alias(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
+    def reshaped(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
         return LazyQuantizedTensor(self.production, shape, self.outer_dtype)
 
     def __repr__(self) -> str:

@@ -73,12 +73,6 @@ class PayloadCache:
         scope: version number of the weight in the active scope; None: no scope is active.
     """
 
-    __slots__ = (
-        *("__weakref__", "_amax", "_col", "_row", "_scale"),
-        *("_scoped_weight", "_version", "between_steps", "captured", "columns", "device_type"),
-        *("keeps_evaluation", "operand", "payload", "quantizer", "scope", "transposed"),
-    )
-
     def __init__(self, transposed: bool = False, keeps_evaluation: bool = True) -> None:
         self.transposed, self.keeps_evaluation = transposed, keeps_evaluation
         self.between_steps: bool | str | None = None

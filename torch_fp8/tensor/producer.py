@@ -45,24 +45,6 @@ class Producer:
         raise NotImplementedError
 
 
-class _Forms:
-    """The forms of a result that were computed so far.
-
-    Attributes:
-        dense: plain tensor (R, C), or None.
-        layouts: payloads by their cast.
-        amax: largest magnitude, or None.
-        slots: slots that were raised to the amax.
-    """
-
-    dense: Tensor | None = None
-    amax: Tensor | None = None
-
-    def __init__(self) -> None:
-        self.layouts: dict[CastSpec, Payloads] = {}
-        self.slots: list[Tensor] = []
-
-
 class LazySource:
     """One result of a producer. It computes each form at its first use and caches it.
 
@@ -73,10 +55,15 @@ class LazySource:
         on_read: function that gets the quantizer of the first reader with delayed scaling, or None.
 
     Attributes:
-        forms: forms that were computed so far.
+        plain: plain tensor (R, C), or None.
+        payloads: payloads by their cast.
+        largest: largest magnitude, or None.
+        raised: slots that were raised to the amax.
     """
 
     written_by: str | None = None
+    plain: Tensor | None = None
+    largest: Tensor | None = None
 
     def __init__(
         self,
@@ -87,30 +74,28 @@ class LazySource:
     ) -> None:
         self.name, self.sources, self.producer, self.on_read = name, sources, producer, on_read
         self.versions = _versions(sources)
-        self.forms = _Forms()
+        self.payloads: dict[CastSpec, Payloads] = {}
+        self.raised: list[Tensor] = []
 
     def dense(self) -> Tensor:
         """Return the plain tensor (R, C)."""
-        forms = self.forms
-        if forms.dense is None:
+        if self.plain is None:
             self._check_sources()
-            forms.dense = self.producer.dense()
-        return forms.dense
+            self.plain = self.producer.dense()
+        return self.plain
 
     def amax(self) -> Tensor:
         """Return the largest magnitude, () float32; NaN if any element is NaN."""
         self._check_written()
-        forms = self.forms
-        if forms.amax is None:
-            forms.amax = self.producer.amax()
-        return forms.amax
+        if self.largest is None:
+            self.largest = self.producer.amax()
+        return self.largest
 
     def channel_amax(self) -> Tensor:
         """Return the largest magnitude of each channel, (C,) float32."""
         self._check_written()
-        dense = self.forms.dense
         channel_amax = self.producer.channel_amax
-        if dense is None and channel_amax is not None:
+        if self.plain is None and channel_amax is not None:
             self._check_sources()
             return channel_amax()
         return column_amax(self.dense())
@@ -118,9 +103,8 @@ class LazySource:
     def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
         """Quantize the channels times factors (C,) float32, without caching."""
         self._check_written()
-        dense = self.forms.dense
         smoothed = self.producer.smoothed
-        if dense is None and smoothed is not None:
+        if self.plain is None and smoothed is not None:
             self._check_sources()
             return smoothed(factors, options)
         return smoothed_layouts(self.dense(), factors, options)
@@ -134,11 +118,11 @@ class LazySource:
         """
         if self.written_by is not None:
             self._check_written()
-        forms, slot = self.forms, quantizer.source.slot
+        slot = quantizer.source.slot
         if self.on_read is not None and quantizer.source is not OF_TENSOR:
             self.on_read(quantizer)
             self.on_read = None
-        old_row, old_col = forms.layouts.get(quantizer.spec, (None, None))
+        old_row, old_col = self.payloads.get(quantizer.spec, (None, None))
         new_row, new_col = rowwise and old_row is None, columnwise and old_col is None
         if new_row or new_col:
             options = self._options(quantizer, old_row or old_col, new_row, new_col)
@@ -146,10 +130,10 @@ class LazySource:
             if options.scale is not None and options.amax is not None:
                 self._note(options.amax)
             old_row, old_col = old_row or made_row, old_col or made_col
-            forms.layouts[quantizer.spec] = old_row, old_col
-        if slot is not None and not any(raised is slot for raised in forms.slots):
+            self.payloads[quantizer.spec] = old_row, old_col
+        if slot is not None and not any(raised is slot for raised in self.raised):
             quantizer.source.record(self.amax())
-            forms.slots.append(slot)
+            self.raised.append(slot)
         return old_row if rowwise else None, old_col if columnwise else None
 
     def _options(
@@ -172,13 +156,13 @@ class LazySource:
 
     def _note(self, slot: Tensor) -> None:
         """Note that a cast raised a slot; other readers' slots are raised to the same amax."""
-        self.forms.slots.append(slot)
-        if self.forms.amax is None:
-            self.forms.amax = slot
+        self.raised.append(slot)
+        if self.largest is None:
+            self.largest = slot
 
     def rowwise(self, quantizer: Quantizer) -> QuantizedTensor:
         """Return the rowwise payload of `layouts`, faster if it is cached."""
-        row, _ = self.forms.layouts.get(quantizer.spec, (None, None))
+        row, _ = self.payloads.get(quantizer.spec, (None, None))
         if row is None or self.written_by is not None:
             row, _ = self.layouts(quantizer, rowwise=True, columnwise=False)
             assert row is not None
@@ -191,14 +175,13 @@ class LazySource:
             quantizer: quantizer of the reader for which they were computed.
             made: payloads.
         """
-        self.forms.layouts[quantizer.spec] = made
+        self.payloads[quantizer.spec] = made
         if quantizer.source.scale is not None and quantizer.source.slot is not None:
             self._note(quantizer.source.slot)
 
     def _make(self, options: CastOptions) -> Payloads:
-        dense = self.forms.dense
-        if dense is not None:
-            return quantize_layouts(dense, options)
+        if self.plain is not None:
+            return quantize_layouts(self.plain, options)
         self._check_sources()
         return self.producer.layouts(options)
 

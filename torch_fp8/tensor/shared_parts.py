@@ -32,7 +32,7 @@ def send_shared(cls: type[SharedParts]) -> None:
 
 
 def _reduce(tensor: SharedParts) -> Any:
-    if tensor.device.type != "cpu" or getattr(tensor, "chain", ()):  # operators cannot be pickled
+    if tensor.device.type != "cpu":
         return tensor.__reduce_ex__(2)
     with torch.no_grad():
         tensor.share_memory_()

@@ -26,9 +26,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
-from torch_fp8.tensor.exchange import attributes_of, exchange, stored_grad
+from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
-from torch_fp8.tensor.swapped_parameter import SwappedParameter
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook
 
 _aten: Any = torch.ops.aten
@@ -49,9 +48,6 @@ class SplitTensor(Encoded):
         )
         self.halves = halves
         return self
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
 
     def dequantize(self) -> Tensor:
         """Return the float32 weight as a plain tensor."""
@@ -95,9 +91,9 @@ class SplitWeight(SplitTensor):
         if isinstance(x, SplitTensor):
             self.halves = x.halves
         else:
-            bits, awaited = self.halves.step_bits, self.halves.awaited
+            step_bits = self.halves.step_bits
             self.halves = Halves.of(plain(x), EXACT_BITS)
-            self.halves.step_bits, self.halves.awaited = bits, awaited
+            self.halves.step_bits = step_bits
 
     def become(self, x: Tensor) -> None:
         if type(x) is SplitTensor:  # model.to(device)
@@ -318,8 +314,6 @@ def _empty_like(weight: SplitWeight, *, device: Any = None, **options: Any) -> A
 def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
     if isinstance(source, Tensor) and source.shape == weight.shape:
         weight.store(source.detach())
-        if source.dtype == torch.bfloat16:
-            weight.halves.take_awaited()
         return weight
     return NotImplemented
 

@@ -376,11 +376,11 @@ def test_frozen_layers_get_no_transposed_input():
     y = model[0](gaussian(8, 64))
     assert isinstance(y, LazyQuantizedTensor)
     model[1](y)
-    ((row, col),) = y.production.forms.layouts.values()
+    ((row, col),) = y.production.payloads.values()
     assert row is not None
     assert col is None
     model[2](y)  # which wants it
-    ((again, col),) = y.production.forms.layouts.values()
+    ((again, col),) = y.production.payloads.values()
     assert again is row
     tokens = row.qdata.shape[0]  # what is beyond them are zeros
     assert torch.equal(col.qdata.view(torch.uint8)[:, :tokens], row.qdata.view(torch.uint8).t())

@@ -253,7 +253,7 @@ def test_frozen_layers_keep_and_cast_no_more_than_their_gradients_need():
     mlp.gate_up_proj.register_full_backward_pre_hook(note)
     y = model(gaussian(32, 64).requires_grad_())
     y.sum().backward()
-    ((row, col),) = seen[0].forms.layouts.values()
+    ((row, col),) = seen[0].payloads.values()
     assert row is not None  # of dgrad
     assert col is None
     assert mlp.gate_up_proj.weight.grad is None
@@ -267,7 +267,7 @@ def test_a_frozen_input_leaves_the_weight_gradient_alone():
     mlp, seen = _model()[1], []
     mlp.gate_up_proj.register_full_backward_pre_hook(lambda m, g: seen.append(g[0].production))
     mlp(gaussian(32, 64)).sum().backward()
-    ((row, col),) = seen[0].forms.layouts.values()
+    ((row, col),) = seen[0].payloads.values()
     assert row is None
     assert col.qdata.shape == (2 * INNER, 32)
 
@@ -278,7 +278,7 @@ def test_a_frozen_layer_behind_gets_no_transposed_blocks():
         mlp, seen = _model(recipe="blockwise", **options)[1], []
         mlp.down_proj.weight.requires_grad_(not frozen)
         mlp.down_proj.register_forward_pre_hook(
-            lambda m, args, seen=seen: seen.extend(args[0].production.forms.layouts.values())
+            lambda m, args, seen=seen: seen.extend(args[0].production.payloads.values())
         )
         mlp(gaussian(32, 64))
         ((row, col),) = seen

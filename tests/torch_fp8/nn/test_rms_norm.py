@@ -79,12 +79,12 @@ def test_frozen_layers_get_no_transposed_blocks():
         norm = Norm(64)
         _stack(norm, *copy.deepcopy(used), recipe="blockwise")
         y = norm(_x(8, 64))
-        ((row, col),) = y.production.forms.layouts.values()
+        ((row, col),) = y.production.payloads.values()
         assert row is not None
         assert (col is not None) == wanted
     norm = Norm(64)
     _stack(norm, copy.deepcopy(layers[1]), recipe="blockwise", wgrad="bf16")
-    ((_, col),) = norm(_x(8, 64)).production.forms.layouts.values()
+    ((_, col),) = norm(_x(8, 64)).production.payloads.values()
     assert col is None
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict, restore_weights
-from torch_fp8.optim.residual import residual_of
+from torch_fp8.optim.residual import residual_of, set_residual
 from torch_fp8.tensor.halves import EXACT_BITS, split_matrix
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -170,7 +170,7 @@ def _state(state_dict, index=0):
     return state_dict["state"][index]
 
 
-_RESIDUAL = torch.ones(96, 64, dtype=torch.int8)  # as older files have, see _as_saved_before
+_RESIDUAL = torch.ones(96, 64, dtype=torch.int8)
 
 BROKEN = {
     "no state": (lambda s: s.pop("state"), "has no 'state'"),
@@ -188,6 +188,18 @@ BROKEN = {
         lambda s: _state(s, 5).update(exp_avg=torch.zeros(64, device="meta")),
         r"state\[5\]\['exp_avg'\] is on the meta device",
     ),
+    "residual no tensor": (lambda s: _state(s).update(residual=3), "is not a tensor: 3"),
+    "no seed": (lambda s: _ours(s).pop("seed"), r"\['torch_fp8'\]\['seed'\] is None"),
+    "seed a string": (lambda s: _ours(s).update(seed="1"), r"\['seed'\] is '1'"),
+    "bits 3": (lambda s: _ours(s).update(residual_bits=3), r"\['residual_bits'\] is 3"),
+    "bits 7": (lambda s: _ours(s).update(residual_bits=7), r"\['residual_bits'\] is 7"),
+    "no bits": (lambda s: _ours(s).pop("residual_bits"), r"\['residual_bits'\] is None"),
+    "ours no dict": (lambda s: s.update(torch_fp8=1), r"state_dict\['torch_fp8'\] is not a dict"),
+    "amsgrad": (lambda s: _group(s).update(amsgrad=True), r"param_groups\[0\]\['amsgrad'\]"),
+    "capturable": (lambda s: _group(s).update(capturable=True), r"\['capturable'\] .*is True"),
+    "a state no dict": (lambda s: s["state"].update({2: 5}), r"state\[2\] is not a dict: 5"),
+}
+BROKEN_RESIDUAL = {
     "meta residual": (
         lambda s: _state(s).update(residual=_RESIDUAL.to("meta")),
         r"state\[0\]\['residual'\] is on the meta device",
@@ -196,24 +208,19 @@ BROKEN = {
         lambda s: _state(s).update(residual=_RESIDUAL.long()),
         r"state\[0\]\['residual'\] is torch.int64, expected torch.int8",
     ),
-    "residual no tensor": (lambda s: _state(s).update(residual=3), "is not a tensor: 3"),
-    "no seed": (lambda s: _ours(s).pop("seed"), r"\['torch_fp8'\]\['seed'\] is None"),
-    "seed a string": (lambda s: _ours(s).update(seed="1"), r"\['seed'\] is '1'"),
-    "bits 3": (lambda s: _ours(s).update(residual_bits=3), r"\['residual_bits'\] is 3"),
-    "bits 7": (lambda s: _ours(s).update(residual_bits=7), r"\['residual_bits'\] is 7"),
-    "no bits": (lambda s: _ours(s).pop("residual_bits"), r"\['residual_bits'\] is None"),
-    "ours no dict": (lambda s: s.update(torch_fp8=1), r"state_dict\['torch_fp8'\] is not a dict"),
-    "of a group": (lambda s: _group(s).update(torch_fp8=1), r"groups\[0\]\['torch_fp8'\] is not"),
-    "amsgrad": (lambda s: _group(s).update(amsgrad=True), r"param_groups\[0\]\['amsgrad'\]"),
-    "capturable": (lambda s: _group(s).update(capturable=True), r"\['capturable'\] .*is True"),
-    "a state no dict": (lambda s: s["state"].update({2: 5}), r"state\[2\] is not a dict: 5"),
+}
+CASES = {
+    f"{name}-{steps}-{dtype}": (*case, steps, dtype)
+    for steps, dtype, cases in (
+        (0, torch.float32, BROKEN),
+        (2, torch.float32, BROKEN),
+        (2, torch.bfloat16, BROKEN | BROKEN_RESIDUAL),
+    )
+    for name, case in cases.items()
 }
 
 
-@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
-@pytest.mark.parametrize(
-    ("steps", "dtype"), [(0, torch.float32), (2, torch.float32), (2, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("change", "message", "steps", "dtype"), CASES.values(), ids=CASES)
 def test_what_does_not_fit_is_named_and_nothing_is_loaded(change, message, steps, dtype):
     _, source = _converted(dtype=dtype)
     saved = copy.deepcopy(source.state_dict())
@@ -389,53 +396,16 @@ def _load(model, optimizer, saved, model_first):
         model.load_state_dict(saved[0])
 
 
-def _as_saved_before(model, optimizer):
-    """Return files as they were while residuals were the optimizer's: the model's are BF16."""
-    weights, states = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
-    options = states.pop("torch_fp8")
-    for group in states["param_groups"]:
-        group["torch_fp8"] = dict(options)
-    for i, (name, p) in enumerate(model.named_parameters()):
-        if isinstance(p, SplitWeight):
-            weights[name], residual = p.halves.high.clone(), p.halves.residual
-            if residual is not None and i in states["state"]:
-                states["state"][i]["residual"] = residual.clone()
-            elif residual is not None:
-                states["torch_fp8_residuals"][i] = residual.clone()
-    return weights, states
-
-
-@pytest.mark.parametrize("model_first", [True, False])
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("bits", [8, 4, 0])
-def test_files_that_have_bf16_weights_and_residuals_still_load(bits, steps, model_first):
-    model, optimizer = _converted(steps=steps, residual_bits=bits)
-    saved = _as_saved_before(model, optimizer)
-    assert saved[0]["0.weight"].dtype == torch.bfloat16
-    assert saved[0]["1.weight"].dtype == torch.float32
-    for before in (0, 1):
-        other, resumed = _converted(steps=before, residual_bits=bits, seed=before)
-        _load(other, resumed, copy.deepcopy(saved), model_first)
-        assert "torch_fp8" not in resumed.param_groups[0]
-        assert _same(dict(other.state_dict()), dict(model.state_dict()))
-        twin, original = copy.deepcopy((model, optimizer))
-        for seed in range(7, 9):
-            _step(twin, original, seed)
-            _step(other, resumed, seed)
-        assert _same(dict(other.state_dict()), dict(twin.state_dict()))
-        assert _same(resumed.state_dict(), original.state_dict())
-
-
 @pytest.mark.parametrize("saved_bits", [8, 4])
 @pytest.mark.parametrize("model_first", [True, False])
 def test_residuals_of_files_change_their_bits(saved_bits, model_first):
-    model, optimizer = _converted(residual_bits=saved_bits)
-    saved = _as_saved_before(model, optimizer)
-    other, resumed = _converted(residual_bits=12 - saved_bits)
+    model, optimizer = _converted(dtype=torch.bfloat16, residual_bits=saved_bits)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = _converted(dtype=torch.bfloat16, residual_bits=12 - saved_bits)
     _load(other, resumed, saved, model_first)
-    _step_that_changes_nothing(other, resumed)
+    befores, afters = merged_state_dict(model, optimizer), merged_state_dict(other, resumed)
     for name in ("0.weight", "2.weight"):
-        before, after = model.get_parameter(name), other.get_parameter(name)
+        before, after = befores[name], afters[name]
         if saved_bits == 4:
             assert torch.equal(before, after)
         else:
@@ -444,33 +414,28 @@ def test_residuals_of_files_change_their_bits(saved_bits, model_first):
             assert 0.2 < error.mean() < 0.3  # to nearest: a quarter; cut off, it would be half
 
 
-@pytest.mark.parametrize("model_first", [True, False])
-def test_residuals_of_files_and_a_model_that_begins_in_bf16(model_first):
-    """Its weights have no bits below before the file's are loaded, and are not the file's."""
-    model, optimizer = _converted()
-    saved = _as_saved_before(model, optimizer)
-    other, resumed = _converted(steps=0)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.copy_(p.bfloat16())
-    _load(other, resumed, saved, model_first)
-    _step(model, optimizer, 7)
-    _step(other, resumed, 7)
-    assert _same(dict(other.state_dict()), dict(model.state_dict()))
+@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_residuals_whose_bits_have_changed_since_the_last_step_are_saved_with_the_new_ones(
+    bits, steps
+):
+    model, optimizer = _converted(dtype=torch.bfloat16, steps=steps, residual_bits=12 - (bits or 4))
+    set_residual(model[0].weight, _RESIDUAL, 8)
+    convert_optimizer(optimizer, FP8Config(residual_bits=bits), model=model)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = _converted(dtype=torch.bfloat16, steps=0, residual_bits=bits)
+    _load(other, resumed, saved, model_first=True)
+    _step_that_changes_nothing(model, optimizer)
+    _step_that_changes_nothing(other, resumed)
+    assert _same(merged_state_dict(other, resumed), merged_state_dict(model, optimizer))
 
 
-@pytest.mark.parametrize("model_first", [True, False])
-def test_residuals_of_files_go_with_whole_weights_of_another_source_unread(model_first):
-    """A merged model beside the optimizer's old file: whole already, no residual is added."""
-    model, optimizer = _converted()
-    _, states = _as_saved_before(model, optimizer)
-    whole = merged_state_dict(model, optimizer)
-    for steps in (0, 1):
-        other, resumed = _converted(steps=steps)
-        _load(other, resumed, (whole, states), model_first)
-        assert _same(dict(other.state_dict()), whole)
-        _step_that_changes_nothing(other, resumed)
-        assert _same(dict(other.state_dict()), whole)
+def test_weights_in_float32_go_on_from_the_bf16_values_of_a_file():
+    model, optimizer = _converted(dtype=torch.bfloat16)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = _converted()
+    _load(other, resumed, saved, model_first=True)
+    assert _same(dict(other.state_dict()), {k: v.float() for k, v in saved[0].items()})
 
 
 @torch.no_grad()

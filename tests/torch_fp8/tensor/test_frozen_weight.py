@@ -5,13 +5,16 @@ import io
 import warnings
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.frozen_payload import freeze_tensor, frozen_from_bytes
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter, frozen_payloads
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
+from torch_fp8.tensor.quantizer import Quantizer
 
 BLOCKS = make_recipe("blockwise").weight
 ONE_SCALE = make_recipe("tensorwise", power_of_two_weights=True).weight
@@ -168,7 +171,15 @@ def test_a_copy_is_frozen_and_a_pickle_plain():
 def test_its_memory_is_that_of_the_bytes():
     p = frozen()
     assert p.untyped_storage().nbytes() == p.numel()
-    assert p.data_ptr() == p.qdata.data_ptr() == p.untyped_storage().data_ptr()
+    assert p.qdata.data_ptr() == p.untyped_storage().data_ptr()
+
+
+def test_code_that_reads_memory_as_bf16_is_refused(tmp_path):
+    p = frozen()
+    for x in (p, p.data, p[2:7]):
+        assert x.data_ptr() == 0
+    with pytest.raises(safetensors.SafetensorError):  # it would read past the bytes
+        safetensors.torch.save_file({"weight": p.data}, tmp_path / "weights.safetensors")
 
 
 def test_training_it_is_refused_by_name():
@@ -199,7 +210,7 @@ def test_a_layer_that_asks_for_other_scales_is_refused_by_name():
     with pytest.raises(
         RuntimeError, match=r"layer\.weight is .* with tensorwise scales, but its l"
     ):
-        frozen_payloads(p, BLOCKS, True, False, None)
+        p.quantize(Quantizer(BLOCKS), rowwise=True, columnwise=False)
 
 
 def test_autograd_goes_through_what_is_read():
@@ -207,3 +218,17 @@ def test_autograd_goes_through_what_is_read():
     (p.float() @ x).sum().backward()
     assert torch.allclose(x.grad, p.dequantize().float().sum(0), rtol=1e-5, atol=1e-4)
     (p.t().float().norm(dim=0) * x[:160]).sum().backward()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@SPECS
+def test_a_collective_writes_it_and_has_its_dtype(spec, one_rank):
+    p, value = frozen(spec=spec), torch.randn(160, 200).bfloat16()
+    dist.scatter(p, [value], src=0)
+    assert torch.equal(p.dequantize(), dequantize(requantized(value, spec), torch.bfloat16))

@@ -924,20 +924,6 @@ def test_the_half_is_bf16_without_a_copy_and_so_is_its_gradient():
 
 
 @torch.no_grad()
-def test_a_residual_from_a_file_joins_a_weight_that_is_bf16_alone():
-    whole, plain = twins()
-    high, residual = (x.clone() for x in whole.halves.tensors)
-    whole.halves.adopt(residual)  # not twice
-    assert same(whole, plain)
-    weight, _ = twins()
-    weight.copy_(high)
-    assert weight.halves.adopt(residual)
-    assert (weight.halves.bits, same(weight, plain)) == (8, True)
-    weight.halves.settle((1, 2))
-    assert same(weight, plain)
-
-
-@torch.no_grad()
 def test_the_reference_of_the_halves_is_split_float():
     weight, _ = twins((7, 33))
     assert torch.equal(weight, join(weight.halves.high, weight.halves.residual, 8))

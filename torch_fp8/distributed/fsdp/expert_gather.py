@@ -74,10 +74,6 @@ class UnshardedExperts(UnshardedFloat8Weight):
         plain = dequantize(self.payload.quantized, self.dtype)
         return plain.transpose(1, 2).contiguous() if self.payload.flipped else plain
 
-    def alias(self, shape: Any) -> "UnshardedExperts":
-        assert tuple(shape) == tuple(self.shape)
-        return UnshardedExperts(self.payload, self.dtype)
-
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["qdata", "scale"], (self.payload.spec, self.dtype, self.payload.flipped)
 

@@ -92,9 +92,9 @@ class UnshardedFloat8Weight(QuantizableTensor):
         """Return a plain tensor of this shape and dtype."""
         return dequantize(self.rowwise(), self.dtype)
 
-    def alias(self, shape: Any) -> "UnshardedFloat8Weight":
+    def reshaped(self, shape: Any) -> Any:
         assert tuple(shape) == tuple(self.shape)
-        return UnshardedFloat8Weight(self.payload, self.dtype)
+        return type(self)(self.payload, self.dtype)
 
     def check_gathered(self) -> None:
         """Raise RuntimeError if FSDP has freed the weight."""

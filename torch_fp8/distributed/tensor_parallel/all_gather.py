@@ -233,7 +233,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         row = self.rowwise()
         return row.qdata, row.scale, self.source
 
-    def alias(self, shape: Any) -> "AllGatheredFloat8Tensor":
+    def reshaped(self, shape: Any) -> "AllGatheredFloat8Tensor":
         return AllGatheredFloat8Tensor(self.gather, self.source, torch.Size(shape), self.dtype)
 
     def dequantize(self) -> Tensor:

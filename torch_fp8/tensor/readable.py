@@ -1,0 +1,111 @@
+"""`Readable`: a tensor without plain memory that is decoded to be read and encoded when written."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.tensor.shared_parts import SharedParts
+
+
+class Readable(SharedParts):
+    """Base of tensors without plain memory that read and write like plain ones.
+
+    Lists, NumPy arrays and DLPack receive a decoded copy.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def dequantize(self) -> Tensor:
+        """Return a plain tensor of this shape and dtype."""
+        raise NotImplementedError
+
+    def store(self, x: Tensor) -> None:
+        """Encode `x`, of this shape."""
+        raise NotImplementedError
+
+    def writable(self) -> Tensor:
+        """Return a plain tensor of this shape, perhaps of a wider dtype, for an operator to write.
+
+        Call `finish_write` with it afterwards.
+        """
+        return self.dequantize()
+
+    def finish_write(self, x: Tensor, func: Any) -> None:
+        """Encode `x`, the result of `writable` after `func` wrote to it."""
+        self.store(x)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        return self.dequantize().__dlpack__(**options)  # a copy, which does not write through
+
+    def __format__(self, spec: str) -> str:
+        return format(self.dequantize(), spec) if spec else str(self)
+
+    def numpy(self, **options: Any) -> Any:
+        array = self.dequantize().numpy(**options)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, **options: Any) -> Any:
+        return self.numpy().__array__(dtype, **options)
+
+
+def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a collective. It writes to its first argument, although its schema does not say so."""
+    written: list[tuple[Any, Tensor]] = []
+    writes = "send" not in func._schema.name
+    # In the tensor's own dtype, which the other ranks expect.
+    plain_args = [_dense(a, writes and i == 0, written, wide=False) for i, a in enumerate(args)]
+    result = func(*plain_args, **kwargs)
+    if written:
+        for work in result if isinstance(result, tuple) else (result,):
+            if isinstance(work, torch.ScriptObject):
+                work.wait()
+    for target, value in written:
+        target.store(value)
+    return _originals(result, written)
+
+
+def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Decode an operator's arguments, call it, and encode the tensors that it wrote."""
+    written: list[tuple[Any, Tensor]] = []
+    schema = func._schema.arguments
+    by_name = {a.name: _writes(a) for a in schema}
+    plain_args = [_dense(a, _writes(s), written) for a, s in zip(args, schema, strict=False)]
+    plain_kwargs = {n: _dense(a, by_name.get(n, False), written) for n, a in kwargs.items()}
+    if written and torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(
+            f"{func._schema.name} changes the shape or strides in place of a tensor that is stored "
+            "in another form; use a view or a copy, x.t() or x.clone()"
+        )
+    result = func(*plain_args, **plain_kwargs)
+    for target, value in written:
+        target.finish_write(value, func)
+    return _originals(result, written)
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]], wide: bool = True) -> Any:
+    """Decode an argument, and add it to `written` if `writes`; `wide`: use `writable` for those."""
+    if isinstance(x, Readable):
+        dense = x.writable() if writes and wide else x.dequantize()
+        if writes:
+            written.append((x, dense))
+        return dense
+    if isinstance(x, (list, tuple)):
+        return [_dense(y, writes, written, wide) for y in x]
+    return x
+
+
+def _originals(result: Any, written: list[tuple[Any, Tensor]]) -> Any:
+    if isinstance(result, (list, tuple)):
+        return type(result)(_originals(r, written) for r in result)
+    return next((target for target, dense in written if dense is result), result)
