@@ -4,6 +4,8 @@ With scales for blocks of 128 x 128 elements, fprop and dgrad read the same byte
 GEMMs for such scales. On other cards a frozen weight has a single scale.
 """
 
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -179,7 +181,22 @@ def freeze_weights(
         connect_fsdp(model, config)
     if layers.frozen:
         convert_producers(model, config)
+    if layers.frozen or experts.frozen:
+        _warn_of_merges()
     return layers + experts
+
+
+def _warn_of_merges() -> None:
+    """Warn if PEFT is imported but would merge adapters in FP8, without `accelerate_fp8`."""
+    if "peft" in sys.modules and "accelerate_fp8" not in sys.modules:
+        warnings.warn(
+            "weights are stored in FP8 only, and PEFT would merge adapters into their FP8 values: "
+            "small deltas would be rounded away, and unmerging would not give the weights back. "
+            "Merging goes through float32 and BF16 after `import accelerate_fp8`, which torch's "
+            "autoload does unless TORCH_DEVICE_BACKEND_AUTOLOAD is 0; or restore the weights' own "
+            "dtype before you merge: torch_fp8.thaw(model)",
+            stacklevel=4,
+        )
 
 
 def thawed_bytes(*weights: Tensor) -> int:

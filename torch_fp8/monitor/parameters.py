@@ -29,6 +29,7 @@ from torch_fp8.nn.paused import is_paused
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.released_grad import is_released
 
 Layers = list[tuple[str, Float8Layer]]
 
@@ -85,7 +86,7 @@ def look_at_updates(
     }
     for name, layer in layers:
         weight = layer.weight
-        if weight.grad is None or weight not in places:
+        if weight.grad is None or is_released(weight) or weight not in places:
             continue
         optimizer, group = places[weight]
         state: Mapping[str, Any] = optimizer.state.get(weight, {})

@@ -27,6 +27,7 @@ from torch_fp8.quantization.wording import counted, first_of
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.released_grad import is_released
 
 _MOST_LOOKS = 10
 """Largest number of steps in which an optimizer's gradients are checked."""
@@ -95,7 +96,7 @@ def _look(optimizer: Optimizer) -> None:
     others = {m for model in _models for m in model.modules()} - set(suspects)
     tied = {p for module in others for p in module.parameters(recurse=False)}
     weights = {layer.fp8.name: layer.weight for layer in suspects if layer.weight not in tied}
-    names = [name for name, weight in weights.items() if _has_gradient(optimizer, weight)]
+    names = [name for name, weight in weights.items() if _has_gradient(weight)]
     if not names:  # zero gradients, with which torch.distributed.checkpoint initializes states
         return
     _looks[optimizer] = _MOST_LOOKS
@@ -119,7 +120,7 @@ def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:
         for layer in sorted(layers, key=lambda layer: layer.fp8.name)
         if layer.fp8.config.backend == "torch"
         and layer.weight in parameters
-        and (layer.weight in _released(optimizer) or stored_grad(layer.weight) is not None)
+        and stored_grad(layer.weight) is not None
     ]
 
 
@@ -143,15 +144,10 @@ def _is_of_this_rank(layer: Float8Layer) -> bool:
     return _read[layer]
 
 
-def _has_gradient(optimizer: Optimizer, weight: Tensor) -> bool:
-    """Return whether a weight has a non-zero gradient, or had one that was released."""
+def _has_gradient(weight: Tensor) -> bool:
+    """Return whether a weight's gradient is non-zero, or was released."""
     grad = stored_grad(weight)
-    if grad is None or weight in _released(optimizer):
-        return grad is None
+    if grad is None or is_released(weight):
+        return grad is not None
     grad = local(grad)
     return not grad.is_meta and bool(torch.count_nonzero(grad))
-
-
-def _released(optimizer: Optimizer) -> set[Tensor]:
-    """Return the weights that gradient release already stepped in backward."""
-    return getattr(optimizer, "fp8_released", set())

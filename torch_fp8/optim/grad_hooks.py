@@ -7,11 +7,9 @@ With gradient release it steps the parameter and frees the gradient. At that poi
 no more use for the parameter, so stepping it there gives the same bits as a step after backward,
 and the gradient is gone before the next one exists. Only bookkeeping is left for
 ``optimizer.step()``. Gradient release needs a loop with one backward per step in which nothing
-reads all gradients at once. ``p.grad`` is None between backward and ``step()``, so clipping
-functions would see a parameter without a gradient, compute a norm of 0 and clip nothing. Therefore
-the Parameter temporarily has another class (`ReleasedParameter`): torch's clipping functions get an
-error, and other code that reads ``p.grad`` gets a warning at its line. A second backward before
-``step()`` and GradScaler raise errors, too.
+reads all gradients at once. Between backward and ``step()``, ``p.grad`` is a
+`torch_fp8.tensor.released_grad.ReleasedGrad`, so clipping, a norm of all gradients, GradScaler and
+a second backward raise an error, where a gradient of None would give a norm of 0.
 
 Hooks can get lost: ``fully_shard`` and ``load_state_dict(assign=True)`` replace Parameters, and
 deepcopy and pickling drop hooks. So an optimizer remembers the FP8 layers whose weights need one
@@ -20,13 +18,11 @@ split and reorder groups in between.
 """
 
 import itertools
-import sys
-import warnings
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -35,70 +31,9 @@ from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.released_grad import is_released, release, second_gradient
 from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
-
-_WHY = "FP8Config(gradient_release=True) has applied and freed"
-_CLIPPING = "torch.nn.utils.clip_grad"
-_OWN_PACKAGES = ("torch", "torch_fp8")
-_GONE = (
-    f"p.grad is None between backward and optimizer.step(): {_WHY} each gradient in backward, so a "
-    "norm computed here is 0. Compute it in p.register_hook(...), which sees each gradient, or set "
-    "gradient_release=False"
-)
-
-
-class _Released(Tensor):
-    @property
-    def grad(self) -> Tensor | None:
-        grad: Tensor | None = torch.Tensor.grad.__get__(self)
-        if grad is not None:
-            return grad
-        reader = str(sys._getframe(1).f_globals.get("__name__"))
-        if reader == _CLIPPING:
-            raise RuntimeError(
-                f"{_WHY} the gradient of a parameter of shape {tuple(self.shape)} in backward: "
-                "there is nothing left to clip. Remove clip_grad_norm_ and clip_grad_value_ from "
-                "the loop, or set gradient_release=False"
-            )
-        if reader.partition(".")[0] not in _OWN_PACKAGES:
-            warnings.warn(_GONE, stacklevel=2)
-        return None
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)
-
-
-class ReleasedParameter(_Released, nn.Parameter):
-    """A Parameter between the backward that stepped it and the optimizer's ``step()``.
-
-    Its ``grad`` is None. Code outside torch and this package that reads it gets one warning per
-    line.
-
-    Raises:
-        RuntimeError: ``clip_grad_norm_`` or ``clip_grad_value_`` reads its ``grad``.
-    """
-
-
-class ReleasedDTensor(_Released, DTensor):
-    """A sharded `ReleasedParameter`."""
-
-
-class ReleasedSplitWeight(_Released, SplitWeight):
-    """A `ReleasedParameter` that is stored in two halves."""
-
-
-_CLASSES: dict[type[Tensor], type[Tensor]] = {
-    nn.Parameter: ReleasedParameter,
-    DTensor: ReleasedDTensor,
-    SplitWeight: ReleasedSplitWeight,
-}
 
 
 def release_gradient(optimizer: Any, index: int, group: dict[str, Any], parameter: Tensor) -> None:
@@ -113,18 +48,10 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
         RuntimeError: the parameter was already stepped since the last ``optimizer.step()``.
     """
     if parameter in optimizer.fp8_released:
-        raise RuntimeError(
-            f"parameter {index}, of shape {tuple(parameter.shape)}, got a second gradient before "
-            f"optimizer.step(), but {_WHY} the first one in backward. Gradient accumulation over "
-            "micro-batches, and checkpointing with use_reentrant=True when a weight is used in "
-            "several places, need gradient_release=False"
-        )
+        raise second_gradient(parameter.shape)
     optimizer.step_parameters([(index, group, parameter)])
-    parameter.grad = None
+    release(parameter)
     optimizer.fp8_released.add(parameter)
-    cls: type[Tensor] = type(parameter)
-    if cls in _CLASSES:
-        parameter.__dict__["_fp8_class"], parameter.__class__ = cls, _CLASSES[cls]
 
 
 def finish_release(optimizer: Any) -> None:
@@ -137,9 +64,8 @@ def finish_release(optimizer: Any) -> None:
     if not optimizer.fp8_config.gradient_release:
         return
     for _, _, parameter in optimizer.indexed_parameters():
-        if isinstance(parameter, _Released):
-            # The attribute is lost if torch moves the Parameter as it moves subclasses.
-            parameter.__class__ = parameter.__dict__.pop("_fp8_class", SplitWeight)
+        if is_released(parameter):
+            parameter.grad = None
     # GradScaler sets found_inf on optimizers that unscale gradients themselves.
     if hasattr(optimizer, "found_inf"):
         raise RuntimeError(
@@ -260,6 +186,8 @@ def detach_hooks(optimizer: Optimizer) -> None:
             hook = hook_of(parameter)
             if hook is not None and hook.belongs_to(optimizer):
                 remove_hook(parameter)
+                if is_released(parameter):
+                    parameter.grad = None
 
 
 def hook_of(parameter: Tensor) -> GradientHook | None:

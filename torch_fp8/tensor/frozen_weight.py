@@ -10,7 +10,6 @@ values, which are then quantized again; so does ``p.data = x``. To train the wei
 ``requires_grad_(True)`` does so, with a warning, if a layer owns it.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch_fp8.ops.quantize import transposed
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
-from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
+from torch_fp8.tensor.frozen_writes import write_change
 from torch_fp8.tensor.halves import VERSIONS
 
 
@@ -70,7 +69,6 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         self.payload.write(x)
 
     def writable(self) -> Tensor:
-        refuse_merge(self.payload)
         return self.payload.dequantize(torch.float32)
 
     def finish_write(self, x: Tensor, func: Any) -> None:
@@ -98,7 +96,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         return Float8FrozenWeight(FrozenPayload(inner["qdata"], inner["scale"], *context))
 
     def take(self, x: Tensor) -> None:
-        refuse_merge(own := self.payload)
+        own = self.payload
         if own.rewrite is not None:  # a shard: all ranks write together
             self.copy_(x)
         elif not _has_form(x, self):
@@ -116,15 +114,6 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
                 "module, or restore the weight's own dtype first: torch_fp8.thaw(model)"
             )
         self.take(x)  # only the dtype differs
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the bytes, for code that counts or compares memory.
-
-        torch itself (torch.compile) expects a storage of the BF16 size and gets the wrapper's own.
-        """
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return super().untyped_storage()
-        return self.payload.qdata.untyped_storage()
 
     def data_ptr(self) -> int:
         """Return 0, because no memory holds the BF16 values."""

@@ -5,46 +5,13 @@ E4M3, which are 6 to 12 % of a value, and then leaves the weight as it was. An a
 such a change, and subtracting it again would not restore the bytes.
 """
 
-import sys
 import warnings
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_fp8.tensor.frozen_payload import FrozenPayload
-
-_MERGES = ("merge", "unmerge")
-"""Methods of PEFT's layers that write to the weight of their base layer."""
-
-
-def refuse_merge(payload: FrozenPayload) -> None:
-    """Refuse that PEFT alone merges an adapter into the weight, before anything changes.
-
-    If `accelerate_fp8` is imported, it has made the weight float32 before.
-
-    Raises:
-        RuntimeError: the caller merges an adapter into the weight, or unmerges one.
-    """
-    owner = None if payload.owner is None else payload.owner()
-    if owner is None:
-        return
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name in _MERGES:
-            layer = frame.f_locals.get("self")
-            if isinstance(layer, nn.Module) and any(m is owner for m in layer.modules()):
-                raise RuntimeError(
-                    f"{payload.name} is stored in FP8 only, and "
-                    f"{type(layer).__name__}.{frame.f_code.co_name}() writes an adapter into its "
-                    "FP8 values: small deltas would be rounded away, and unmerging would not give "
-                    "the weight back. Merging goes through float32 and BF16 after `import "
-                    "accelerate_fp8`, which torch's autoload does unless "
-                    "TORCH_DEVICE_BACKEND_AUTOLOAD is 0; or restore the weights' own dtype first: "
-                    "torch_fp8.thaw(model)"
-                )
-        frame = frame.f_back
 
 
 def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:

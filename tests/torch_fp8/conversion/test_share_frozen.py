@@ -32,7 +32,7 @@ def live_bytes():
 
 
 def place_of(weight):
-    return weight.untyped_storage().data_ptr()
+    return weight.qdata.data_ptr()
 
 
 @pytest.fixture

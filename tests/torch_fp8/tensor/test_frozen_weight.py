@@ -168,17 +168,11 @@ def test_a_copy_is_frozen_and_a_pickle_plain():
     assert torch.equal(loaded, p.dequantize())
 
 
-def test_its_memory_is_that_of_the_bytes():
-    p = frozen()
-    assert p.untyped_storage().nbytes() == p.numel()
-    assert p.qdata.data_ptr() == p.untyped_storage().data_ptr()
-
-
 def test_code_that_reads_memory_as_bf16_is_refused(tmp_path):
     p = frozen()
     for x in (p, p.data, p[2:7]):
         assert x.data_ptr() == 0
-    with pytest.raises(safetensors.SafetensorError):  # it would read past the bytes
+    with pytest.raises(RuntimeError):  # it would read past the bytes
         safetensors.torch.save_file({"weight": p.data}, tmp_path / "weights.safetensors")
 
 
