@@ -161,10 +161,7 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
             missing -= held
     if missing or not trained:
         return None
-    wrapped = [model for model in trained if isinstance(model, DistributedDataParallel)]
-    if wrapped or len(trained) == 1:
-        return (wrapped or trained)[0]
-    return nn.ModuleList(trained)
+    return trained[0] if len(trained) == 1 else nn.ModuleList(trained)
 
 
 def _why_as_it_was(accelerator: Any) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import HostPrecision
-from lightning_fp8.set_up_module import SetUpModule, parameters_of, refusal
+from lightning_fp8.set_up_module import SetUpModule, refusal
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.optim.whole_weights import whole_weights
 
@@ -31,8 +31,8 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Optimizers whose model has not been set up yet.
-        self._waiting: list[weakref.ref[Optimizer]] = []
+        # All optimizers that were set up, in any order with the models that they train.
+        self._optimizers: list[weakref.ref[Optimizer]] = []
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert as `HostPrecision.convert_module` does, unless `module` has no parameters."""
@@ -72,14 +72,13 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
     def _setup_module_and_optimizers(
         self, strategy: Any, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
-        converted = self._converted(module)
-        # With FP8FSDPStrategy `_setup_optimizer` converts them.
-        if converted is not None and not isinstance(strategy, FP8FSDPStrategy):
-            self._convert_optimizers(converted, optimizers, module)
+        if not isinstance(strategy, FP8FSDPStrategy):  # it shards first, and converts them then
+            self._optimizers += map(weakref.ref, optimizers)
         # The strategy's method calls the other two.
         set_up = type(strategy).setup_module_and_optimizers(
             strategy, module, optimizers, *scheduler
         )
+        converted = self._converted(module)
         if converted is not None:
             self._announce(converted)
         return set_up
@@ -89,10 +88,9 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         if converted is None:
             as_it_is: nn.Module = type(strategy).setup_module(strategy, module)
             return as_it_is
-        waiting = [optimizer for reference in self._waiting if (optimizer := reference())]
-        of_this_one = [o for o in waiting if self._model_of(o) is converted]
-        self._waiting = [weakref.ref(o) for o in waiting if o not in of_this_one]
-        self._convert_optimizers(converted, of_this_one, module)
+        known = [o for reference in self._optimizers if (o := reference()) is not None]
+        new = [o for o in known if converted.trained_by(o) and o not in converted.optimizers]
+        self._convert(new)
         set_up = functools.partial(type(strategy).setup_module, strategy, module)
         wrapped = self._wrap(strategy, converted, set_up)
         self._connect_sharded(converted)
@@ -101,32 +99,29 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
 
     def _setup_optimizer(self, strategy: Any, optimizer: Optimizer) -> Optimizer:
         if not any(optimizer in converted.optimizers for converted in self._live()):
-            self._set_up_alone(optimizer)
+            self._optimizers.append(weakref.ref(optimizer))
+            self._convert([optimizer])
         set_up: Optimizer = type(strategy).setup_optimizer(strategy, optimizer)
         return set_up
+
+    def _convert(self, optimizers: list[Optimizer]) -> None:
+        """Convert optimizers, those of the same models together."""
+        groups: dict[tuple[int, ...], list[Optimizer]] = {}
+        live = self._live()
+        for optimizer in optimizers:
+            trained = tuple(i for i, model in enumerate(live) if model.trained_by(optimizer))
+            groups.setdefault(trained, []).append(optimizer)
+        for trained, group in groups.items():
+            if trained:
+                self._convert_optimizers([live[i] for i in trained], group)
 
     def _get_module_state_dict(self, strategy: Any, module: nn.Module) -> dict[str, Any]:
         with whole_weights(module):
             state: dict[str, Any] = type(strategy).get_module_state_dict(strategy, module)
         return state
 
-    def _set_up_alone(self, optimizer: Optimizer) -> None:
-        converted = self._model_of(optimizer)
-        if converted is None:
-            self._waiting.append(weakref.ref(optimizer))
-            return
-        model = None if converted.wrapped is None else converted.wrapped()
-        self._convert_optimizers(converted, [optimizer], model or converted.live)
-
     def _converted(self, module: nn.Module) -> SetUpModule | None:
         return next((c for c in self._live() if c.module() is module), None)
 
-    def _model_of(self, optimizer: Optimizer) -> SetUpModule | None:
-        parameters = parameters_of(optimizer)
-        for converted in self._live():
-            if any(parameter in parameters for parameter in converted.live.parameters()):
-                return converted
-        return None
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_waiting": []}
+        return {**super().__getstate__(), "_optimizers": []}

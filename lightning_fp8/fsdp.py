@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.optim import Optimizer
 
 from lightning_fp8.blocks import find_blocks, find_roots
-from lightning_fp8.stream import keep_stream, release_stream
+from lightning_fp8.stream import keep_stream
 from torch_fp8.distributed.fsdp.split_weights import reshard
 
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
@@ -197,11 +197,6 @@ class TrainerStrategy(HostStrategy):
         finally:
             if own is None:
                 del module.configure_model
-
-    def teardown(self) -> None:
-        """Tear down as the host does, and remove the hooks that kept the stream in float32."""
-        super().teardown()  # type: ignore[misc]
-        release_stream(self.lightning_module)
 
     def model_to_device(self) -> None:
         """Move the model as the host does, but leave offloaded shards on the CPU."""

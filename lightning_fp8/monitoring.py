@@ -27,7 +27,7 @@ class MonitoredPrecision:
     config: FP8Config
     info: ClassVar[Any]
     _monitors: list[tuple[ReferenceType[nn.Module], Monitor]] = []  # noqa: RUF012, replaced
-    _monitor_state: dict[str, Any] = {}  # noqa: RUF012, replaced
+    _monitor_states: list[dict[str, Any]] = []  # noqa: RUF012, replaced
 
     def watch_with(self, options: dict[str, Any]) -> None:
         """Change the monitor's options in the configuration, before a model is watched."""
@@ -63,7 +63,8 @@ class MonitoredPrecision:
             )
         monitor = Monitor(module, trained, self.config, **options)
         self.info(f"FP8 monitor: every {self.config.monitor} steps, {where}")
-        monitor.load_state_dict(self._monitor_state)
+        for state in self._monitor_states[len(self._monitors) :][:1]:
+            monitor.load_state_dict(state)
         self._monitors = [*self._monitors, (ref(module), monitor)]
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -75,23 +76,23 @@ class MonitoredPrecision:
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plugin's state with the monitor's, which is the same on all ranks."""
+        """Return the plugin's state with those of the monitors, which are the same on all ranks."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if self._monitors:
-            state["monitor"] = self._monitors[0][1].state_dict()
+            state["monitor"] = [monitor.state_dict() for _, monitor in self._monitors]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict` for models that are watched, now or later."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._monitor_state = dict(state_dict.get("monitor", {}))
-        for _, monitor in self._monitors:
-            monitor.load_state_dict(self._monitor_state)
+        self._monitor_states = list(state_dict.get("monitor", []))
+        for (_, monitor), state in zip(self._monitors, self._monitor_states, strict=False):
+            monitor.load_state_dict(state)
 
     def teardown(self) -> None:
         """Stop watching and tear down the plugin; a later fit continues from there."""
+        self._monitor_states = [monitor.state_dict() for _, monitor in self._monitors]
         for _, monitor in self._monitors:
-            self._monitor_state = monitor.state_dict()
             self.info(monitor.summary())
             monitor.close()
         self._monitors = []

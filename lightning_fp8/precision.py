@@ -257,11 +257,12 @@ class HostPrecision(FP8Precision):
         return super().main_params(optimizer)  # type: ignore[misc]
 
     def _convert_optimizers(
-        self, converted: SetUpModule, optimizers: Sequence[Optimizer], model: nn.Module
+        self, models: Sequence[SetUpModule], optimizers: Sequence[Optimizer]
     ) -> None:
-        """Convert the optimizers of `model`, the module of `converted` or its wrapper."""
+        """Convert optimizers, each of which trains all of `models`."""
+        model = models[0].outer if len(models) == 1 else nn.ModuleList(m.outer for m in models)
         if any(isinstance(p, DTensor) for p in model.parameters()):
-            self._split(converted, optimizers)
+            self._split(models, model, optimizers)
             return
         for optimizer in optimizers:
             if self.config.opt_level != "O1" and shares_parameters(optimizer, optimizers):
@@ -269,14 +270,21 @@ class HostPrecision(FP8Precision):
                 report = OptimizerReport(name, False, reason)
             else:
                 report = convert_optimizer(optimizer, self.config, model=model)
-            converted.optimizers[optimizer] = report
+            for converted in models:
+                converted.optimizers[optimizer] = report
 
-    def _split(self, converted: SetUpModule, optimizers: Sequence[Optimizer]) -> None:
+    def _split(
+        self, models: Sequence[SetUpModule], model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
         """Convert `optimizers`, and split the shards that they train."""
-        together = list(dict.fromkeys([*converted.optimizers, *optimizers]))
-        reports = split_sharded(converted.live, together, self.config)
-        converted.optimizers.update(zip(together, reports, strict=True))
-        self._connect_sharded(converted)  # splitting has replaced the shards
+        together = dict.fromkeys([o for m in models for o in m.optimizers] + [*optimizers])
+        reports = split_sharded(model, together, self.config)
+        for optimizer, report in zip(together, reports, strict=True):
+            for converted in models:
+                if optimizer in optimizers or optimizer in converted.optimizers:
+                    converted.optimizers[optimizer] = report
+        for converted in models:
+            self._connect_sharded(converted)  # splitting has replaced the shards
 
     def _connect_sharded(self, converted: SetUpModule) -> None:
         """Connect FSDP2's collectives to FP8 if the model is sharded; may be called repeatedly."""

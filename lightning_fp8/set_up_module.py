@@ -37,6 +37,16 @@ class SetUpModule:
         assert module is not None
         return module
 
+    @property
+    def outer(self) -> nn.Module:
+        """The module, in the host's wrapper if it has one already."""
+        wrapped = None if self.wrapped is None else self.wrapped()
+        return self.live if wrapped is None else wrapped
+
+    def trained_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has a parameter of the module."""
+        return not parameters_of(optimizer).isdisjoint(self.live.parameters())
+
     def summary(self, of_optimizers: Iterable[OptimizerReport]) -> str:
         """Return the start-up summary; one line for a module that was not converted."""
         module = self.live
@@ -65,5 +75,9 @@ def shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> 
 
 
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:
-    """Return the parameters of all groups of an optimizer."""
-    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    """Return the parameters of all groups of an optimizer.
+
+    A scheduler, which stock Fabric also takes where it takes optimizers, has none.
+    """
+    groups = getattr(optimizer, "param_groups", ())
+    return {parameter for group in groups for parameter in group["params"]}

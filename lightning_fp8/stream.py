@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.optim.embedding_dtype import keep_output_dtype
+from torch_fp8.optim.embedding_dtype import Hook, hide_weights, keep_output_dtype
 
 
-class Float32Weights:
+class Float32Weights(Hook):
     """A forward pre-hook that gives a norm float32 copies of the BF16 weights that FSDP2 gathers.
 
     Batch and instance norms need weights in the dtype of their running statistics. On the CPU all
@@ -28,35 +28,13 @@ class Float32Weights:
                 module.__dict__[name] = parameter.float()
 
 
-class OwnWeights:
-    """A forward hook that undoes `Float32Weights`.
-
-    After a forward that raised an error the copies stay until the next one: with a hook that runs
-    even then, torch.compile compiles equal blocks once each.
-    """
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        for name in module._parameters:
-            module.__dict__.pop(name, None)
-
-
 def keep_stream(model: nn.Module) -> None:
-    """Add hooks to embeddings and norms; a repeated call changes nothing."""
-    release_stream(model)
+    """Add hooks to embeddings and norms, which `torch_fp8.revert` removes.
+
+    A repeated call changes nothing.
+    """
     keep_output_dtype(model, set(model.parameters()))
     for module in model.modules():
         # running_mean: batch and instance norms, whose common base class is not public in torch.
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) or hasattr(module, "running_mean"):
-            module.register_forward_pre_hook(Float32Weights())
-            module.register_forward_hook(OwnWeights())
-
-
-def release_stream(model: nn.Module) -> None:
-    """Remove the hooks on norms; `torch_fp8.revert` removes those on embeddings."""
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in [*hooks.items()]:
-                if isinstance(hook, (Float32Weights, OwnWeights)):
-                    del hooks[key]
-                if isinstance(hook, OwnWeights):
-                    hook(module, (), None)  # the last forward may have raised an error
+            hide_weights(module, Float32Weights())

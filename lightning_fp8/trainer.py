@@ -5,6 +5,7 @@ plugin. When it tears down, every weight gets the user's dtype back.
 """
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         (converted,) = self._live()
         # When it validates after a fit, the Trainer still has the optimizers of the fit.
         in_use = optimizers if self._is_fitting() else []
-        self._convert_optimizers(converted, in_use, model)
+        converted.wrapped = weakref.ref(model)
+        self._convert_optimizers([converted], in_use)
         if self._let_ddp_go_on():
             model = self._wrap(self._strategy, converted, self._configure_ddp)
         self._connect_sharded(converted)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
 
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.tiny_gan import make_gan, train_gan
@@ -96,7 +97,7 @@ def test_several_optimizers_and_a_scheduler():
     fabric, net = make_fabric(HOST, "O2"), make_net()
     first = AdamW(net[0].parameters(), lr=1e-2)
     second = SGD(net[3].parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+    scheduler = StepLR(first, 1, gamma=0.5)
     model, *optimizers, same = fabric.setup(net, first, second, scheduler=scheduler)
     train(fabric, model, optimizers, steps=1)
     same.step()
@@ -125,6 +126,36 @@ def test_optimizer_of_another_model_is_left_alone():
     fabric.setup_optimizers(optimizer)
     assert type(optimizer) is AdamW
     assert other[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("order", ["nno", "non", "onn", "tn", "nt"])
+def test_an_optimizer_of_several_models_splits_the_weights_of_each(order):
+    fabric, nets = make_fabric(HOST, "O3"), [make_net(), make_net()]
+    models, remaining = [], list(nets)
+    given = AdamW([p for net in nets for p in net.parameters()], lr=1e-2)
+    for step in order:  # a net, the optimizer, or both together
+        if step == "n":
+            models.append(fabric.setup_module(remaining.pop(0)))
+        elif step == "o":
+            optimizer = fabric.setup_optimizers(given)
+        else:
+            model, optimizer = fabric.setup(remaining.pop(0), given)
+            models.append(model)
+    fabric.backward(loss(models[0]) + loss(models[1]))
+    weights = [layer.weight for net in nets for layer in (net[0], net[3])]
+    assert [type(w) for w in weights] == [SplitWeight] * 4
+    assert [type(w.grad).__name__ for w in weights] == ["Float8Grad"] * 4
+    optimizer.step()
+
+
+def test_a_scheduler_among_the_optimizers_is_taken_as_stock_fabric_takes_it():
+    fabric, net = make_fabric(HOST, "O2"), make_net()
+    given = AdamW(net.parameters(), lr=1e-2)
+    model, optimizer, scheduler = fabric.setup(net, given, StepLR(given, 1, gamma=0.5))
+    train(fabric, model, [optimizer], steps=1)
+    scheduler.step()
+    assert given.param_groups[0]["lr"] == 5e-3
+    assert isinstance(net[0].weight, SplitWeight)
 
 
 @each_fabric

@@ -146,3 +146,25 @@ def _fit_one(fabric):
     net = nn.Linear(64, 64)
     model, _ = fabric.setup(net, torch.optim.AdamW(net.parameters()))
     model(torch.randn(8, 64))
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_the_state_of_the_plugin_has_the_monitor_of_each_model():
+    def set_up():
+        plugin = FP8Precision(FP8Config(recipe="tensorwise", monitor=100))
+        fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=[plugin])
+        nets = [torch.nn.Linear(64, 64) for _ in range(2)]
+        return fabric, [fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1)) for net in nets]
+
+    fabric, parts = set_up()
+    for model, optimizer in [parts[0], *parts]:
+        fabric.backward(model(torch.randn(16, 64)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = fabric.strategy.precision.state_dict()
+    assert [monitor["step"] for monitor in state["monitor"]] == [2, 1]
+    again, parts = set_up()
+    again.strategy.precision.load_state_dict(state)
+    for model, _ in parts:
+        model(torch.randn(16, 64))
+    assert again.strategy.precision.state_dict()["monitor"] == state["monitor"]

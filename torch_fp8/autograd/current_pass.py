@@ -112,6 +112,27 @@ def _warn_of_transforms() -> None:
     )
 
 
+def warn_of_disabled_autocast(name: str) -> None:
+    """Warn once if autocast, which the layer `name` finds off, is on around the present region.
+
+    A layer cannot know the region's purpose: with weights in BF16 no loop uses autocast.
+    """
+    regions = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    if regions > 1:
+        _warn_of_fp8(name)
+
+
+@functools.cache
+def _warn_of_fp8(name: str) -> None:
+    warnings.warn(
+        f"FP8 layer '{name}' runs in FP8 within torch.autocast(enabled=False), where a stock layer "
+        "multiplies in float32. For float32 write `with torch.autocast(..., enabled=False), "
+        f"torch_fp8.high_precision():`, or name the layer in FP8Config(skip=('{name}',))",
+        stacklevel=2,
+    )
+
+
 def warn_of_halves_in_program() -> None:
     """Warn once if the current forward becomes a program that cannot store split weights.
 

@@ -1,13 +1,11 @@
 """`LayerFP8`: the state that conversion adds to a linear layer, as its attribute `fp8`.
 
-The layer remains the user's module. This object holds its configuration and recipe, its quantizers,
-the cached payload of its weight and the state of delayed scaling. `torch_fp8.revert` deletes it.
-Methods take the layer as an argument if they need its tensors or its mode.
+It holds the layer's configuration, recipe, quantizers, cached payload and delayed scaling, and
+`torch_fp8.revert` deletes it. Methods take the layer if they need its tensors or its mode.
 
-**The repeated forward.** One token of generation is little work for the device, so Python's time to
-decide how to multiply dominates. If the weight's payload is cached
-(`torch_fp8.tensor.payload_cache`), an earlier forward has made these decisions, and `repeated` only
-casts the input and multiplies.
+**The repeated forward.** For one token Python's time to decide how to multiply dominates. If the
+weight's payload is cached (`torch_fp8.tensor.payload_cache`), an earlier forward has made these
+decisions, and `repeated` only casts the input and multiplies.
 
 Legend: M tokens, K in, N out.
 """
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.autograd.current_pass import warn_of_disabled_autocast
 from torch_fp8.autograd.function import as_text, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import LayerScaling
@@ -212,6 +211,8 @@ class LayerFP8:
         key = operands.dtype, autocast_dtype(operands.weight.device.type), layer.training
         options = self._options.get(key)
         if options is None:
+            if key[:2] == (torch.float32, None) and operands.weight.dtype == torch.float32:
+                warn_of_disabled_autocast(self.name)
             options = self._options[key] = self.new_options(layer, operands)
         return options
 

@@ -20,10 +20,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
-from torch_fp8.optim.embedding_dtype import (
-    keep_output_dtype,
-    multiply_half,
-)
+from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
 from torch_fp8.optim.moment_choice import check_model, choose_moments
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
@@ -161,14 +158,14 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
     """Split weights; return `OptimizerReport` fields of these and of large float32 weights."""
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
-    wrapped = isinstance(model, DistributedDataParallel)
+    wrapped = _wrapped(model)
     num_split, stay = 0, list[str]()
     for _, _, parameter in optimizer.indexed_parameters():
         if parameter.dtype != torch.float32 or not is_large(parameter):
             continue
         if not parameter.requires_grad:
             continue
-        if isinstance(local(parameter), SplitShard):
+        if isinstance(local(parameter), (SplitShard, SplitWeight)):
             num_split += 1
             continue
         reason = reasons.get(parameter, unknown)
@@ -176,17 +173,23 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
             reason = "split_weights=False"
         elif isinstance(parameter, DTensor):
             reason = _SHARDED
-        elif wrapped:
+        elif parameter in wrapped:
             reason = _WRAPPED
         if reason is not None:
             stay.append(reason)
             continue
-        if not isinstance(parameter, SplitWeight):
-            split_parameter(parameter, optimizer.fp8_config.residual_bits)
+        split_parameter(parameter, optimizer.fp8_config.residual_bits)
         num_split += 1
     if model is not None:
         _keep_dtypes(optimizer, model)
     return {"num_split": num_split, "num_float32": len(stay), "why_float32": in_words(stay)}
+
+
+def _wrapped(model: nn.Module | None) -> set[Tensor]:
+    """Return the weights that are in the buckets of a DistributedDataParallel."""
+    modules = [] if model is None else model.modules()
+    wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    return {parameter for wrapper in wrappers for parameter in wrapper.parameters()}
 
 
 def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:
@@ -221,12 +224,12 @@ def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -
     optimizer.fp8_layers, optimizer.fp8_why_bf16_gradients = (), None
     if optimizer.fp8_config.opt_level == "O3":
         assert model is not None
-        if isinstance(model, DistributedDataParallel):
+        wrapped, layers = _wrapped(model), (m for m in model.modules() if isinstance(m, RunsFP8))
+        large = {weakref.ref(m): m for m in layers if any(map(is_large, m.fp8_weights))}
+        late = {r for r, m in large.items() if not wrapped.isdisjoint(m.fp8_weights)}
+        optimizer.fp8_layers = tuple(r for r in large if r not in late or r in had_hooks)
+        if late and not optimizer.fp8_layers:
             optimizer.fp8_why_bf16_gradients = _WRAPPED
-        else:
-            layers = (m for m in model.modules() if isinstance(m, RunsFP8))
-            large = (m for m in layers if any(map(is_large, m.fp8_weights)))
-            optimizer.fp8_layers = tuple(map(weakref.ref, large))
     missing = attach_hooks(optimizer)
     if had_hooks:
         optimizer.fp8_hooks_restored += missing

@@ -27,13 +27,18 @@ from torch_fp8.tensor.weight_half import half
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _HIDES_IN_GRAPHS = torch.__version__ >= "2.12"
-"""Whether Dynamo can trace the pair of `HalfWeight` and `WholeWeight`. If it would break the graph,
-compiled code joins the halves of the weight instead, and autocast rounds the result.
+"""Whether Dynamo can trace `HalfWeight` with `WholeWeights`. If it would break the graph, compiled
+code joins the halves of the weight instead, and autocast rounds the result.
+"""
+_KEY = -1
+"""Key of `WholeWeights` among the hooks of a module. torch.compile guards on the keys of hooks that
+run even after an error, and torch's keys are different in each module, so that it would compile
+equal blocks once each.
 """
 
 
-class _Hook:
-    """Base of this module's hooks.
+class Hook:
+    """Base of the hooks that `restore_output_dtype` removes.
 
     Attributes:
         handle: torch's handle, which removes the hook.
@@ -42,7 +47,7 @@ class _Hook:
     handle: Any
 
 
-class Float32Output(_Hook):
+class Float32Output(Hook):
     """A forward hook that casts a BF16 output to float32 if the weight is stored in BF16."""
 
     paused = False
@@ -53,7 +58,7 @@ class Float32Output(_Hook):
         return output.float() if _is_narrow(module) else output
 
 
-class HalfWeight(_Hook):
+class HalfWeight(Hook):
     """A forward pre-hook that makes a module multiply by, or look up, the BF16 half of its weight.
 
     It does nothing outside autocast, where a stock layer would multiply in float32, within
@@ -61,7 +66,7 @@ class HalfWeight(_Hook):
     package.
     """
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         weight = module._parameters.get("weight")
         if not isinstance(weight, SplitWeight) or getattr(module, "runs_fp8", False):
             return
@@ -72,24 +77,36 @@ class HalfWeight(_Hook):
             module.__dict__["weight"] = half(weight)
 
 
-class WholeWeight(_Hook):
-    """A forward hook that undoes `HalfWeight`, even if the forward raised an error."""
+class WholeWeights(Hook):
+    """A forward hook that shows hidden Parameters again, even if the forward raised an error."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if "weight" in module.__dict__:
-            del module.__dict__["weight"]
+        for name in module._parameters:
+            module.__dict__.pop(name, None)
+
+
+def hide_weights(module: nn.Module, before: Hook) -> bool:
+    """Run `before`, which hides Parameters by attributes of their names, before each forward.
+
+    Returns:
+        False if the module has hooks of this kind already, and keeps these.
+    """
+    if _hooks(module):
+        return False
+    after = WholeWeights()
+    before.handle = module.register_forward_pre_hook(before)
+    after.handle = handle = module.register_forward_hook(after, always_call=True)
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        registered: Any = reference()
+        if handle.id in registered:
+            registered[_KEY] = registered.pop(handle.id)
+    handle.id = _KEY
+    return True
 
 
 def multiply_half(linear: nn.Module) -> None:
     """Make a high-precision linear layer multiply by its weight's BF16 half under autocast."""
-    if not _hooks(linear):
-        _use_half(linear)
-
-
-def _use_half(module: nn.Module) -> None:
-    before, after = HalfWeight(), WholeWeight()
-    before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
-    after.handle = module.register_forward_hook(after, always_call=True)
+    hide_weights(linear, HalfWeight())
 
 
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
@@ -100,8 +117,8 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
     """
     count = 0
     for module in model.modules():
-        if isinstance(module, _EMBEDDINGS) and module.weight in split and not _hooks(module):
-            _use_half(module)
+        embeds = isinstance(module, _EMBEDDINGS) and module.weight in split
+        if embeds and hide_weights(module, HalfWeight()):
             output = Float32Output()
             output.handle = module.register_forward_hook(output)
             count += 1
@@ -139,7 +156,7 @@ def _is_narrow(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and stored(weight).dtype == torch.bfloat16
 
 
-def _hooks(module: nn.Module) -> list[_Hook]:
+def _hooks(module: nn.Module) -> list[Hook]:
     """Return this module's hooks on a layer."""
     registered = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return [hook for hook in registered if isinstance(hook, _Hook)]
+    return [hook for hook in registered if isinstance(hook, Hook)]

@@ -1,15 +1,18 @@
 """Gradients of gradients, transforms and forward-mode AD: as of the stock model, or refused."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 import torch.autograd.functional as functional
+from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import torch_fp8
 from tests.torch_fp8.converted_models import KINDS, SIZE, stock_and_converted
+from torch_fp8.autograd import current_pass
 from torch_fp8.ops import registry
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -242,3 +245,25 @@ def test_a_frozen_part_in_front_leaves_its_weights_out():
     for model in (stock, converted):
         model[0].requires_grad_(False)
     assert _error(_gradient_penalty(stock), _gradient_penalty(converted)) < 0.15
+
+
+def test_autocast_turned_off_in_a_region_is_told_once_with_a_way_to_float32():
+    current_pass._warn_of_fp8.cache_clear()
+    layer, x = nn.Linear(64, 64), torch.randn(4, 64)
+    stock = copy.deepcopy(layer)
+    torch_fp8.convert_to_float8(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)  # without autocast
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            layer(x)
+    layer.fp8.forget_quantizers()
+    off = torch.autocast("cpu", enabled=False)
+    with torch.autocast("cpu", torch.bfloat16), off:
+        with pytest.warns(UserWarning, match="within torch.autocast.enabled=False."):
+            layer(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layer.eval()(x)
+        with torch_fp8.high_precision():
+            assert torch.equal(layer(x), stock(x))

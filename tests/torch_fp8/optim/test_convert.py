@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import (
     FP8Config,
@@ -524,3 +525,20 @@ def test_clipping_of_sharded_weights_is_refused(monkeypatch):
     monkeypatch.setattr("torch_fp8.optim.convert.DTensor", nn.Parameter)
     with pytest.raises(ValueError, match=r"update_clipping=True\) needs the RMS of whole weights"):
         convert_optimizer(torch.optim.AdamW([sharded]), FP8Config(update_clipping=True))
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_only_weights_that_ddp_has_wrapped_stay_float32(level):
+    early, late, config = _model(), _model(), FP8Config(opt_level=level)
+    models = nn.ModuleList([early, late])
+    convert_to_float8(models, config)
+    optimizer = torch.optim.AdamW(models.parameters())
+    models[0] = DistributedDataParallel(early)
+    report = convert_optimizer(optimizer, config, model=models)
+    assert [type(m[0].weight) for m in (early, late)] == [nn.Parameter, SplitWeight]
+    assert (report.num_split, report.num_float32) == (2, 2)
+    assert report.why_float32 == "DistributedDataParallel has wrapped them before"
+    assert report.num_fp8_gradients == (2 if level == "O3" else 0)
+    models[1] = DistributedDataParallel(late)  # a second call changes nothing
+    assert convert_optimizer(optimizer, config, model=models) == report

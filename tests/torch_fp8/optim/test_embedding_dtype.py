@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
@@ -184,6 +185,28 @@ def test_a_compiled_linear_layer_is_one_graph():
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-7)
+
+
+def test_equal_blocks_share_one_graph():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.relu(self.up(x))
+
+    counter = CompileCounter()
+    model = nn.Sequential(*[Block() for _ in range(3)])
+    config = FP8Config(eval_fp8=False)
+    convert_to_float8(model, config)
+    convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    model.eval()
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(torch.randn(4, 64).bfloat16())
+    assert counter.frame_count == 1
 
 
 @pytest.mark.usefixtures("single_process_group")
