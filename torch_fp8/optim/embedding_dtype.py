@@ -61,7 +61,7 @@ class HalfWeight(_Hook):
     package.
     """
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         weight = module._parameters.get("weight")
         if not isinstance(weight, SplitWeight) or getattr(module, "runs_fp8", False):
             return
@@ -88,7 +88,7 @@ def multiply_half(linear: nn.Module) -> None:
 
 def _use_half(module: nn.Module) -> None:
     before, after = HalfWeight(), WholeWeight()
-    before.handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    before.handle = module.register_forward_pre_hook(before)
     after.handle = module.register_forward_hook(after, always_call=True)
 
 
