@@ -14,21 +14,23 @@ OLDEST_TORCH = (2, 11)
 
 def installed_version() -> str:
     """Return the version of the installed distribution, else the one in pyproject.toml."""
-    try:
-        return metadata.version("torch-fp8")
-    except metadata.PackageNotFoundError:
-        project = Path(__file__).resolve().parent.parent / "pyproject.toml"
-        text = project.read_text() if project.is_file() else ""
-        match = re.search(r'^name = "torch-fp8"\nversion = "(.*)"$', text, re.MULTILINE)
-        return match[1] if match else "unknown"
+    version = distribution_version("torch-fp8")
+    if version is not None:
+        return version
+    project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    text = project.read_text() if project.is_file() else ""
+    match = re.search(r'^name = "torch-fp8"\nversion = "(.*)"$', text, re.MULTILINE)
+    return match[1] if match else "unknown"
 
 
-def triton_version() -> str:
-    """Return the version of Triton, which compiles the kernels; ``none`` if it is not installed."""
-    try:
-        return metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return "none"
+def distribution_version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except Exception:  # not installed, or its metadata is broken
+            continue
+    return None
 
 
 def check_torch(version: str) -> None:

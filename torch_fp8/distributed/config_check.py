@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_fp8._version import __version__, triton_version
+from torch_fp8._version import __version__, distribution_version
 from torch_fp8.config import ENV_VAR, FP8Config
 from torch_fp8.distributed.agreement import (
     Compared,
@@ -54,7 +54,8 @@ def check_same_config(config: FP8Config, group: Any = None) -> None:
         return
     group = group or dist.group.WORLD
     options = {name: repr(value) for name, value in asdict(config).items()}
-    versions = dict(zip(_VERSIONS, (__version__, torch.__version__, triton_version()), strict=True))
+    triton = distribution_version("triton") or "none"
+    versions = dict(zip(_VERSIONS, (__version__, torch.__version__, triton), strict=True))
     description = {**versions, _CARD: _card(group), **options}
     note = ENV_VAR if os.environ.get(ENV_VAR) else ""
     compared = _compare(description, group, config.agreement_timeout, note)

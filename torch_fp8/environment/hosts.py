@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch_fp8
+from torch_fp8._version import distribution_version
 from torch_fp8.environment.host_points import HELD, MOVED, POINTS
 from torch_fp8.environment.result import FAILED, INFO, OK, Result, one_line
-from torch_fp8.environment.versions import distribution_version
 
 SECTION = "hosts"
 _DISTRIBUTIONS = {

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from torch_fp8._version import distribution_version
 from torch_fp8.environment.check import Check
 from torch_fp8.environment.hosts import is_installed
-from torch_fp8.environment.versions import distribution_version
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import RECIPES
 

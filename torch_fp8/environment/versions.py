@@ -5,12 +5,12 @@ import platform
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 import torch_fp8
+from torch_fp8._version import distribution_version
 from torch_fp8.environment.result import FAILED, INFO, Result
 from torch_fp8.ops.kernel_driver import PACKAGES, check_driver, missing_tools
 
@@ -34,16 +34,6 @@ def versions() -> list[Result]:
     }
     rows = [Result(SECTION, name, INFO, detail) for name, detail in known.items()]
     return [*rows, _compiler()]
-
-
-def distribution_version(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return metadata.version(name)
-        except Exception:  # not installed, or its metadata is broken
-            continue
-    return None
 
 
 def driver() -> str | None:

@@ -101,6 +101,8 @@ class SplitOptimizer(ConvertedOptimizer):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OPTIONS_KEY})
         counts = [group.pop(STEPS) for group in self.param_groups if STEPS in group]
         self.fp8_steps = options.get("steps", max(counts, default=self.fp8_steps))
+        seed = options.get("seed", self.fp8_config.seed)
+        self.fp8_config = replace(self.fp8_config, seed=seed)
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:

@@ -28,6 +28,10 @@ from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
+_MIN_EPS = 2.0**-63
+"""The smallest eps of a step; its square is still a normal float32 number. 8-bit gradients round
+small values to zero, where m / (sqrt(v) + eps) would be 0 / 0 if eps were 0.
+"""
 Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all parameters, its group, the parameter, its state."""
 
@@ -317,7 +321,7 @@ def _scalars(group: dict[str, Any], step: float) -> StepScalars:
         beta2_complement=1 - beta2,
         step_size=lr / (1 - beta1**step),
         inv_sqrt_correction=(1 - beta2**step) ** -0.5,
-        eps=float(group["eps"]),
+        eps=max(float(group["eps"]), _MIN_EPS),
         decay=1 - lr * weight_decay if decoupled else 1.0,
         weight_decay=0.0 if decoupled else weight_decay,
         maximize=bool(group["maximize"]),

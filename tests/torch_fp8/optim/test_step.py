@@ -107,3 +107,20 @@ def test_a_compiled_function_that_steps_does_what_eager_code_does(cls, level):
             scheduler.step()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"moment_bits": 4}, {"update_clipping": True}], ids=str)
+def test_a_gradient_that_rounds_to_zero_steps_where_eps_is_zero(options):
+    """Stock Adam survives, because its gradient is small but not zero."""
+    config = FP8Config(opt_level="O3", skip=(), **options)
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=0)
+    convert_optimizer(optimizer, config, model=model)
+    tokens = torch.randn(8, 64)
+    tokens[:, :8] *= 1e-6  # beside the others, their gradients are zero in 8 bits
+    for _ in range(2):
+        model(tokens).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model[0].weight.isfinite().all()
