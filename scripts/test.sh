@@ -2,7 +2,8 @@
 # Checks style and types and runs the tests. Sets everything up by itself.
 #
 #   scripts/test.sh           everything that needs no GPU: what CI runs
-#   scripts/test.sh --fast    without the tests marked `long`, but for those marked `smoke`
+#   scripts/test.sh --fast    without the tests marked `long`, but for those marked `smoke`;
+#                             of costly parametrized ones a few with each value of each parameter
 #   scripts/test.sh PATH...   pytest alone, with these arguments: a path, -k, -x ...
 #
 # TEST_PROCESSES: how many tests run at the same time (default 2).
@@ -23,5 +24,7 @@ if [ $# -eq 0 ] || [ "$*" = --fast ]; then
   set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --durations 20
   [ -z "$fast" ] || set -- "$@" -m "not gpu and not slow and not transformer_engine and (not long or smoke)"
 fi
+# Hundreds of processes import the engine, and each would compile its sources: a third of a second.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$venv/bin/python" -m pytest "$@"

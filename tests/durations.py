@@ -3,7 +3,8 @@
 The measure is processor time, that of the processes a test starts and waits for included, so that
 what else the machine does hardly counts. A test that takes more than `LIMIT_S` with its set-up must
 have the marker ``long``; ``scripts/test.sh --fast`` leaves those out, but for the ones marked
-``smoke``.
+``smoke``. Of a parametrized test that is in the record it runs `samples`; the other items become
+``long``.
 
 Every run with ``--junit-xml=FILE`` writes the seconds into FILE. ``python -m tests.durations FILE``
 makes durations.json of it. With that, pytest-xdist is handed the longest files first: files stay
@@ -16,8 +17,8 @@ import os
 import sys
 import time
 import xml.etree.ElementTree
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,8 @@ def pytest_runtest_teardown(item):
     seconds = processor_seconds() - before
     result = yield
     item.user_properties.append((PROPERTY, round(seconds, 2)))
-    allowed = any(item.get_closest_marker(name) for name in ("long", "slow", "gpu"))
     too_long = seconds > LIMIT_S and seconds > LIMIT_S * slowness()
-    if too_long and not allowed and len(sys.modules) - modules <= NEW_MODULES:
+    if too_long and not is_long(item) and len(sys.modules) - modules <= NEW_MODULES:
         pytest.fail(
             f"{item.nodeid} took {seconds:.1f} s of processor time. Make it shorter, or mark it "
             f"`long`: a test without that marker takes at most {LIMIT_S:g} s.",
@@ -74,22 +74,56 @@ def pytest_runtest_teardown(item):
     return result
 
 
+def is_long(item: pytest.Item) -> bool:
+    """Whether ``scripts/test.sh --fast`` leaves it out by its markers, but for ``smoke``."""
+    return any(item.get_closest_marker(name) for name in ("long", "slow", "gpu"))
+
+
 def function_of(nodeid: str) -> str:
     """``tests/a.py::test_b[c]`` -> ``tests/a.py::test_b``."""
     return nodeid.partition("[")[0]
 
 
+def samples(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """A few items of one parametrized test that together have each value of each parameter."""
+    missing = {item: {(k, id(v)) for k, v in item.callspec.params.items()} for item in items}
+    chosen = []
+    while any(missing.values()):
+        item = max(missing, key=lambda item: len(missing[item]))  # the first of equals
+        values = missing.pop(item)
+        chosen.append(item)
+        missing = {other: rest - values for other, rest in missing.items()}
+    return chosen
+
+
+def mark_samples(items: Sequence[pytest.Item], recorded: dict[str, float]) -> None:
+    """Gives ``long`` to all but the samples of a parametrized test that `recorded` has."""
+    functions = defaultdict(list)
+    for item in items:
+        function = function_of(item.nodeid)
+        if function in recorded and hasattr(item, "callspec") and not is_long(item):
+            functions[function].append(item)
+    for parametrized in functions.values():
+        for item in set(parametrized) - set(samples(parametrized)):
+            item.add_marker("long")
+
+
 def pytest_collection_modifyitems(config, items):
-    """The longest file first, where workers of pytest-xdist take files one after the other."""
-    if not hasattr(config, "workerinput") or not RECORD.exists():
-        return
-    recorded = json.loads(RECORD.read_text())
+    """Before pytest selects by markers."""
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    mark_samples(items, recorded)
+    if hasattr(config, "workerinput"):
+        items[:] = longest_first(items, recorded)
+
+
+def longest_first(items: Sequence[pytest.Item], recorded: dict[str, float]) -> list[pytest.Item]:
+    """Files by what they take, for workers of pytest-xdist that take one file after the other."""
     of_file = Counter()
     # Sorted, for every worker has to come to the same order, and sums of floats depend on theirs.
     for function in sorted({function_of(item.nodeid) for item in items}):
         of_file[function.partition("::")[0]] += recorded.get(function, 0)
     files = [(-of_file[file], file) for file in (i.nodeid.partition("::")[0] for i in items)]
-    items[:] = [item for _, item in sorted(zip(files, items, strict=True), key=lambda x: x[0])]
+    return [item for _, item in sorted(zip(files, items, strict=True), key=lambda x: x[0])]
 
 
 def seconds_of(junit: Path) -> dict[str, float]:

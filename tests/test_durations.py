@@ -44,6 +44,30 @@ def test_marked(): in_process()
 """
 
 
+PARAMETRIZED = """
+import pytest
+
+@pytest.fixture(params=["a", "b", "c"])
+def letter(request): return request.param
+
+@pytest.mark.parametrize(("number", "twice"), [(0, 0), (1, 2)], ids=["0", "1"])
+@pytest.mark.parametrize("other", ["x", "y"])
+def test_costly(letter, other, number, twice): pass
+
+@pytest.mark.parametrize("other", ["x", "y"])
+def test_cheap(letter, other): pass
+
+def test_plain(): pass
+"""
+COLLECT = """
+import sys, pytest
+from pathlib import Path
+from tests import durations
+durations.RECORD = Path(sys.argv[1])
+pytest.main(["-q", "--collect-only", "-m", "not long", sys.argv[2]], plugins=[durations])
+"""
+
+
 def test_a_long_test_without_the_marker_fails(tmp_path):
     file, junit = tmp_path / "test_some.py", tmp_path / "junit.xml"
     file.write_text(TESTS)
@@ -60,16 +84,24 @@ def test_a_long_test_without_the_marker_fails(tmp_path):
     assert seconds["test_short"] < 0.3
 
 
-def test_files_are_handed_out_longest_first_and_stay_whole(monkeypatch, tmp_path):
+def test_of_a_costly_test_the_short_run_has_each_value_of_each_parameter(tmp_path):
+    file, record = tmp_path / "test_some.py", tmp_path / "durations.json"
+    file.write_text(PARAMETRIZED)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  long: as in the project\n")
+    record.write_text('{"test_some.py::test_costly": 1, "test_some.py::test_plain": 1}')
+    command = [sys.executable, "-c", COLLECT, str(record), str(file)]
+    printed = subprocess.check_output(command, cwd=ROOT, text=True)
+    names = [line.partition("::test_")[2] for line in printed.splitlines() if "::" in line]
+    cheap = [f"cheap[{letter}-{other}]" for letter in "abc" for other in "xy"]
+    assert names == ["costly[a-x-0]", "costly[b-y-1]", "costly[c-x-0]", *cheap, "plain"]
+
+
+def test_files_are_handed_out_longest_first_and_stay_whole():
     recorded = {"a.py::test_x": 1, "b.py::test_y": 3, "b.py::test_not_collected": 9, "c.py::t": 4}
-    monkeypatch.setattr(durations, "RECORD", tmp_path / "durations.json")
-    durations.RECORD.write_text(json.dumps(recorded))
     names = ["a.py::test_x[1]", "a.py::test_x[2]", "b.py::test_y", "c.py::t", "c.py::u"]
     items = [SimpleNamespace(nodeid=name) for name in names]
-    durations.pytest_collection_modifyitems(SimpleNamespace(), items)
-    assert [item.nodeid for item in items] == names  # as written, in one process
-    durations.pytest_collection_modifyitems(SimpleNamespace(workerinput={}), items)
-    assert [item.nodeid for item in items] == [names[i] for i in (3, 4, 2, 0, 1)]
+    ordered = durations.longest_first(items, recorded)
+    assert [item.nodeid for item in ordered] == [names[i] for i in (3, 4, 2, 0, 1)]
 
 
 def test_every_file_of_the_record_is_there():

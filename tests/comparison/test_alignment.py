@@ -21,7 +21,7 @@ import importlib, os, sys
 examples, precision, output, *given = sys.argv[1:]
 sys.path.insert(0, examples)
 os.environ["ACCELERATE_MIXED_PRECISION"] = precision
-names = ("lora_sft", "dpo_trl", "grpo_trl", "rlhf_ppo")
+names = ("lora_sft", "dpo_trl", "grpo_trl")
 scripts = [importlib.import_module(name) for name in names]
 for script in scripts:
     fork = os.fork()  # a process for each, without its imports
@@ -41,7 +41,19 @@ def options(assets_cache: Path) -> list[str]:
 
 
 @pytest.fixture
-def results(once, assets_cache, forked_hosts):
+def ppo(once, assets_cache, forked_hosts):
+    """Folder of PPO in both precisions, which the script itself compares."""
+
+    def make(folder: Path) -> None:
+        given = [*options(assets_cache), "--output", str(folder / "out")]
+        printed = run_example([forked_hosts, str(EXAMPLES / "rlhf_ppo.py"), *given], folder)
+        (folder / "printed").write_text(printed)
+
+    return once("ppo", make)
+
+
+@pytest.fixture
+def results(once, assets_cache, forked_hosts, ppo):
     """precision -> script -> result.json, and the first row of curves.csv."""
 
     def make(folder: Path) -> None:
@@ -53,8 +65,9 @@ def results(once, assets_cache, forked_hosts):
     found = {precision: {} for precision in side_by_side.PRECISIONS}
     for precision, runs in found.items():
         for name in SCRIPTS:
-            runs[name] = json.loads((folder / precision / name / "result.json").read_text())
-            runs[name]["first"] = read_losses(folder / precision / name / "curves.csv")[0]
+            run = ppo / "out" / precision if name == "rlhf_ppo" else folder / precision / name
+            runs[name] = json.loads((run / "result.json").read_text())
+            runs[name]["first"] = read_losses(run / "curves.csv")[0]
     return found
 
 
@@ -107,18 +120,16 @@ def test_both_precisions_begin_alike(name, results):
 
 
 @pytest.mark.long
-def test_without_a_launcher_both_precisions_are_compared(assets_cache, forked_hosts, tmp_path):
-    given = [*options(assets_cache), "--output", str(tmp_path / "out")]
-    printed = run_example([forked_hosts, str(EXAMPLES / "rlhf_ppo.py"), *given], tmp_path)
-    rows = list(csv.DictReader((tmp_path / "out/comparison.csv").open()))
+def test_without_a_launcher_both_precisions_are_compared(ppo):
+    rows = list(csv.DictReader((ppo / "out/comparison.csv").open()))
     assert [row["precision"] for row in rows] == ["bf16", "fp8"]
     assert [float(row["bytes/frozen"]) for row in rows] == [2, 1]
-    roles = [row["model"] for row in csv.DictReader((tmp_path / "out/memory.csv").open())]
+    roles = [row["model"] for row in csv.DictReader((ppo / "out/memory.csv").open())]
     assert roles == 2 * ["policy", "value", "reward", "reference", "all"] + ["all"]
-    assert (tmp_path / "out/comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "emulated" in printed
-    assert gemm_counts(tmp_path, "/bf16")["scaled_mm"] == 0
-    assert gemm_counts(tmp_path, "/fp8")["scaled_mm"] > 0
+    assert (ppo / "out/comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "emulated" in (ppo / "printed").read_text()
+    assert gemm_counts(ppo, "/bf16")["scaled_mm"] == 0
+    assert gemm_counts(ppo, "/fp8")["scaled_mm"] > 0
 
 
 def test_a_package_that_is_missing_is_refused_before_anything_starts(tmp_path, monkeypatch):
