@@ -16,6 +16,7 @@ from tests.fp8_checkpoints import LiveStorages
 from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
 from torch_fp8.conversion.report import ConversionReport
+from torch_fp8.optim.weight_owners import reasons_to_stay
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 CONFIG = llama_config(num_hidden_layers=1, vocab_size=96)
@@ -55,6 +56,35 @@ def step(model, optimizer):
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Lora", {"r": 16, "target_modules": "all-linear"}),
+        ("Gralora", {"r": 32, "hybrid_r": 16, "target_modules": ["q_proj"]}),
+        ("Lily", {"r": 16, "target_modules": ["q_proj", "up_proj"]}),
+        ("Peanut", {"r": 16, "target_modules": ["q_proj", "up_proj"]}),
+        ("Shadow", {"r": 16}),
+        ("Supertuning", {"r": 16, "target_modules": ["q_proj", "up_proj"]}),
+        ("PromptEncoder", {"num_virtual_tokens": 4, "encoder_hidden_size": 64}),
+    ],
+    ids=str,
+)
+def test_no_kind_of_adapter_runs_in_fp8(kind, options):
+    if not hasattr(peft, f"{kind}Config"):
+        pytest.skip(f"this PEFT has no {kind}")
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options)
+    model = get_peft_model(LlamaForCausalLM(CONFIG), config)
+    trained = {
+        name.removesuffix(".weight") for name, p in model.named_parameters() if p.requires_grad
+    }
+    report = convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    assert len(report.converted) == 7
+    assert trained.isdisjoint(report.converted)
+    assert trained.intersection(report.adapters)
+    reasons = reasons_to_stay(model, FP8Config())
+    assert {reasons[p] for p in model.parameters() if p.requires_grad} == {"of adapters"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -64,7 +64,7 @@ def convert_to_float8(
 
     It converts ``nn.Linear``, subclasses that compute the same, transformers' ``Conv1D``, FSDP2's
     dynamic classes of these, and transformers' fused expert weights. It also converts the RMSNorms
-    and gated MLPs between them, which it recognizes by what they compute. LoRA adapters and modules
+    and gated MLPs between them, which it recognizes by what they compute. Adapters and modules
     matched by `config.skip` are never converted. Parameters, tying, ``requires_grad`` and
     ``state_dict`` keys stay the same. A second call with the same configuration changes nothing;
     with another one, it replaces the configuration. `revert` undoes the conversion.

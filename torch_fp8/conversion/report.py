@@ -104,7 +104,7 @@ class ConversionReport:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Qualified names of the LoRA adapters, which stay in high precision."""
+        """Qualified names of linear layers of adapters, which stay in high precision."""
         return tuple(name for name, reason in self.skipped if reason == ADAPTER)
 
     @property
@@ -281,8 +281,8 @@ class ConversionReport:
         ]
         if self.adapters:
             lines.append(
-                f"  adapters  {len(self.adapters)} linear layers of LoRA, which stay in high "
-                "precision"
+                f"  adapters  {counted(len(self.adapters), 'linear layer')} of LoRA or another "
+                "adapter, in high precision"
             )
         if self.flops.experts:
             of_all = 100 * self.flops.experts / self.flops.total

@@ -12,6 +12,8 @@ from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.conversion.report import SkippedModule
 from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.layer_filter import (
+    ADAPTER,
+    adapter_modules,
     expert_weights,
     high_precision_modules,
     is_linear,
@@ -74,6 +76,7 @@ def _products(
     model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
 ) -> Iterator[Product]:
     kept_high = high_precision_modules(model, config.skip) | routers(model)
+    kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)
     for name, module in model.named_modules():
         if not is_linear(module):
             library = quantized_by(module)

@@ -19,10 +19,14 @@ from torch_fp8.quantization.formats import CAST_DTYPES, GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.split_weight import SplitWeight
 
-# PEFT's ``lora_A.default``, or another library's ``lora_A``. Not all that is below such a name:
+# A ``lora_A`` of any library, or the ``default`` below one. Not all that is below such a name:
 # X-LoRA names the whole model ``lora_model``.
 _LORA = re.compile(r"(^|\.)lora_\w+(\.[^.]+)?$")
-ADAPTER = "LoRA adapter"
+_PEFT_CLASSES = {"BaseTunerLayer", "BaseTuner", "PeftModel", "PeftMixedModel"}
+_WRAPPED = ("base_layer", "model", "base_model", "lora_model", "word_embeddings")
+"""Children of modules of these classes that are the user's model; all other children are adapters,
+which is PEFT's own rule."""
+ADAPTER = "adapter"
 """Reason for adapters, which stay in high precision: they are small, and the user trains them."""
 UNINITIALIZED = "its size is not known yet: run a batch through the model before you convert it"
 _WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
@@ -60,9 +64,16 @@ def _stretched(reached: set[int], name: str, across: bool) -> set[int]:
     return stretched
 
 
-def is_lora(name: str) -> bool:
-    """Return whether the qualified `name` of a module is that of a LoRA adapter."""
-    return _LORA.search(unwrapped_name(name)) is not None
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Return all modules of adapters: those named as LoRA's, and all that PEFT adds to a model."""
+    adapters: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if _LORA.search(unwrapped_name(name)):
+            adapters.add(module)
+        if not _PEFT_CLASSES.isdisjoint(cls.__name__ for cls in type(module).__mro__):
+            for child_name, child in module.named_children():
+                adapters.update(() if child_name in _WRAPPED else child.modules())
+    return adapters
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -120,8 +131,6 @@ def skip_reason(
             return f"skip={pattern!r}"
     if module in kept_high:
         return kept_high[module]
-    if is_lora(name):
-        return ADAPTER
     reason = None if isinstance(module, Float8Layer) else _class_reason(module)
     if reason is not None:
         return reason

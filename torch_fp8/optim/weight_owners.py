@@ -29,11 +29,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import high_precision_modules, is_lora, matches
+from torch_fp8.nn.layer_filter import adapter_modules, high_precision_modules, matches
 from torch_fp8.nn.linear import Float8Layer
 
 NO_MODEL = "not in a known module; call convert_optimizer(optimizer, config, model=model)"
-_TRAINED_WITH_ADAPTERS = re.compile(r"(^|\.)(modules_to_save|prompt_encoder)(\.|$)")
+_TRAINED_WITH_ADAPTERS = re.compile(r"(^|\.)modules_to_save(\.|$)")
 _HEAD = "lm_head"
 
 
@@ -45,6 +45,8 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
         config: the configuration whose `skip` applies.
     """
     heads = high_precision_modules(model, config.skip)
+    adapters = adapter_modules(model)
+    adapters |= {m for name, m in model.named_modules() if _TRAINED_WITH_ADAPTERS.search(name)}
     parents: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         parents |= dict.fromkeys(module.children(), module)
@@ -58,7 +60,10 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            reason = None if module in heads else _reason(name, module, parents.get(module), config)
+            reason = None
+            if module not in heads:
+                of_adapters = "of adapters" if module in adapters else None
+                reason = of_adapters or _reason(name, module, parents.get(module), config)
             own = module.fp8_weights if isinstance(module, Float8Experts) else ()
             if reason is None and key != "weight" and not any(w is parameter for w in own):
                 reason = f"of {type(module).__name__}, beside its weight"
@@ -95,8 +100,6 @@ def _overlapping(tensors: list[Tensor]) -> set[Tensor]:
 def _reason(
     name: str, module: nn.Module, parent: nn.Module | None, config: FP8Config
 ) -> str | None:
-    if is_lora(name) or _TRAINED_WITH_ADAPTERS.search(name):
-        return "of adapters"
     for pattern in config.skip:
         if pattern != _HEAD and matches(pattern, name):
             return f"skip={pattern!r}"

@@ -287,7 +287,7 @@ def _hooked():
 @pytest.mark.parametrize(
     ("module", "skipped"),
     [
-        (_Adapter(), {"lora_A.default": "LoRA adapter", "lora_B.default": "LoRA adapter"}),
+        (_Adapter(), {"lora_A.default": "adapter", "lora_B.default": "adapter"}),
         (_Experts(), {"gate_up_proj": "fused expert weights in an unsupported layout"}),
         (_Subclass(32, 32), {"": "_Subclass does not compute what nn.Linear does"}),
         (nn.Linear(32, 1), {"": "out_features=1 is below 16"}),
@@ -418,8 +418,8 @@ def test_summary_groups_what_was_skipped():
     model.adapters = nn.ModuleList(_Adapter() for _ in range(4))
     text = convert_to_float8(model).summary(model, [torch.optim.AdamW(model.parameters())])
     assert "FP8: 8 of 9 linear layers" in text  # those of the adapters are no layers left out
-    assert "  adapters  8 linear layers of LoRA, which stay in high precision" in text
-    assert "LoRA adapter" not in text
+    assert "  adapters  8 linear layers of LoRA or another adapter, in high precision" in text
+    assert ": adapter" not in text
     assert "16.00 bytes per parameter, before and after" in text
     assert " MiB" in text
 
