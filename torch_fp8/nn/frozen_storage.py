@@ -162,7 +162,8 @@ class FrozenStorage(RunsFP8):
             return 0
         for name, weight in frozen.items():
             self._refuse_sharded(name, weight)
-            replace_parameter(self, nn.Parameter(weight.dequantize(), requires_grad=False), name)
+            plain = weight.dequantize().to(weight.payload.thawed_dtype)
+            replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         recipe, fp8.frozen = fp8.frozen.recipe, None
         self.run_recipe(recipe, fp8.emulate)
         return len(frozen)
@@ -210,7 +211,7 @@ class FrozenStorage(RunsFP8):
         if frozen is not None:
             self._refuse_sharded(name, frozen)
             state.unmerged[name] = frozen.payload
-        plain = dequantized(self._parameters[name]).detach().float()
+        plain = self._parameters[name].detach().float()
         replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         return True
 
@@ -332,5 +333,5 @@ def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight")
 @torch.no_grad()
 def _plain(weight: Tensor, frozen: Float8FrozenWeight) -> Tensor:
     """Return a plain BF16 copy: of a frozen weight on the CPU, of a shard as a DTensor."""
-    plain = frozen.payload.dequantize()
+    plain = frozen.dequantize()
     return plain.cpu() if weight is frozen else with_data(weight, plain)

@@ -18,7 +18,7 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.halves import VERSIONS
 
 DTYPE = torch.bfloat16
-"""Dtype of a frozen weight in state dicts; its scales let it hold every value exactly."""
+"""Dtype that a frozen weight reads as."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class FrozenPayload:
             stacked weights.
         spec: cast of the weight: ``block_128x128`` or ``tensorwise``; ``rowwise`` if stacked.
         name: qualified name of the weight, for errors.
-        thawed_dtype: dtype of the weight: before it was frozen, when it is read, and thawed.
+        thawed_dtype: dtype of the weight before it was frozen and after it is thawed.
         owner: weak reference to the layer that owns the weight, or None.
         first_row: for one rank's shard, row of its first element within the block of 128 rows that
             the first row of `scale` covers; None: not a shard.

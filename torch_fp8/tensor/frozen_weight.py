@@ -3,8 +3,7 @@
 ``W ~= qdata.float() * scale``: E4M3 with a scale for each 128 x 128 elements, or one for all. fprop
 multiplies by these bytes, and dgrad by their transpose, made when needed. There is no 16-bit copy.
 Scales computed by this package are powers of two, so that BF16 holds every value exactly. Reading
-the weight gives a plain tensor of the dtype that it had before, and quantizing that again gives the
-same values. State dicts and pickles contain it in BF16.
+the weight gives a plain BF16 tensor, and quantizing that again gives the same values.
 
 Writes are not lost. In-place operations, also through views and ``.data``, run on the float32
 values, which are then quantized again; so does ``p.data = x``. To train the weight, thaw it:
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 from torch_fp8.ops.quantize import transposed
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
 from torch_fp8.tensor.encoded import Encoded, plain
-from torch_fp8.tensor.frozen_payload import FrozenPayload
+from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.frozen_writes import write_change
 from torch_fp8.tensor.halves import VERSIONS
 
 
 class Float8FrozenWeight(Encoded, QuantizableTensor):
-    """A weight (R, C), or stacked weights (E, R, C), stored in FP8 and read in its own dtype.
+    """A weight (R, C), or stacked weights (E, R, C), stored in FP8 and read as BF16.
 
     Attributes:
         payload: bytes of the weight, shared with all aliases.
@@ -40,11 +39,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
             return nn.Parameter(payload, requires_grad=requires_grad)
         qdata = payload.qdata
         self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            qdata.shape,
-            strides=qdata.stride(),
-            dtype=payload.thawed_dtype,
-            device=qdata.device,
+            cls, qdata.shape, strides=qdata.stride(), dtype=DTYPE, device=qdata.device
         )
         self.payload = payload
         return self
@@ -67,8 +62,8 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         return stored if rowwise else None, turned
 
     def dequantize(self) -> Tensor:
-        """Return a plain tensor of this shape and dtype."""
-        return self.payload.dequantize(self.payload.thawed_dtype)
+        """Return a plain BF16 tensor of this shape."""
+        return self.payload.dequantize()
 
     def store(self, x: Tensor) -> None:
         self.payload.write(x)
@@ -121,7 +116,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         self.take(x)  # only the dtype differs
 
     def data_ptr(self) -> int:
-        """Return 0, because no memory holds the values in its dtype."""
+        """Return 0, because no memory holds the BF16 values."""
         return 0
 
     @property
@@ -167,7 +162,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         return memo.setdefault(id(self), frozen_parameter(self.payload.copied()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = self.payload.dequantize()  # 2 bytes for each element in the file
+        whole = self.dequantize()
         if getattr(self, "_is_param", False):
             whole = nn.Parameter(whole, requires_grad=False)
         return whole.__reduce_ex__(protocol)

@@ -30,20 +30,17 @@ def requantized(x, spec):
 
 
 @SPECS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_takes_one_byte_an_element_and_reads_in_its_own_dtype(spec, dtype):
-    w = torch.randn(256, 384, dtype=dtype)
+def test_it_takes_one_byte_an_element_and_reads_as_bf16(spec):
+    w = torch.randn(256, 384)
     p = frozen_parameter(freeze_tensor(w, spec, "w"))
     assert isinstance(p, nn.Parameter)
     assert not p.requires_grad
-    assert p.dtype == (p + 0).dtype == dtype
+    assert p.dtype == torch.bfloat16
     assert p.payload.num_bytes <= 1.02 * w.numel()
     assert type(p + 0) is torch.Tensor
     exact = dequantize(p.payload.quantized)
     assert torch.equal((p + 0).float(), exact), "BF16 holds every value"
     assert (exact - w).norm() / w.norm() < 0.04
-    x = torch.randn(4, 384, dtype=dtype)  # products that autocast does not cast
-    assert torch.equal(torch.tensordot(x, p, dims=([1], [1])), x @ exact.to(dtype).T)
 
 
 @SPECS
@@ -226,6 +223,6 @@ def one_rank():
 
 @SPECS
 def test_a_collective_writes_it_and_has_its_dtype(spec, one_rank):
-    p, value = frozen(spec=spec), torch.randn(160, 200)
+    p, value = frozen(spec=spec), torch.randn(160, 200).bfloat16()
     dist.scatter(p, [value], src=0)
-    assert torch.equal(p.dequantize(), dequantize(requantized(value, spec)))
+    assert torch.equal(p.dequantize(), dequantize(requantized(value, spec), torch.bfloat16))
