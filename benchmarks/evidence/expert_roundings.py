@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import add_csv, write_rows
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import GateForm
 from torch_fp8.ops.expert_gate import activation, activation_backward
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.metrics import sqnr_db

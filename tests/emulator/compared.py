@@ -28,7 +28,6 @@ from tests.kernel_cases.comparison import (
 from tests.kernel_cases.states import matrix_differences
 from torch_fp8.kernels import (
     adamw,
-    gate_up,
     quantize,
     rms_norm,
     smooth,
@@ -211,12 +210,14 @@ def _gate_up(result: Tensor, args: Any, copies: Any) -> None:
 
 
 def _gate_up_amax(result: Tensor, args: Any, copies: Any) -> None:
-    same_values(result, tensor_amax(gate_up.gate_up_backward(*copies, True)), "amax of gate_up")
+    same_values(
+        result, tensor_amax(swiglu_backward.gate_up_backward(*copies, True)), "amax of gate_up"
+    )
 
 
 def _gate_up_quantize(results: Any, args: Any, copies: Any) -> None:
     inputs, gate_first, cast = copies
-    y = gate_up.gate_up_backward(inputs, gate_first)
+    y = swiglu_backward.gate_up_backward(inputs, gate_first)
     _cast(results, y, cast, args[2], "gate_up backward")
 
 
@@ -263,9 +264,9 @@ _CHECKS: dict[tuple[Any, str], Callable[..., None]] = {
     (swiglu_backward, "swiglu_backward"): _swiglu_backward,
     (swiglu_backward, "swiglu_backward_amax"): _swiglu_backward_amax,
     (swiglu_backward, "swiglu_backward_quantize"): _swiglu_backward_quantize,
-    (gate_up, "gate_up_backward"): _gate_up,
-    (gate_up, "gate_up_backward_amax"): _gate_up_amax,
-    (gate_up, "gate_up_backward_quantize"): _gate_up_quantize,
+    (swiglu_backward, "gate_up_backward"): _gate_up,
+    (swiglu_backward, "gate_up_backward_amax"): _gate_up_amax,
+    (swiglu_backward, "gate_up_backward_quantize"): _gate_up_quantize,
     (smooth, "column_amax"): _column_amax,
     (smooth, "swiglu_save_columns"): _save_columns,
     (smooth, "smooth_factors"): _factors,

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.kernel_cases.comparison import require, same_bits, same_values
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import quantize_2d
-from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
+from torch_fp8.ops.quantize import quantize_2d, quantize_layouts_and_sum
 from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.payload_shape import Layouts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.kernel_cases.comparison import NEIGHBOURS, require, same_bits
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.ops import expert_gate, moe_rows
 from torch_fp8.ops.fused_quantize import saved_values
 from torch_fp8.ops.moe_route import Route, moe_route
@@ -154,7 +154,7 @@ def check_gate(
             for got, want in zip(results[2:], wanted[2:], strict=True):
                 same_bits(got, want, f"saved: {what}")
             grad = tokens_of(rows, width).flip(0).clamp(-300, 300).to(dtype)
-            inputs = (grad, score, *wanted[2:])
+            inputs = GateBackwardInputs(grad, score, *wanted[2:])
             _check_gate_backward(ops, device, form, inputs, card, sigmoid is not None, what)
 
 
@@ -162,14 +162,14 @@ def _check_gate_backward(
     ops: Any,
     device: str,
     form: GateForm,
-    inputs: tuple[Any, ...],
+    inputs: GateBackwardInputs,
     card: Sigmoid,
     exact: bool,
     what: str,
 ) -> None:
-    *results, dscore = ops.expert_gate_backward(*moved(inputs, device), form)
+    *results, dscore = ops.expert_gate_backward(GateBackwardInputs(*moved(inputs, device)), form)
     with mock.patch.object(expert_gate, "sigmoid", card):
-        *wanted, want_score = expert_gate.expert_gate_backward.reference(*inputs, form)
+        *wanted, want_score = expert_gate.expert_gate_backward.reference(inputs, form)
     for got, want in zip(results, wanted, strict=True):
         _same_payload(got, want, exact, f"backward: {what}")
     grad, _, gate_q, gate_s, up_q, up_s = inputs

@@ -19,7 +19,6 @@ from torch_fp8.kernels.arguments import (
     NormWithRstd,
 )
 from torch_fp8.kernels.launch_tape import REPLAYS, Replayed
-from torch_fp8.ops import quantize_dbias
 from torch_fp8.quantization.formats import E4M3, E5M2
 
 BF16 = torch.bfloat16
@@ -120,9 +119,7 @@ def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
 
 
 def _of_casts(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels.quantize import (
-        quantize_2d,
-    )
+    from torch_fp8.kernels.quantize import quantize_2d, quantize_2d_sum
     from torch_fp8.kernels.transpose import transposed_bytes
 
     for g in GRANULARITIES:
@@ -133,9 +130,8 @@ def _of_casts(made: Arguments) -> Iterator[Call]:
     yield Call("cast with a slot", quantize_2d, (made.x, made.raising))
     yield Call("cast with an amax", quantize_2d, (made.x, made.known))
     for g in ("tensorwise", "rowwise", "block_1x128"):
-        summing = quantize_dbias.quantize_2d_sum_cuda
-        yield Call(f"cast and sum {g}", summing, (made.x, cast(g), BF16))
-    yield Call("cast and sum with a slot", summing, (made.x, made.raising, BF16))
+        yield Call(f"cast and sum {g}", quantize_2d_sum, (made.x, cast(g), BF16))
+    yield Call("cast and sum with a slot", quantize_2d_sum, (made.x, made.raising, BF16))
     yield Call("transpose", transposed_bytes, (made.codes, -(-made.rows // 16) * 16))
 
 
@@ -170,10 +166,9 @@ def _of_products(made: Arguments) -> Iterator[Call]:
 
 
 def _of_gradients(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels import gate_up
     from torch_fp8.kernels import swiglu_backward as backward
 
-    casts, joined = backward.swiglu_backward_quantize, gate_up.gate_up_backward_quantize
+    casts, joined = backward.swiglu_backward_quantize, backward.gate_up_backward_quantize
     blocks = cast("block_1x128")
     known = functools.partial(made.known, 2)
     for saved in (False, True):
@@ -184,8 +179,8 @@ def _of_gradients(made: Arguments) -> Iterator[Call]:
         yield Call(f"swiglu backward casts blocks{how}", casts, (inputs, blocks, None, None))
         arguments = (inputs, made.raising, made.positive, made.positive)
         yield Call(f"swiglu backward casts with slots{how}", casts, arguments)
-        yield Call(f"gate_up backward{how}", gate_up.gate_up_backward, (inputs, True))
-        yield Call(f"gate_up backward amax{how}", gate_up.gate_up_backward_amax, (inputs,))
+        yield Call(f"gate_up backward{how}", backward.gate_up_backward, (inputs, True))
+        yield Call(f"gate_up backward amax{how}", backward.gate_up_backward_amax, (inputs,))
         yield Call(f"gate_up backward casts{how}", joined, (inputs, True, blocks))
         yield Call(f"gate_up backward casts with a slot{how}", joined, (inputs, True, made.raising))
 

@@ -4,7 +4,7 @@ Every cast equals, byte for byte, the cast of the plain result of the same devic
 equal the CPU's but for what rstd, sums and exp differ by in float32: a BF16 result is the same or
 its neighbour, and the same for all but one element in a hundred.
 
-`ops` has the modules ``rms_norm``, ``swiglu``, ``swiglu_backward``, ``gate_up`` and ``smooth`` of
+`ops` has the modules ``rms_norm``, ``swiglu``, ``swiglu_backward`` and ``smooth`` of
 `torch_fp8`, or what stands for them; the reference is always theirs, on the CPU.
 """
 
@@ -25,7 +25,7 @@ from torch_fp8.kernels.arguments import (
     NormInputs,
     NormWithRstd,
 )
-from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
+from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
 from torch_fp8.ops import smooth as smooth_ops
 from torch_fp8.ops.fused_quantize import cast_result, saved_values
 from torch_fp8.quantization.scaling import tensor_amax
@@ -42,7 +42,6 @@ OPS = SimpleNamespace(
     rms_norm=rms_norm,
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
-    gate_up=gate_up,
     smooth=smooth_ops,
 )
 
@@ -249,17 +248,17 @@ def check_gate_up(ops: Any, device: str, shape: Shape, gate_first: bool, few: bo
     """Check the one gradient of gate and up, where they are one layer's output, and its casts."""
     what = f"gate_up backward of {shape}, {'gate' if gate_first else 'up'} first"
     both = matrix((shape[0], 2 * shape[1]), BF16)
-    gate, up = gate_up.halves(both, gate_first)
+    gate, up = swiglu_backward.halves(both, gate_first)
     factor, grad = _weight(shape[1]) - 0.25, matrix(shape, BF16, seed=2)
     arguments = _saved(BackwardInputs(grad, gate, None, up, None, factor, BF16))
     on_device = BackwardInputs(*_moved(arguments, device))
-    made = ops.gate_up.gate_up_backward(on_device, gate_first)
+    made = ops.swiglu_backward.gate_up_backward(on_device, gate_first)
     dgate, dup = swiglu_backward.swiglu_backward(on_device)
     same_values(made, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1), what)
-    amax = ops.gate_up.gate_up_backward_amax(on_device)
+    amax = ops.swiglu_backward.gate_up_backward_amax(on_device)
 
     def quantize(cast: CastOptions) -> Any:
-        return ops.gate_up.gate_up_backward_quantize(on_device, gate_first, cast)
+        return ops.swiglu_backward.gate_up_backward_quantize(on_device, gate_first, cast)
 
     check_casts([made], amax, quantize, what, few)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from torch_fp8.conversion.smooth_layers import gated_mlps
 from torch_fp8.nn.layer_filter import features, is_linear
-from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.ops.smooth import column_amax, smooth_factors
+from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 
 ROWS = 256

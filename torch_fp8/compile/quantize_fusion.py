@@ -29,7 +29,6 @@ from torch.fx.traceback import get_current_meta
 
 # These imports define the operators.
 import torch_fp8.ops.amax
-import torch_fp8.ops.gate_up
 import torch_fp8.ops.quantize
 import torch_fp8.ops.rms_norm
 import torch_fp8.ops.swiglu

@@ -14,13 +14,7 @@ import triton.language as tl
 
 from torch_fp8.kernels import ratio_int4
 from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, pointer
-from torch_fp8.kernels.block_layout import (
-    at_origin,
-    places,
-    scale_places,
-    scales_at_origin,
-    square,
-)
+from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin, square
 from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
 from torch_fp8.kernels.fast_math import scaled_quotient, square_root
 from torch_fp8.kernels.fp8_cast import abs_bits, scale_from_amax

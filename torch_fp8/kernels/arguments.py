@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled
-from torch_fp8.quantization.payload_shape import (
-    Layouts,
-    new_payload,
-    new_scales,
-    padded_rows,
-)
+from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scales, padded_rows
 from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.recipe import CastSpec
 
@@ -104,6 +99,10 @@ class CastOptions(NamedTuple):
             return self, self._replace(scale=dup_scale, amax=dup_amax)
         of_dgate, of_dup = (None, None) if self.amax is None else (self.amax[0], self.amax[1])
         return self._replace(amax=of_dgate), self._replace(amax=of_dup)
+
+
+EXPERT_ROWS = CastOptions(torch.float8_e4m3fn, "rowwise", True, rowwise=True, columnwise=False)
+"""The cast of an expert's activation and of its gradient: by rows, with power-of-two scales."""
 
 
 class StepScalars(NamedTuple):
@@ -273,3 +272,39 @@ class NormBackwardInputs(NamedTuple):
     offset: float
     dx_dtype: torch.dtype
     weight_grad: bool
+
+
+class GateForm(NamedTuple):
+    """``gate * sigmoid(alpha * gate) * up``, or the clamped form of GPT-OSS.
+
+    Attributes:
+        interleaved: whether a row alternates gate and up; else all of gate comes first.
+        clamped: whether gate <= limit, -limit <= up <= limit, and the factor is up + 1.
+        alpha: factor of gate in the sigmoid; 1 unless clamped.
+        limit: bound of the clamped form, positive there.
+    """
+
+    interleaved: bool = False
+    clamped: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+class GateBackwardInputs(NamedTuple):
+    """The tensors of the backward of the gated activation of experts.
+
+    Legend: R rows of all experts, I expert width.
+
+    Attributes:
+        grad: (R, I) float32, bfloat16 or float16, contiguous: the gradient of a.
+        score: (R,) float32.
+        gate, up: (R, I) E4M3, as saved by ``expert_gate_quantize``.
+        gate_scale, up_scale: (R, ceil(I / 128)) float32.
+    """
+
+    grad: Tensor
+    score: Tensor
+    gate: Tensor
+    gate_scale: Tensor
+    up: Tensor
+    up_scale: Tensor

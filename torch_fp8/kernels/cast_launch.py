@@ -1,25 +1,30 @@
-"""Tiles and arguments of launches that cast to FP8, shared by casts and fused producers.
+"""Tiles and arguments of launches that cast to FP8: casts, and producers of a result
+(norms, activations).
 
-Legend: R rows, C columns of x; the column layout is x^T, (C, R).
+Legend: R rows, C columns of x or of the result; rowwise: quantized along C; columnwise: its
+transpose (C, R), quantized along R.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.launch_math import next_power_of_2
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import COL_ALIGNMENT
+from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, new_group_scales
 
 BLOCK = 128
 # 128 x 128, because it holds whole groups of every block granularity in both directions, and the
 # transposed store writes 128 contiguous bytes, a full cache line. With 16 warps each thread has 32
 # elements, four 16-byte loads in flight; with 8 warps some variants need more than 200 registers.
 TILE_WARPS = 16
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
 
 class Tile(NamedTuple):
@@ -58,9 +63,9 @@ def pad_of(rows: int, granularity: str, pads: bool) -> int:
     return pad if rows % pad else 1
 
 
-def amax_slot(options: CastOptions) -> Tensor | None:
+def amax_slot(options: CastOptions | None) -> Tensor | None:
     """Return the int32 bits of the amax slot that a cast raises, or None."""
-    if options.amax is None or options.scale is None:
+    if options is None or options.amax is None or options.scale is None:
         return None
     return options.amax.view(torch.int32)
 
@@ -89,3 +94,78 @@ def pointers(tensors: Iterable[Tensor | None], unused: Tensor) -> list[Tensor]:
         unused if t is None else t.view(torch.uint8) if t.dtype.itemsize == 1 else t
         for t in tensors
     ]
+
+
+def fits_tiles(options: CastOptions, *inputs: Tensor) -> bool:
+    """Return whether one launch can compute a result and cast it in tiles.
+
+    Rowwise scales span more than a tile. If C is not a multiple of 16, elements move one at a time,
+    each with an address and a mask in registers, and FP8 GEMMs reject the result anyway. Both are
+    computed first and then cast. R is arbitrary, except for 128 x 128 blocks in the column layout,
+    which is not padded.
+    """
+    granularity = options.granularity
+    assert granularity == "tensorwise" or (options.amax is None and options.scale is None)
+    rows, cols = inputs[0].shape
+    unpadded = options.columnwise and COL_ALIGNMENT[granularity] == 1
+    odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
+    return granularity != "rowwise" and not odd and inputs[0].numel() > 0
+
+
+def scale_source(options: CastOptions | None, unused: Tensor) -> Tensor:
+    """Return the tensor with the scale, or the bits of the amax, for `tiles.store_cast`."""
+    if options is not None and options.scale is not None:
+        return options.scale
+    if options is None or options.amax is None:
+        return unused
+    return options.amax.view(torch.int32)
+
+
+def fused_flags(
+    options: CastOptions | None, made: Sequence[Tensor | None], whole: bool = False
+) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel that computes and casts its result.
+
+    Args:
+        options: the cast; None: the first of `made` gets the plain result, if it exists.
+        made: the layouts to fill.
+        whole: whether one tile holds the whole result; required if the amax is not known.
+    """
+    if options is None:
+        plain = {"SCALE": "plain", "GROUP": BLOCK, "E5M2": False, "POWER_OF_TWO": False}
+        return {**plain, "ROW": made[0] is not None, "COL": False}
+    assert whole == options.needs_amax
+    if whole:
+        source = "whole"
+    elif options.granularity == "tensorwise":
+        source = "amax" if options.scale is None else "given"
+    else:
+        source = "square" if options.granularity == "block_128x128" else "groups"
+    return {
+        "SCALE": source,
+        "GROUP": GROUPS.get(options.granularity, BLOCK),
+        **cast_flags(options),
+    }
+
+
+def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate codes and scales to save x for backward, or return (None, None)."""
+    if not wanted:
+        return None, None
+    rows, cols = x.shape
+    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), new_group_scales(x, rows, cols)
+
+
+def registers(warps: int) -> int:
+    """Return the registers per thread if a multiprocessor runs one program at a time.
+
+    This limit is for kernels of a single program, or with one mask too many for their registers.
+    Without it the assembler uses half as many for most of them, so that two programs fit, and
+    spills a few bytes.
+    """
+    return min(65536 // (32 * warps), 255)
+
+
+def amax_bits(x: Tensor, *shape: int) -> Tensor:
+    """Allocate int32 bits of amaxes, zeros that kernels raise."""
+    return x.new_zeros(shape, dtype=torch.int32)

@@ -62,14 +62,13 @@ class TileSums:
             return x.sum(self.axis, dtype=torch.float32).to(dtype)
         tiles, size = self.partial.shape
         total = x.new_empty(size, dtype=dtype)
-        with torch.cuda.device_of(x):
-            reduce_sums_kernel[(cdiv(size, BLOCK_COLS),)](
-                self.partial,
-                total,
-                tiles,
-                size,
-                BLOCK_R=BLOCK_ROWS,
-                BLOCK_C=BLOCK_COLS,
-                num_warps=4,
-            )
+        reduce_sums_kernel[(cdiv(size, BLOCK_COLS),)](
+            self.partial,
+            total,
+            tiles,
+            size,
+            BLOCK_R=BLOCK_ROWS,
+            BLOCK_C=BLOCK_COLS,
+            num_warps=4,
+        )
         return total

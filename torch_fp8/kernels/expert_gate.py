@@ -10,13 +10,9 @@ Legend: R rows of all experts, I expert width. Launch configurations are fixed.
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.cast_launch import (
-    BLOCK,
-    pointers,
-)
+from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
+from torch_fp8.kernels.cast_launch import BLOCK, TYPES, pointers, saved_outputs
 from torch_fp8.kernels.expert_gate_kernels import expert_gate_backward_kernel, expert_gate_kernel
-from torch_fp8.kernels.fused_launch import TYPES, saved_outputs
-from torch_fp8.kernels.gate_form import GateForm
 from torch_fp8.kernels.launch_math import cdiv
 
 ROWS, WARPS = 4, 4
@@ -29,13 +25,6 @@ REGISTERS = 128
 """Limit per thread; left alone, the assembler uses 96 for one variant and spills 8 bytes."""
 
 
-def _row_outputs(x: Tensor, cols: int) -> tuple[Tensor, Tensor]:
-    """Allocate an E4M3 payload (R, C) and its scales (R, 1)."""
-    rows = x.shape[0]
-    scale = x.new_empty((rows, 1), dtype=torch.float32)
-    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), scale
-
-
 def _block_cols(x: Tensor, cols: int) -> int:
     return BLOCK if cols % 16 else WIDE >> (x.element_size() == 4)
 
@@ -45,66 +34,59 @@ def expert_gate_quantize(
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.expert_gate.expert_gate_quantize`."""
     rows, cols = h.shape[0], h.shape[1] // 2
-    payload, half = _row_outputs(h, cols), h[:, :cols]
+    half = h[:, :cols]
+    payload = EXPERT_ROWS.new_layouts(half)[:2]
     saved = (*saved_outputs(half, save), *saved_outputs(half, save))
     if rows:
-        with torch.cuda.device_of(h):
-            expert_gate_kernel[(cdiv(rows, ROWS),)](
-                h.contiguous(),
-                *pointers((None if bias is None else bias.contiguous(),), h),
-                score.contiguous(),
-                offs,
-                *pointers((*payload, *saved), h),
-                rows,
-                cols,
-                offs.shape[0],
-                form.alpha,
-                form.limit,
-                OUT=TYPES[h.dtype],
-                BIAS=bias is not None,
-                CLAMPED=form.clamped,
-                INTERLEAVED=form.interleaved,
-                SAVE=save,
-                BLOCK_R=ROWS,
-                BLOCK_C=_block_cols(h, cols),
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-                maxnreg=REGISTERS,
-            )
+        expert_gate_kernel[(cdiv(rows, ROWS),)](
+            h.contiguous(),
+            *pointers((None if bias is None else bias.contiguous(),), h),
+            score.contiguous(),
+            offs,
+            *pointers((*payload, *saved), h),
+            rows,
+            cols,
+            offs.shape[0],
+            form.alpha,
+            form.limit,
+            OUT=TYPES[h.dtype],
+            BIAS=bias is not None,
+            CLAMPED=form.clamped,
+            INTERLEAVED=form.interleaved,
+            SAVE=save,
+            BLOCK_R=ROWS,
+            BLOCK_C=_block_cols(h, cols),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+        )
     return (*payload, *saved)
 
 
-def expert_gate_backward(
-    grad: Tensor,
-    score: Tensor,
-    gate_q: Tensor,
-    gate_s: Tensor,
-    up_q: Tensor,
-    up_s: Tensor,
-    form: GateForm,
-) -> tuple[Tensor, ...]:
+def expert_gate_backward(inputs: GateBackwardInputs, form: GateForm) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.expert_gate.expert_gate_backward`."""
+    grad, score, *saved = inputs
     rows, cols = grad.shape
-    results = (*_row_outputs(grad, cols), *_row_outputs(grad, 2 * cols))
+    a, dh = EXPERT_ROWS.new_layouts(grad), EXPERT_ROWS.new_layouts(grad, 2 * cols)
+    results = (*a[:2], *dh[:2])
     dscore = grad.new_empty(rows, dtype=torch.float32)
     if rows:
-        with torch.cuda.device_of(grad):
-            expert_gate_backward_kernel[(cdiv(rows, ROWS),)](
-                grad.contiguous(),
-                score.contiguous(),
-                *pointers((gate_q, gate_s, up_q, up_s, *results, dscore), grad),
-                gate_s.stride(1),
-                rows,
-                cols,
-                form.alpha,
-                form.limit,
-                OUT=TYPES[grad.dtype],
-                CLAMPED=form.clamped,
-                INTERLEAVED=form.interleaved,
-                BLOCK_R=ROWS,
-                BLOCK_C=max(_block_cols(grad, cols) // 2, BLOCK),
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-                maxnreg=REGISTERS,
-            )
+        expert_gate_backward_kernel[(cdiv(rows, ROWS),)](
+            grad.contiguous(),
+            score.contiguous(),
+            *pointers((*saved, *results, dscore), grad),
+            inputs.gate_scale.stride(1),
+            rows,
+            cols,
+            form.alpha,
+            form.limit,
+            OUT=TYPES[grad.dtype],
+            CLAMPED=form.clamped,
+            INTERLEAVED=form.interleaved,
+            BLOCK_R=ROWS,
+            BLOCK_C=max(_block_cols(grad, cols) // 2, BLOCK),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+        )
     return (*results, dscore)

@@ -18,36 +18,42 @@ GROUPS, ODD_GROUPS = 64, 16
 WARPS = 4
 
 
-def quantize_gradient(x: Tensor, keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantize a gradient to codes and scales with stochastic rounding.
+def encode_gradient(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    multiplier: Tensor | None,
+    keys: tuple[int, int],
+) -> None:
+    """Encode a gradient with stochastic rounding, or its sum with the stored one.
 
     Args:
         x: (R, K) bfloat16 or float32.
-        keys: keys of the random words; an element's word depends on its index in x.
-    """
-    rows, cols = x.shape
-    qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
-    _encode(x, qdata, scale, None, keys)
-    return qdata, scale
-
-
-def accumulate_gradient(
-    qdata: Tensor,
-    scale: Tensor,
-    multiplier: Tensor,
-    x: Tensor,
-    keys: tuple[int, int],
-) -> None:
-    """Encode decode(codes, scales) * multiplier + x into `qdata` and `scale`.
-
-    Args:
         qdata, scale: codes and scales of an (R, K) gradient, overwritten; the result's multiplier
             is 1.
-        multiplier: () float32 multiplier of the old gradient; not written.
-        x, keys: see `quantize_gradient`.
+        multiplier: () float32 multiplier of the stored gradient, to which x is added; not written.
+            None: encode x alone.
+        keys: keys of the random words; an element's word depends on its index in x.
     """
-    _encode(x, qdata, scale, multiplier, keys)
+    if not x.numel():
+        return
+    layout, groups = _layout(x, qdata)
+    count = x.shape[0] * num_groups(x.shape[1])
+    with torch.cuda.device_of(x):
+        encode_gradient_kernel[(cdiv(count, groups),)](
+            x,
+            qdata,
+            scale,
+            scale if multiplier is None else multiplier,
+            count,
+            x.shape[1],
+            *keys,
+            ACCUMULATE=multiplier is not None,
+            LAYOUT=layout,
+            GROUPS=groups,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def dequantize_gradient(
@@ -72,34 +78,6 @@ def dequantize_gradient(
                 enable_fp_fusion=False,
             )
     return out
-
-
-def _encode(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    multiplier: Tensor | None,
-    keys: tuple[int, int],
-) -> None:
-    if not x.numel():
-        return
-    layout, groups = _layout(x, qdata)
-    count = x.shape[0] * num_groups(x.shape[1])
-    with torch.cuda.device_of(x):
-        encode_gradient_kernel[(cdiv(count, groups),)](
-            x,
-            qdata,
-            scale,
-            scale if multiplier is None else multiplier,
-            count,
-            x.shape[1],
-            *keys,
-            ACCUMULATE=multiplier is not None,
-            LAYOUT=layout,
-            GROUPS=groups,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
 
 
 def _layout(dense: Tensor, qdata: Tensor) -> tuple[str, int]:

@@ -63,19 +63,17 @@ class Step(NamedTuple):
     Attributes:
         run: function that performs the step.
         choose: function that picks the step's arguments from the values so far.
-        makes: whether the result of `run` is appended to the values.
     """
 
     run: Callable[..., Any]
     choose: Callable[[list[Any]], tuple[Any, ...]]
-    makes: bool
 
 
 class Tape(NamedTuple):
     """The recorded steps of a call.
 
     Attributes:
-        constants: first values; the call's tensors follow, then the results of steps.
+        constants: first values; the call's tensors follow, then steps' results (launches: None).
         steps: steps in the order of execution.
         results: function that picks the call's result from the values.
         hooks: Triton's lists of the kernels' hooks; the tape isn't replayed if one is not empty.
@@ -89,11 +87,8 @@ class Tape(NamedTuple):
     def play(self, tensors: list[Tensor]) -> Any:
         """Repeat the recorded call with `tensors`, which are on the current device."""
         values = self.constants + tensors
-        for run, choose, makes in self.steps:
-            if makes:
-                values.append(run(*choose(values)))
-            else:
-                run(*choose(values))
+        for run, choose in self.steps:
+            values.append(run(*choose(values)))
         return self.results(values)
 
 
@@ -197,7 +192,7 @@ class _Writer:
 
     def __init__(self, on_demand: dict[int, _Event], places: dict[int, int]) -> None:
         self._on_demand, self._places = on_demand, places
-        self._next = len(places)
+        self._initial = len(places)
         self.steps: list[Step] = []
 
     def place(self, x: Any) -> int:
@@ -212,10 +207,9 @@ class _Writer:
 
     def add(self, event: _Event) -> None:
         choose = _chooser([self.place(x) for x in event.args], True)
-        self.steps.append(Step(_function(event.run), choose, event.made is not None))
         if event.made is not None:
-            self._places[id(event.made)] = self._next
-            self._next += 1
+            self._places[id(event.made)] = self._initial + len(self.steps)
+        self.steps.append(Step(_function(event.run), choose))
 
 
 def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:

@@ -11,7 +11,7 @@ fixed.
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.fused_launch import amax_bits
+from torch_fp8.kernels.cast_launch import amax_bits
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.moe_rows_kernels import (
     combine_rows_kernel,
@@ -41,20 +41,19 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
     scales = scale.new_empty((rows, 1))
     block = GATHER_COLS if cols % 16 == 0 else ODD_GATHER_COLS
     if rows:
-        with torch.cuda.device_of(qdata):
-            gather_rows_kernel[(cdiv(rows, GATHER_ROWS), max(cdiv(cols, block), 1))](
-                qdata.contiguous().view(torch.uint8),
-                scale.contiguous(),
-                token,
-                codes.view(torch.uint8),
-                scales,
-                tokens,
-                rows,
-                cols,
-                BLOCK_R=GATHER_ROWS,
-                BLOCK_C=block,
-                num_warps=WARPS,
-            )
+        gather_rows_kernel[(cdiv(rows, GATHER_ROWS), max(cdiv(cols, block), 1))](
+            qdata.contiguous().view(torch.uint8),
+            scale.contiguous(),
+            token,
+            codes.view(torch.uint8),
+            scales,
+            tokens,
+            rows,
+            cols,
+            BLOCK_R=GATHER_ROWS,
+            BLOCK_C=block,
+            num_warps=WARPS,
+        )
     return codes, scales
 
 
@@ -74,25 +73,24 @@ def transpose_payload(
     tile, warps = (TILE, TILE_WARPS) if cols % 16 == 0 else (ODD_TILE, ODD_WARPS)
     grid = (cdiv(rows, tile) * cdiv(cols, tile),)
     flags = {"GATHER": token is not None, "BLOCK_R": tile, "BLOCK_C": tile, "num_warps": warps}
-    with torch.cuda.device_of(qdata):
-        if rows:
-            group_amax_kernel[grid](*operands, bits, tokens, rows, cols, groups, **flags)
-        if groups:
-            group_scale_kernel[(cdiv(groups * cols, SCALES),)](
-                bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS
-            )
-        if rows:
-            transpose_groups_kernel[grid](
-                *operands,
-                scales,
-                out.view(torch.uint8),
-                tokens,
-                rows,
-                cols,
-                groups,
-                **flags,
-                PAD=GROUP_ALIGNMENT if rows % GROUP_ALIGNMENT == 0 else 1,
-            )
+    if rows:
+        group_amax_kernel[grid](*operands, bits, tokens, rows, cols, groups, **flags)
+    if groups:
+        group_scale_kernel[(cdiv(groups * cols, SCALES),)](
+            bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS
+        )
+    if rows:
+        transpose_groups_kernel[grid](
+            *operands,
+            scales,
+            out.view(torch.uint8),
+            tokens,
+            rows,
+            cols,
+            groups,
+            **flags,
+            PAD=GROUP_ALIGNMENT if rows % GROUP_ALIGNMENT == 0 else 1,
+        )
     return out, scales
 
 
@@ -101,16 +99,15 @@ def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
     (tokens, top_k), cols = row.shape, rows.shape[1]
     out = rows.new_empty((tokens, cols))
     if out.numel():
-        with torch.cuda.device_of(rows):
-            combine_rows_kernel[(cdiv(tokens, COMBINE_TOKENS), cdiv(cols, COMBINE_COLS))](
-                rows.contiguous(),
-                row.contiguous(),
-                out,
-                tokens,
-                cols,
-                TOP_K=top_k,
-                BLOCK_T=COMBINE_TOKENS,
-                BLOCK_C=COMBINE_COLS,
-                num_warps=WARPS,
-            )
+        combine_rows_kernel[(cdiv(tokens, COMBINE_TOKENS), cdiv(cols, COMBINE_COLS))](
+            rows.contiguous(),
+            row.contiguous(),
+            out,
+            tokens,
+            cols,
+            TOP_K=top_k,
+            BLOCK_T=COMBINE_TOKENS,
+            BLOCK_C=COMBINE_COLS,
+            num_warps=WARPS,
+        )
     return out

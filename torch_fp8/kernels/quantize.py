@@ -1,4 +1,4 @@
-"""Casts to FP8 on CUDA: the twin of `torch_fp8.ops.quantize.quantize_2d`, byte for byte.
+"""Casts to FP8 on CUDA: the twins of `torch_fp8.ops.quantize`'s operators, byte for byte.
 
 Casts are memory-bound. Block casts, and tensorwise casts with a known scale, read the matrix once
 and write both layouts from the same tile. If the tensorwise scale comes from the matrix itself, it
@@ -37,11 +37,7 @@ from torch_fp8.kernels.quantize_kernels import (
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import (
-    Layouts,
-    new_payload,
-    new_scales,
-)
+from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scales
 
 # If C is not a multiple of 16, elements move one at a time, each with an address and a mask in
 # registers. Casts then use smaller tiles, 1x128 and 1x32 blocks cast one layout per launch, and
@@ -90,16 +86,23 @@ def quantize_2d(
         if granularity == "tensorwise":
             scale, scale_col = scale_col, None
         return by_row, scale, pad_columns(by_col, granularity), scale_col
-    with torch.cuda.device_of(x):
-        if granularity == "tensorwise":
-            return _tensorwise(x, options, sums, pads)
-        if granularity == "rowwise":
-            by_row = _rows(x, options) if options.rowwise else (None, None)
-            by_col = _columns(x, options, sums, pads) if options.columnwise else (None, None)
-            return (*by_row, *by_col)
-        if granularity in BLOCK_GRANULARITIES:
-            return _blocks(x, options, sums, pads)
+    if granularity == "tensorwise":
+        return _tensorwise(x, options, sums, pads)
+    if granularity == "rowwise":
+        by_row = _rows(x, options) if options.rowwise else (None, None)
+        by_col = _columns(x, options, sums, pads) if options.columnwise else (None, None)
+        return (*by_row, *by_col)
+    if granularity in BLOCK_GRANULARITIES:
+        return _blocks(x, options, sums, pads)
     raise ValueError(f"unknown granularity {granularity!r}")
+
+
+def quantize_2d_sum(
+    x: Tensor, options: CastOptions, sum_dtype: torch.dtype
+) -> tuple[Tensor | None, ...]:
+    """See `torch_fp8.ops.quantize.quantize_2d_sum`."""
+    sums = TileSums()
+    return (*quantize_2d(x, options, sums), sums.total(x, sum_dtype))
 
 
 def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:

@@ -11,36 +11,24 @@ Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at ru
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import (
-    CastOptions,
-    NormBackwardInputs,
-    NormInputs,
-    NormWithRstd,
-)
+from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.kernels.cast_launch import (
     BLOCK,
     TILE_WARPS,
-    Tile,
-    amax_slot,
-    pointers,
-    whole_tile,
-)
-from torch_fp8.kernels.fused_launch import (
     TYPES,
+    Tile,
     amax_bits,
+    amax_slot,
     fits_tiles,
     fused_flags,
-    no_cast,
+    pointers,
     registers,
     saved_outputs,
     scale_source,
+    whole_tile,
 )
 from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
-from torch_fp8.kernels.quantize import (
-    MAX_ROW_IN_REGISTERS,
-    ROW_CHUNK,
-    quantize_2d,
-)
+from torch_fp8.kernels.quantize import MAX_ROW_IN_REGISTERS, ROW_CHUNK, quantize_2d
 from torch_fp8.kernels.rms_norm_kernels import (
     norm_backward_kernel,
     norm_cast_kernel,
@@ -87,28 +75,27 @@ def rms_norm_statistics(
     in_registers = cols <= MAX_ROW_IN_REGISTERS
     block_c = max(next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
     block_r = max(1, 4096 // block_c)  # several short rows: 32 elements per thread
-    with torch.cuda.device_of(x):
-        statistics_kernel[(cdiv(rows, block_r),)](
-            x,
-            weight,
-            rstd,
-            largest,
-            *pointers(saved, x),
-            *x.stride(),
-            weight.stride(0),
-            rows,
-            cols,
-            1.0 / cols,
-            eps,
-            offset,
-            OUT=TYPES[out_dtype],
-            SAVE=save,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            IN_REGISTERS=in_registers,
-            num_warps=max(4, block_c // 1024),
-            enable_fp_fusion=False,
-        )
+    statistics_kernel[(cdiv(rows, block_r),)](
+        x,
+        weight,
+        rstd,
+        largest,
+        *pointers(saved, x),
+        *x.stride(),
+        weight.stride(0),
+        rows,
+        cols,
+        1.0 / cols,
+        eps,
+        offset,
+        OUT=TYPES[out_dtype],
+        SAVE=save,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        IN_REGISTERS=in_registers,
+        num_warps=max(4, block_c // 1024),
+        enable_fp_fusion=False,
+    )
     return rstd, largest.view(torch.float32), *saved
 
 
@@ -132,34 +119,33 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> No
     """Fill the layouts; without `options`, write the plain result into the first of them."""
     x, weight, rstd, offset, out_dtype = norm
     rows, cols = x.shape
-    slot = None if options is None else amax_slot(options)
+    slot = amax_slot(options)
     block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
     if slot is not None:  # one more value per element: too many registers for a whole tile
         block_r, warps = block_r // 2, warps // 2
     by_columns = options is not None and options.granularity == "block_1x128" and options.columnwise
     if x.numel():
-        with torch.cuda.device_of(x):
-            norm_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
-                x,
-                weight,
-                rstd,
-                x if options is None else scale_source(options, x),
-                *pointers((slot, *made), x),
-                *x.stride(),
-                weight.stride(0),
-                rstd.stride(0),
-                rows,
-                cols,
-                offset,
-                OUT=TYPES[out_dtype],
-                AMAX=slot is not None,
-                **(no_cast(made) if options is None else fused_flags(options)),
-                BLOCK_R=block_r,
-                BLOCK_C=block_c,
-                num_warps=warps,
-                maxnreg=registers(warps) if by_columns else None,
-                enable_fp_fusion=False,
-            )
+        norm_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+            x,
+            weight,
+            rstd,
+            scale_source(options, x),
+            *pointers((slot, *made), x),
+            *x.stride(),
+            weight.stride(0),
+            rstd.stride(0),
+            rows,
+            cols,
+            offset,
+            OUT=TYPES[out_dtype],
+            AMAX=slot is not None,
+            **fused_flags(options, made),
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            num_warps=warps,
+            maxnreg=registers(warps) if by_columns else None,
+            enable_fp_fusion=False,
+        )
 
 
 def rms_norm_quantize_once(
@@ -200,31 +186,30 @@ def _bands(
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
     band, block_c, warps = whole or (band, BLOCK if band == BLOCK else BAND_COLS, warps)
-    with torch.cuda.device_of(x):
-        norm_cast_once_kernel[(cdiv(rows, band),)](
-            x,
-            weight,
-            rstd,
-            *pointers((slot, *saved), x),
-            scale_source(options, x),
-            *pointers(made, x),
-            *x.stride(),
-            weight.stride(0),
-            rows,
-            cols,
-            1.0 / cols,
-            eps,
-            offset,
-            OUT=TYPES[out_dtype],
-            **fused_flags(options, whole is not None),
-            SAVE=save,
-            AMAX=slot is not None,
-            BLOCK_R=band,
-            BLOCK_C=block_c,
-            num_warps=warps,
-            maxnreg=registers(warps) if whole else None,
-            enable_fp_fusion=False,
-        )
+    norm_cast_once_kernel[(cdiv(rows, band),)](
+        x,
+        weight,
+        rstd,
+        *pointers((slot, *saved), x),
+        scale_source(options, x),
+        *pointers(made, x),
+        *x.stride(),
+        weight.stride(0),
+        rows,
+        cols,
+        1.0 / cols,
+        eps,
+        offset,
+        OUT=TYPES[out_dtype],
+        **fused_flags(options, made, whole is not None),
+        SAVE=save,
+        AMAX=slot is not None,
+        BLOCK_R=band,
+        BLOCK_C=block_c,
+        num_warps=warps,
+        maxnreg=registers(warps) if whole else None,
+        enable_fp_fusion=False,
+    )
     return (*made, rstd, *saved)
 
 
@@ -244,31 +229,30 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     slabs = cdiv(rows, rows_per_slab)
     partial = grad.new_empty((slabs, cols) if weight_grad else (0,), dtype=torch.float32)
     saved = x_scale is not None
-    with torch.cuda.device_of(x):
-        norm_backward_kernel[(slabs,)](
-            grad,
-            *pointers((x,), x),
-            x_scale if saved else partial,
-            weight,
-            rstd,
-            dx,
-            partial,
-            *grad.stride(),
-            *x.stride(),
-            *(x_scale.stride() if x_scale is not None else (0, 0)),
-            weight.stride(0),
-            rstd.stride(0),
-            rows,
-            cols,
-            rows_per_slab,
-            1.0 / cols,
-            offset,
-            SAVED=saved,
-            WEIGHT_GRAD=weight_grad,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-            WIDE=wide,
-            num_warps=max(4, block_r * block_c // 512),
-            enable_fp_fusion=False,
-        )
+    norm_backward_kernel[(slabs,)](
+        grad,
+        *pointers((x,), x),
+        x_scale if saved else partial,
+        weight,
+        rstd,
+        dx,
+        partial,
+        *grad.stride(),
+        *x.stride(),
+        *(x_scale.stride() if x_scale is not None else (0, 0)),
+        weight.stride(0),
+        rstd.stride(0),
+        rows,
+        cols,
+        rows_per_slab,
+        1.0 / cols,
+        offset,
+        SAVED=saved,
+        WEIGHT_GRAD=weight_grad,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+        WIDE=wide,
+        num_warps=max(4, block_r * block_c // 512),
+        enable_fp_fusion=False,
+    )
     return dx, partial.sum(0) if weight_grad else partial

@@ -11,21 +11,10 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.cast_launch import (
-    BLOCK,
-    amax_slot,
-    pointers,
-)
-from torch_fp8.kernels.fused_launch import fused_flags, scale_source
+from torch_fp8.kernels.cast_launch import BLOCK, amax_slot, fused_flags, pointers, scale_source
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import (
-    partial_column_amaxes,
-    quantize_2d,
-)
-from torch_fp8.kernels.smooth_kernels import (
-    quantize_columns_kernel,
-    smooth_factors_kernel,
-)
+from torch_fp8.kernels.quantize import partial_column_amaxes, quantize_2d
+from torch_fp8.kernels.smooth_kernels import quantize_columns_kernel, smooth_factors_kernel
 from torch_fp8.kernels.swiglu import is_fused, swiglu_save, tile
 
 FACTORS = 1024
@@ -38,8 +27,7 @@ def column_amax(x: Tensor) -> Tensor:
     """See `torch_fp8.ops.smooth.column_amax`."""
     if not x.numel():
         return x.new_zeros(x.shape[1], dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        return partial_column_amaxes(x).amax(0).view(torch.float32)
+    return partial_column_amaxes(x).amax(0).view(torch.float32)
 
 
 def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
@@ -52,17 +40,16 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     s, inverse = torch.empty_like(amax), torch.empty_like(amax)
     smoothed = amax.new_zeros((), dtype=torch.int32)
     if amax.numel():
-        with torch.cuda.device_of(amax):
-            smooth_factors_kernel[(1,)](
-                amax.contiguous().view(torch.int32),
-                s,
-                inverse,
-                smoothed,
-                amax.numel(),
-                RANGE=RANGE,
-                BLOCK=FACTORS,
-                num_warps=4,
-            )
+        smooth_factors_kernel[(1,)](
+            amax.contiguous().view(torch.int32),
+            s,
+            inverse,
+            smoothed,
+            amax.numel(),
+            RANGE=RANGE,
+            BLOCK=FACTORS,
+            num_warps=4,
+        )
     return s, inverse, smoothed.view(torch.float32)
 
 
@@ -73,19 +60,18 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
     rows, cols = x.shape
     made = options.new_layouts(x)
     block_r, warps = tile(options)
-    with torch.cuda.device_of(x):
-        quantize_columns_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
-            x,
-            factors,
-            scale_source(options, x),
-            *pointers((amax_slot(options), *made), x),
-            *x.stride(),
-            rows,
-            cols,
-            AMAX=options.raises_amax,
-            **fused_flags(options),
-            BLOCK_R=block_r,
-            BLOCK_C=BLOCK,
-            num_warps=warps,
-        )
+    quantize_columns_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
+        x,
+        factors,
+        scale_source(options, x),
+        *pointers((amax_slot(options), *made), x),
+        *x.stride(),
+        rows,
+        cols,
+        AMAX=options.raises_amax,
+        **fused_flags(options, made),
+        BLOCK_R=block_r,
+        BLOCK_C=BLOCK,
+        num_warps=warps,
+    )
     return made

@@ -13,24 +13,19 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.cast_launch import (
     BLOCK,
     TILE_WARPS,
-    Tile,
-    amax_slot,
-    pointers,
-    whole_tile,
-)
-from torch_fp8.kernels.fused_launch import (
     TYPES,
+    Tile,
     amax_bits,
+    amax_slot,
     fits_tiles,
     fused_flags,
-    no_cast,
+    pointers,
     saved_outputs,
     scale_source,
+    whole_tile,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import (
-    quantize_2d,
-)
+from torch_fp8.kernels.quantize import quantize_2d
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel
 from torch_fp8.quantization.payload_shape import Layouts
 
@@ -101,28 +96,27 @@ def _launch(
     block_r, warps = tile(options)
     block_r, block_c, warps = whole or (block_r, BLOCK, warps)
     if gate.numel():
-        with torch.cuda.device_of(gate):
-            swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
-                gate,
-                up,
-                *pointers((smooth, largest, *saved), gate),
-                gate if options is None else scale_source(options, gate),
-                *pointers(made, gate),
-                *gate.stride(),
-                *up.stride(),
-                0 if smooth is None else smooth.stride(0),
-                rows,
-                cols,
-                OUT=TYPES[gate.dtype],
-                SMOOTH=smooth is not None,
-                SAVE=save,
-                AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
-                **(no_cast(made) if options is None else fused_flags(options, whole is not None)),
-                BLOCK_R=block_r,
-                BLOCK_C=block_c,
-                num_warps=warps,
-                enable_fp_fusion=False,
-            )
+        swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+            gate,
+            up,
+            *pointers((smooth, largest, *saved), gate),
+            scale_source(options, gate),
+            *pointers(made, gate),
+            *gate.stride(),
+            *up.stride(),
+            0 if smooth is None else smooth.stride(0),
+            rows,
+            cols,
+            OUT=TYPES[gate.dtype],
+            SMOOTH=smooth is not None,
+            SAVE=save,
+            AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
+            **fused_flags(options, made, whole is not None),
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
     return saved
 
 

@@ -25,15 +25,14 @@ def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
     rows, cols = x.shape
     out = torch.empty((cols, columns), dtype=torch.uint8, device=x.device)
     if out.numel():
-        with torch.cuda.device_of(x):
-            transpose_kernel[(cdiv(columns, BLOCK), cdiv(cols, BLOCK))](
-                x,
-                out,
-                rows,
-                cols,
-                columns,
-                BLOCK=BLOCK,
-                WHOLE=cols % 16 == 0 and columns % 16 == 0,
-                num_warps=WARPS,
-            )
+        transpose_kernel[(cdiv(columns, BLOCK), cdiv(cols, BLOCK))](
+            x,
+            out,
+            rows,
+            cols,
+            columns,
+            BLOCK=BLOCK,
+            WHOLE=cols % 16 == 0 and columns % 16 == 0,
+            num_warps=WARPS,
+        )
     return out.view(qdata.dtype)

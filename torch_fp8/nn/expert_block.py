@@ -33,7 +33,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.autograd.function import once_differentiable
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
     multiply_rows,
@@ -209,16 +209,15 @@ class ExpertBlockFunction(torch.autograd.Function):
         da = multiply_rows(g, saved["second"], offs, grouped, options.out_dtype, 1, dgrad=True)
         del g
         gate, up = ((saved[name], saved[f"{name}_scale"]) for name in ("gate", "up"))
-        q, scale, dh_q, dh_scale, dscore = expert_gate_backward(
-            da, saved["score"], *gate, *up, options.form
-        )
+        inputs = GateBackwardInputs(da, saved["score"], *gate, *up)
+        q, scale, dh_q, dh_scale, dscore = expert_gate_backward(inputs, options.form)
         dh8 = QuantizedTensor(dh_q, dh_scale, g8.granularity)  # (R, 2I)
         if grouped.observers:
             of_first, of_second = grouped.observers
-            source = partial(gate_gradient, da, saved["score"], gate, up, options.form)
+            source = partial(gate_gradient, inputs, options.form)
             of_first.grad_output(source, dh8, offs, None)
             of_second.grad_output(grad_output, g8, offs, token)
-        del da, gate, up
+        del da, gate, up, inputs
         if wants[SECOND]:
             a_t = transpose_groups(QuantizedTensor(q, scale, g8.granularity), offs)  # (I, R)
             g_t = transpose_groups(g8, offs, token)  # (H, R)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import GateForm
 from torch_fp8.ops.expert_gate import activation, split_gate
 
 _TRIAL = 12.0

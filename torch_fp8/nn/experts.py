@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_fp8.autograd.current_pass import is_transformed, saves_nothing
 from torch_fp8.config import FP8Config
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import GateForm
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.expert_adapters import (
     Factors,

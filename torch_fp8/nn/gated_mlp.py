@@ -35,9 +35,9 @@ from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.ops.fused_quantize import saved_stand_ins
-from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
+from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain

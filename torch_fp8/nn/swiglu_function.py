@@ -8,15 +8,13 @@ two layers read the two gradients, the first read casts both.
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
-from torch_fp8.ops.gate_up import (
-    gate_up_backward,
-    gate_up_backward_amax,
-    gate_up_backward_quantize,
-)
 from torch_fp8.ops.quantize import as_layouts, quantize_layouts
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_save
 from torch_fp8.ops.swiglu_backward import (
+    gate_up_backward,
+    gate_up_backward_amax,
+    gate_up_backward_quantize,
     swiglu_backward,
     swiglu_backward_amax,
     swiglu_backward_quantize,

@@ -15,19 +15,16 @@ Legend: R rows of all experts, E experts, I expert width.
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
 from torch_fp8.ops.fused_quantize import save_input, saved_values
 from torch_fp8.ops.moe_route import group_of_rows
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.registry import operator
-from torch_fp8.quantization.formats import E4M3
 
 _BEYOND, _CUT = 1.25, 1.125
 """Multiples of a limit: the value saved for values just beyond it, and the threshold by which
 backward distinguishes these from values within, which E4M3 may have rounded up by a sixteenth.
 """
-ROWS = CastOptions(E4M3.dtype, "rowwise", True, rowwise=True, columnwise=False)
 
 
 def split_gate(h: Tensor, form: GateForm) -> tuple[Tensor, Tensor]:
@@ -88,20 +85,15 @@ def activation_backward(
 
 def _quantized(x: Tensor) -> tuple[Tensor | None, ...]:
     """Return x in E4M3 with a power-of-two scale for each row."""
-    return quantize_2d.reference(x, ROWS)[:2]
-
-
-def _row_fake(x: Tensor, cols: int) -> tuple[Tensor, Tensor]:
-    rows = x.shape[0]
-    scale = x.new_empty((rows, 1), dtype=torch.float32)
-    return x.new_empty((rows, cols), dtype=E4M3.dtype), scale
+    return quantize_2d.reference(x, EXPERT_ROWS)[:2]
 
 
 def _quantize_fake(
     h: Tensor, score: Tensor, offs: Tensor, bias: Tensor | None, form: GateForm, save: bool
 ) -> tuple[Tensor | None, ...]:
     half = h.new_empty((h.shape[0], h.shape[1] // 2))
-    return (*_row_fake(h, half.shape[1]), *save_input(half, save), *save_input(half, save))
+    payload = EXPERT_ROWS.new_layouts(half)[:2]
+    return (*payload, *save_input(half, save), *save_input(half, save))
 
 
 @operator(_quantize_fake, results=6)
@@ -147,58 +139,38 @@ def _scored(gate: Tensor, up: Tensor, score: Tensor, form: GateForm) -> Tensor:
     return (activation(gate.float(), up.float(), form) * score[:, None]).to(gate.dtype)
 
 
-def _backward_fake(
-    grad: Tensor,
-    score: Tensor,
-    gate_q: Tensor,
-    gate_s: Tensor,
-    up_q: Tensor,
-    up_s: Tensor,
-    form: GateForm,
-) -> tuple[Tensor, ...]:
-    cols = grad.shape[1]
+def _backward_fake(inputs: GateBackwardInputs, form: GateForm) -> tuple[Tensor | None, ...]:
+    grad, cols = inputs.grad, inputs.grad.shape[1]
     dscore = grad.new_empty(grad.shape[0], dtype=torch.float32)
-    return *_row_fake(grad, cols), *_row_fake(grad, 2 * cols), dscore
+    a, dh = EXPERT_ROWS.new_layouts(grad), EXPERT_ROWS.new_layouts(grad, 2 * cols)
+    return *a[:2], *dh[:2], dscore
 
 
 @operator(_backward_fake, results=5)
-def expert_gate_backward(
-    grad: Tensor,
-    score: Tensor,
-    gate_q: Tensor,
-    gate_s: Tensor,
-    up_q: Tensor,
-    up_s: Tensor,
-    form: GateForm,
-) -> tuple[Tensor, ...]:
+def expert_gate_backward(inputs: GateBackwardInputs, form: GateForm) -> tuple[Tensor, ...]:
     """The operator ``torch_fp8::expert_gate_backward``: all that backward computes.
 
     Args:
-        grad: (R, I) float32, bfloat16 or float16, contiguous: the gradient of a.
-        score: (R,) float32.
-        gate_q, gate_s, up_q, up_s: the tensors that `expert_gate_quantize` saved.
+        inputs: see `GateBackwardInputs`.
         form: see `expert_gate_quantize`.
     Returns:
         ``(q, s, dh_q, dh_s, dscore)``: the payload of a, (R, I) with scales (R, 1); the payload of
         the gradient of h, (R, 2I) in the order of h with scales (R, 1); the gradient of the scores,
         (R,) float32.
     """
-    gate, up = saved_values(gate_q, gate_s), saved_values(up_q, up_s)
+    grad, score, gate, gate_scale, up, up_scale = inputs
+    gate, up = saved_values(gate, gate_scale), saved_values(up, up_scale)
     g, act = grad.float(), activation(gate, up, form)
     dscore = (g * act).sum(1)  # (R, I) -> (R,)
     a = _quantized((act * score[:, None]).to(grad.dtype))
     return *a, *_quantized(_gradient(grad, score, gate, up, form)), dscore
 
 
-def gate_gradient(
-    grad: Tensor,
-    score: Tensor,
-    gate: tuple[Tensor, Tensor],
-    up: tuple[Tensor, Tensor],
-    form: GateForm,
-) -> Tensor:
+def gate_gradient(inputs: GateBackwardInputs, form: GateForm) -> Tensor:
     """Return the gradient that `expert_gate_backward` casts, (R, 2I); same arguments."""
-    return _gradient(grad, score, saved_values(*gate), saved_values(*up), form)
+    grad, score, gate, gate_scale, up, up_scale = inputs
+    gate, up = saved_values(gate, gate_scale), saved_values(up, up_scale)
+    return _gradient(grad, score, gate, up, form)
 
 
 def _gradient(grad: Tensor, score: Tensor, gate: Tensor, up: Tensor, form: GateForm) -> Tensor:

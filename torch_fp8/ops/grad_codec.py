@@ -93,14 +93,14 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
     """
     rows, cols = x.shape
     multiplier = torch.ones((), dtype=torch.float32, device=x.device)
-    if x.is_cuda:
-        from torch_fp8.kernels import grad_codec
-
-        return GradientParts(*grad_codec.quantize_gradient(x, keys), multiplier)
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
     scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
     parts = GradientParts(qdata, scale, multiplier)
-    if x.device.type != "meta":
+    if x.is_cuda:
+        from torch_fp8.kernels.grad_codec import encode_gradient
+
+        encode_gradient(x, qdata, scale, None, keys)
+    elif x.device.type != "meta":
         for part in row_parts(rows, cols):
             _encode_rows(parts, part, x[part].float(), keys)
     return parts
@@ -109,9 +109,9 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
 def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
     """Add `x` to a quantized gradient in place; for the arguments see `quantize_gradient`."""
     if x.is_cuda:
-        from torch_fp8.kernels import grad_codec
+        from torch_fp8.kernels.grad_codec import encode_gradient
 
-        grad_codec.accumulate_gradient(*target, x, keys)
+        encode_gradient(x, *target, keys)
     elif x.device.type != "meta":
         for part in row_parts(*x.shape):
             total = decode_rows(target, part) + x[part].float()

@@ -3,7 +3,7 @@
 import torch
 
 from torch_fp8.quantization.formats import MIN_CAPABILITY
-from torch_fp8.quantization.recipe import RECIPES, Granularity, make_recipe
+from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 # granularity -> range of CUDA compute capabilities whose scaled matmul supports it. Block scales
 # of 128 need Hopper and CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
@@ -30,19 +30,19 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
         )
     if emulate:
         return
-    _check(card_name(device), torch.cuda.get_device_capability(device), recipe_name, device)
+    capability = torch.cuda.get_device_capability(device)
+    _check(card_name(device), capability, recipe_name, _cuda_version())
 
 
 def check_card(name: str, capability: tuple[int, int], recipe_name: str) -> None:
     """Raise ValueError if a GPU of this compute capability, which need not be present, cannot run
     the recipe with a recent CUDA.
     """
-    _check(f"{name} (sm_{capability[0]}{capability[1]})", capability, recipe_name, None)
+    card = f"{name} (sm_{capability[0]}{capability[1]})"
+    _check(card, capability, recipe_name, _MIN_CUDA_OF_BLOCKS)
 
 
-def _check(
-    card: str, capability: tuple[int, int], recipe_name: str, device: torch.device | None
-) -> None:
+def _check(card: str, capability: tuple[int, int], recipe_name: str, cuda: tuple[int, ...]) -> None:
     if capability < MIN_CAPABILITY:
         raise ValueError(
             f"{card} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "
@@ -50,15 +50,11 @@ def _check(
             "out the numerics, slowly"
         )
 
-    def reason(recipe: str) -> str | None:
-        if device is None:
-            return _unsupported(recipe, capability, card)
-        return reason_not_native(device, recipe)
-
-    if reason(recipe_name) is not None:
-        runs = [recipe for recipe in RECIPES if reason(recipe) is None]
+    reason = _unsupported(recipe_name, capability, card, cuda)
+    if reason is not None:
+        runs = [recipe for recipe in RECIPES if not _unsupported(recipe, capability, card, cuda)]
         raise ValueError(
-            f"recipe {recipe_name!r}: {reason(recipe_name)}. It runs {', '.join(runs)}; "
+            f"recipe {recipe_name!r}: {reason}. It runs {', '.join(runs)}; "
             "choose one of these, recipe='auto', or FP8Config(emulate=True)"
         )
 
@@ -97,25 +93,24 @@ def card_name(device: torch.device) -> str:
 def reason_not_native(device: torch.device, name: str) -> str | None:
     """Return why `device` cannot run the GEMMs of the recipe; None if it can."""
     capability = torch.cuda.get_device_capability(device)
-    reason = _unsupported(name, capability, card_name(device))
-    blocks = [g for g in _granularities(name) if g.startswith("block_")]
-    if reason is None and blocks and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
-        return f"{blocks[0]} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"
-    return reason
+    return _unsupported(name, capability, card_name(device), _cuda_version())
 
 
-def _unsupported(name: str, capability: tuple[int, int], card: str) -> str | None:
+def _unsupported(
+    name: str, capability: tuple[int, int], card: str, cuda: tuple[int, ...]
+) -> str | None:
     """Return why a GPU of this capability cannot run the GEMMs of the recipe; None if it can."""
-    for granularity in _granularities(name):
-        least, most = _CAPABILITIES[granularity]
-        if not least <= capability <= most:
-            return f"{card} cannot run {granularity} GEMMs"
-    return None
-
-
-def _granularities(name: str) -> tuple[Granularity, ...]:
     recipe = make_recipe(name)
-    return tuple(c.granularity for c in (recipe.input, recipe.weight, recipe.grad_output))
+    for cast in (recipe.input, recipe.weight, recipe.grad_output):
+        least, most = _CAPABILITIES[cast.granularity]
+        if not least <= capability <= most:
+            return f"{card} cannot run {cast.granularity} GEMMs"
+        if cast.granularity.startswith("block_") and cuda < _MIN_CUDA_OF_BLOCKS:
+            return (
+                f"{cast.granularity} GEMMs need CUDA 12.9, this torch was built with "
+                f"{torch.version.cuda}"
+            )
+    return None
 
 
 def _cuda_version() -> tuple[int, ...]:

@@ -189,13 +189,9 @@ def reduce_and_repack(
         if layout.num_plain:
             wire.sum_plain(layout.plain(messages), layout.plain(combined)[0], scale)
         return combined
-    codes, scales = layout.codes(combined)[0], layout.scales(combined)[0]
     for part in _parts(layout.num_groups) if _has_values(messages) else ():
         total = _sum_groups(messages, layout, part) * scale
-        random = _random(total.shape, part.start, total.device, keys)
-        encoded = encode(total, GRADIENT, random)
-        codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
-        scales[part] = encoded.scale.view(-1)
+        _store(total, combined, layout, part, part.start, keys)
     if layout.num_plain:
         layout.plain(combined)[0] = _sum_plain(messages, layout) * scale
     return combined
@@ -245,15 +241,12 @@ def _parts(num_groups: int) -> list[slice]:
 def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None) -> None:
     """Write the codes and scales of every message, some groups at a time."""
     for row, message in enumerate(messages.split(1)):
-        codes, scales = layout.codes(message)[0], layout.scales(message)[0]
         for part in _parts(layout.num_groups):
             first = row * layout.num_groups + part.start
             wanted = (part.stop - part.start) * GROUP_SIZE
             x = values[first * GROUP_SIZE :][:wanted].float()
             x = F.pad(x, (0, wanted - x.numel())).view(-1, GROUP_SIZE)  # (groups, 32)
-            encoded = encode(x, GRADIENT, _random(x.shape, first, x.device, keys))
-            codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
-            scales[part] = encoded.scale.view(-1)
+            _store(x, message, layout, part, first, keys)
 
 
 def _decode(messages: Tensor, layout: Layout, out: Tensor) -> None:
@@ -285,11 +278,19 @@ def _sum_plain(messages: Tensor, layout: Layout) -> Tensor:
     return first
 
 
-def _random(
-    shape: torch.Size, first: int, device: torch.device, keys: Keys | None
-) -> Tensor | None:
-    """Return random bits to `encode` the groups from `first` on."""
-    if keys is None:
-        return None
-    index = element_index(shape[0], shape[1], first, 0, GROUP_SIZE, device)
-    return (random_words(index, keys) & 0xFFFF) << 4 | 8
+def _store(
+    x: Tensor, message: Tensor, layout: Layout, part: slice, first: int, keys: Keys | None
+) -> None:
+    """Encode x (part, 32) float32 into the groups `part` of a message (1, B).
+
+    Args:
+        first: index of the first group in all messages, which selects the random bits.
+    """
+    random = None
+    if keys is not None:
+        index = element_index(x.shape[0], x.shape[1], first, 0, GROUP_SIZE, x.device)
+        random = (random_words(index, keys) & 0xFFFF) << 4 | 8
+    encoded = encode(x, GRADIENT, random)
+    codes = layout.codes(message)[0]
+    codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
+    layout.scales(message)[0, part] = encoded.scale.view(-1)

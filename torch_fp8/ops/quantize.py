@@ -15,7 +15,11 @@ What a cast reads and writes, in bytes per element of a BF16 matrix, both layout
 | rowwise | 8 | 3 | rows are read once; no tile holds whole columns, so they are read twice |
 
 With delayed scaling the scale is given, and the cast also raises the recorded amax to that of its
-input. Casts that also sum rows are in `torch_fp8.ops.quantize_dbias`.
+input.
+
+The gradient of a bias, ``g.sum(0)``, is computed by the cast that reads the gradient g anyway
+(``torch_fp8::quantize_2d_sum``). On CUDA each tile stores the sums of its 128 rows, a hundredth of
+the bytes of g, and one more launch adds these in an order that depends only on the shape.
 """
 
 from collections.abc import Sequence
@@ -91,6 +95,14 @@ def quantize_layouts(x: Tensor, options: CastOptions) -> Payloads:
         one scale.
     """
     return as_layouts(quantize_2d(x, options), options)
+
+
+def quantize_layouts_and_sum(
+    x: Tensor, options: CastOptions, sum_dtype: torch.dtype
+) -> tuple[Payloads, Tensor]:
+    """Cast as `quantize_layouts`; also sum rows, (C,), rounded from float32 once."""
+    *layouts, sums = quantize_2d_sum(x, options, sum_dtype)
+    return as_layouts(layouts, options), sums
 
 
 def as_layouts(made: Sequence[Any], options: CastOptions) -> Payloads:
@@ -225,3 +237,17 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
 
     columns = F.pad(x.t(), (0, more)) if more else x.t()  # (C, R), zeros after the tokens
     return (*one(x, options.rowwise), *one(columns, options.columnwise))
+
+
+LayoutsAndSums = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
+
+
+def _sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> LayoutsAndSums:
+    return (*options.new_layouts(x), x.new_empty(x.shape[1], dtype=sum_dtype))
+
+
+@operator(_sum_fake)
+def quantize_2d_sum(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> LayoutsAndSums:
+    """Cast as `quantize_2d`, and sum the rows; the kernel adds in another order."""
+    sums = x.sum(0, dtype=torch.float32).to(sum_dtype)
+    return (*quantize_2d.reference(x, options), sums)

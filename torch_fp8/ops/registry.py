@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import NoneType
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_type_hints
+from typing import Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -44,13 +44,6 @@ class Operator(Generic[P, R]):
         raise NotImplementedError
 
 
-class _Parameter(NamedTuple):
-    """A parameter of an operator: a tuple of `size` schema arguments, or a single one."""
-
-    cls: Any
-    size: int
-
-
 def operator(
     fake: Callable[..., Any],
     *,
@@ -67,8 +60,9 @@ def operator(
         fake: a function of the same arguments that returns empty tensors of the results' shapes.
         results: the number of returned tensors, if the annotation does not show it.
         cuda: the function that launches the kernels; None: the function of the same name in the
-            module of `torch_fp8.kernels` that has the name of the reference's module. It is
-            imported only if kernels run, because it imports Triton.
+            module of `torch_fp8.kernels` that has the name of the reference's module. It runs with
+            the tensors' device as the current one, and is imported only if kernels run, because it
+            imports Triton.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -77,9 +71,11 @@ def operator(
         on_cpu: Callable[..., Any] = reference
 
         def launch(*args: Any) -> Any:
-            if emulates_casts(_first(args).device):
+            first = _first(args)
+            if emulates_casts(first.device):
                 return on_cpu(*args)
-            return getattr(_module(kernels), name)(*args)
+            with torch.cuda.device_of(first):  # it need not be the current one
+                return getattr(_module(kernels), name)(*args)
 
         parameters, schema = _schema(reference, results)
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, cuda or launch, fake))
@@ -143,9 +139,7 @@ def _flat(args: Sequence[Any]) -> list[Any]:
     return flattened
 
 
-def _unflattened(
-    function: Callable[..., Any], parameters: Sequence[_Parameter]
-) -> Callable[..., Any]:
+def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Callable[..., Any]:
     """Return `function` with flat arguments, of which trailing defaults may be missing.
 
     It returns an empty tensor for each missing result, because schemas do not allow None.
@@ -153,9 +147,10 @@ def _unflattened(
 
     def of_flat(*args: Any) -> Any:
         grouped, start = [], 0
-        for cls, size in parameters:
+        for cls in parameters:
             if start == len(args):
                 break
+            size = 1 if cls is None else len(cls._fields)
             grouped.append(args[start] if cls is None else cls(*args[start : start + size]))
             start += size
         results = function(*grouped)
@@ -167,19 +162,19 @@ def _unflattened(
     return of_flat
 
 
-def _schema(function: Callable[..., Any], results: int | None) -> tuple[list[_Parameter], str]:
-    """Return how a function's parameters are grouped, and the schema of its flat arguments."""
+def _schema(function: Callable[..., Any], results: int | None) -> tuple[list[Any], str]:
+    """Return the tuple class of each parameter (None: a single argument), and the flat schema."""
     hints = get_type_hints(function)
     result = hints.pop("return")
-    parameters, arguments = [], []
+    parameters: list[Any] = []
+    arguments = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
         if isinstance(hint, type) and issubclass(hint, tuple):
-            fields = get_type_hints(hint)
-            parameters.append(_Parameter(hint, len(fields)))
-            arguments += [_argument(field, of) for field, of in fields.items()]
+            parameters.append(hint)
+            arguments += [_argument(field, of) for field, of in get_type_hints(hint).items()]
             continue
-        parameters.append(_Parameter(None, 1))
+        parameters.append(None)
         has_default = parameter.default is not parameter.empty
         default = f"={parameter.default}" if has_default else ""
         arguments.append(_argument(name, hint) + default)

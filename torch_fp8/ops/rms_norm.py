@@ -20,12 +20,7 @@ Legend: R rows (tokens), C columns (features). Inputs have any strides, results 
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import (
-    CastOptions,
-    NormBackwardInputs,
-    NormInputs,
-    NormWithRstd,
-)
+from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.payload_shape import Layouts

@@ -2,8 +2,14 @@
 
 The rules of `torch_fp8.ops.swiglu` apply. Gradients are rounded to `out_dtype` and then cast.
 
-Legend: R rows (tokens), C columns (features); `inputs` of all operators: see `BackwardInputs`.
-Results are contiguous.
+If gate and up are the halves of one linear layer's output, forward reads them as two strided views,
+but backward must return one gradient, (R, 2 C), and a tensorwise scale covers both halves. The
+operators ``gate_up_*`` write both halves into one buffer, plain or in FP8, which the layer's dgrad
+and wgrad read directly. The bytes equal those of the two gradients side by side, cast by
+``torch_fp8::quantize_2d``.
+
+Legend: R rows (tokens), C columns of gate and of up; `inputs` of all operators: see
+`BackwardInputs`. Results are contiguous.
 """
 
 import torch
@@ -12,6 +18,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, saved_values
 from torch_fp8.ops.registry import operator
+from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
@@ -76,3 +83,64 @@ def swiglu_backward_quantize(
     """
     gradients, casts = swiglu_backward.reference(inputs), options.of_gradients(dup_scale, dup_amax)
     return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in cast_result(d, cast))
+
+
+def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
+    """Return gate and up, (..., C), as views of `both` (..., 2 C)."""
+    first, second = both.chunk(2, dim=-1)
+    return (first, second) if gate_first else (second, first)
+
+
+def _joined_fake(inputs: BackwardInputs, gate_first: bool) -> Tensor:
+    rows, cols = inputs.grad.shape
+    return inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
+
+
+@operator(_joined_fake)
+def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
+    """Compute both results of `swiglu_backward` in one matrix, (R, 2 C) of `inputs.out_dtype`.
+
+    Args:
+        inputs: see `BackwardInputs`.
+        gate_first: whether dgate is the first half of each row.
+    """
+    dgate, dup = swiglu_backward.reference(inputs)
+    return torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=1)
+
+
+def _joined_amax_fake(inputs: BackwardInputs) -> Tensor:
+    return inputs.grad.new_empty((), dtype=torch.float32)
+
+
+@operator(_joined_amax_fake)
+def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
+    """Compute the amax, () float32, of the result of `gate_up_backward` without writing that."""
+    return tensor_amax(gate_up_backward.reference(inputs, True))
+
+
+def _joined_quantize_fake(
+    inputs: BackwardInputs, gate_first: bool, options: CastOptions
+) -> Layouts:
+    return cast_result_fake(_joined_fake(inputs, gate_first), options)
+
+
+@operator(_joined_quantize_fake)
+def gate_up_backward_quantize(
+    inputs: BackwardInputs, gate_first: bool, options: CastOptions
+) -> Layouts:
+    """Cast `gate_up_backward` to FP8 in the requested layouts, in one read.
+
+    On CUDA this is not fused for rowwise casts, if C is not a multiple of 16, and for blocks if C
+    is not a multiple of 128, because a block would then contain parts of both halves.
+
+    Args:
+        inputs: see `BackwardInputs`.
+        gate_first: see `gate_up_backward`.
+        options: the cast; tensorwise with the amax of `gate_up_backward_amax`, or with a scale,
+            whose slot is raised to the amax of both halves.
+    Returns:
+        See `Layouts`.
+    Raises:
+        ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
+    """
+    return cast_result(gate_up_backward.reference(inputs, gate_first), options)

@@ -12,6 +12,7 @@ import copy
 import difflib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,8 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
     heads = _text(config).num_attention_heads
     if heads % degree:
         raise ValueError(f"tensor={degree} does not divide the {heads} attention heads")
-    styles = {tuple(name.split(".")): style for name, style in plan.items()}
     for name, module in list(model.named_modules()):
-        style = _style(styles, name)
+        style = _style(plan, name)
         if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
             continue
         rows, cols = module.weight.shape
@@ -257,16 +257,10 @@ def _set_layers(config: Any, number: int) -> None:
         text.layer_types = [kinds[i % len(kinds)] for i in range(number)]
 
 
-def _style(styles: dict[tuple[str, ...], str], name: str) -> str | None:
-    """Return the style that a plan gives a module; ``*`` in the plan matches a layer's number."""
-    parts = name.split(".")
-    for pattern, style in styles.items():
-        tail = parts[-len(pattern) :]
-        if len(tail) == len(pattern) and all(
-            p in ("*", part) for p, part in zip(pattern, tail, strict=True)
-        ):
-            return style
-    return None
+def _style(plan: dict[str, str], name: str) -> str | None:
+    """Return the style that a plan gives a module; its ``*`` stands for a layer's number."""
+    place = re.sub(r"\.\d+\b", ".*", f".{name}")
+    return next((style for end, style in plan.items() if place.endswith(f".{end}")), None)
 
 
 def _divided(size: int, degree: int, name: str) -> int:

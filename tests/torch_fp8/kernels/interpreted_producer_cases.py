@@ -20,7 +20,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.interpreter import mend
-from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import smooth as smooth_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
@@ -32,7 +31,7 @@ from torch_fp8.kernels.arguments import (
     NormInputs,
     NormWithRstd,
 )
-from torch_fp8.ops import fused_quantize, gate_up, rms_norm, smooth, swiglu
+from torch_fp8.ops import fused_quantize, rms_norm, smooth, swiglu
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -338,7 +337,7 @@ def gate_up_backward(x, gate_first, more=False):
     generator = torch.Generator().manual_seed(3)
     grad = spread(*x.shape, generator).to(x.dtype)
     both = torch.cat([x, x.flip(1)], 1) if x.numel() else torch.cat([x, x], 1)
-    gate, up = gate_up.halves(both, gate_first)
+    gate, up = backward.halves(both, gate_first)
     gate_q, gate_s = fused_quantize.save_input(gate)
     up_q, up_s = fused_quantize.save_input(up)
     operands = {"saved": (gate_q, gate_s, up_q, up_s)}
@@ -348,13 +347,13 @@ def gate_up_backward(x, gate_first, more=False):
         arguments = BackwardInputs(grad, *inputs, columns(x.shape[1]), x.dtype)
         dgate, dup = backward_kernels.swiglu_backward(arguments)
         want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
-        made = gate_up_kernels.gate_up_backward(arguments, gate_first)
+        made = backward_kernels.gate_up_backward(arguments, gate_first)
         yield f"{what} gradient", differs(made, want)
         amax = tensor_amax(want)
-        yield f"{what} amax", differs(gate_up_kernels.gate_up_backward_amax(arguments), amax)
+        yield f"{what} amax", differs(backward_kernels.gate_up_backward_amax(arguments), amax)
         every = more and what == "saved"
         for name, cast in casts(amax, every):
-            made = gate_up_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
+            made = backward_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
             yield from compare_cast(f"{what} {name}", made, want, cast)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.kernel_cases.experts import FORMS
 from torch_fp8.kernels import expert_gate, moe_rows
+from torch_fp8.kernels.arguments import GateBackwardInputs
 from torch_fp8.ops.fused_quantize import save_input
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -36,7 +37,8 @@ def launch_gates(dtype, width):
         for bias, save in itertools.product((None, torch.zeros(EXPERTS, 2 * width)), (True, False)):
             if dtype == BF16 or (bias is None) == (name == "plain"):
                 expert_gate.expert_gate_quantize(h, score, offs, bias, form, save)
-        expert_gate.expert_gate_backward(grad, score, *saved, *saved, form)
+        inputs = GateBackwardInputs(grad, score, *saved, *saved)
+        expert_gate.expert_gate_backward(inputs, form)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torch_fp8.kernels import grad_codec
+from torch_fp8.quantization.block_scaled import num_groups
 
 COLS = {"flat": 64, "rows": 48, "any": 33}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -16,8 +17,10 @@ def launches_of(record_launches):
     def launch(dtype, layout):
         x = torch.zeros(200, COLS[layout], dtype=DTYPES[dtype])
         with record_launches(grad_codec) as launches:
-            qdata, scale = grad_codec.quantize_gradient(x, (16, 1))
-            grad_codec.accumulate_gradient(qdata, scale, torch.ones(()), x, (7, 8))
+            qdata = torch.empty(x.shape, dtype=torch.uint8)
+            scale = torch.empty(200, num_groups(COLS[layout]), dtype=torch.uint8)
+            grad_codec.encode_gradient(x, qdata, scale, None, (16, 1))
+            grad_codec.encode_gradient(x, qdata, scale, torch.ones(()), (7, 8))
             grad_codec.dequantize_gradient(qdata, scale, torch.ones(()), DTYPES[dtype])
         return launches
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from torch_fp8.kernels import (
-    gate_up,
     quantize,
     rms_norm,
     smooth,
@@ -134,8 +133,8 @@ def launch_swiglu(x):
         inputs = BackwardInputs(x, *inputs, smooth, x.dtype)
         swiglu_backward.swiglu_backward(inputs)
         swiglu_backward.swiglu_backward_amax(inputs._replace(smooth=None))
-        gate_up.gate_up_backward(inputs, True)
-        gate_up.gate_up_backward_amax(inputs._replace(smooth=None))
+        swiglu_backward.gate_up_backward(inputs, True)
+        swiglu_backward.gate_up_backward_amax(inputs._replace(smooth=None))
 
 
 def launch_swiglu_casts(dtype, more):
@@ -149,7 +148,7 @@ def launch_swiglu_casts(dtype, more):
     for cast, inputs in itertools.product(casts(2), backward):
         swiglu_backward.swiglu_backward_quantize(inputs, cast, *of_dup(cast))
     for cast, inputs in itertools.product(casts(), backward):
-        gate_up.gate_up_backward_quantize(inputs, True, cast)
+        swiglu_backward.gate_up_backward_quantize(inputs, True, cast)
 
 
 def launch_smoothing(x):
@@ -294,7 +293,7 @@ def test_launches_of_a_gated_mlp(record_launches):
             continue  # see casts_at_once
         with record_launches(swiglu_backward) as launches:
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-            gate_up.gate_up_backward_quantize(inputs, True, cast)
+            swiglu_backward.gate_up_backward_quantize(inputs, True, cast)
         assert names(launches) == ["swiglu_backward_cast"]
 
 
@@ -352,7 +351,7 @@ def test_casts_that_raise_slots_are_one_launch_for_any_number_of_rows(record_lau
         swiglu.swiglu_quantize(x, x, None, how, True)
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
         swiglu_backward.swiglu_backward_quantize(inputs, how, *of_dup(how))
-        gate_up.gate_up_backward_quantize(inputs, True, how)
+        swiglu_backward.gate_up_backward_quantize(inputs, True, how)
     assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
     assert casts_after == []
     assert names(norm) == ["norm_cast_once"]
@@ -382,7 +381,7 @@ def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, gran
     cast = CastOptions(E4M3, granularity, True, True, True, scale)
     with record_launches(swiglu_backward) as launches, record_launches(quantize) as casts_after:
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-        q, _, qt, *_ = gate_up.gate_up_backward_quantize(inputs, True, cast)
+        q, _, qt, *_ = swiglu_backward.gate_up_backward_quantize(inputs, True, cast)
     assert q.shape == (shape[0], 2 * shape[1])
     assert qt.shape == (2 * shape[1], padded_rows(shape[0], granularity))
     assert names(launches) == (["swiglu_backward_cast"] if fused else ["swiglu_backward"])

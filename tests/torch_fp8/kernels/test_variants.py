@@ -9,7 +9,6 @@ import torch
 
 from torch_fp8.kernels import (
     column_sums,
-    gate_up,
     quantize,
     rms_norm,
     smooth,
@@ -88,7 +87,7 @@ def producers():
             inputs = BackwardInputs(x, x, None, x, None, None, BF16)
             if made is known:
                 swiglu_backward.swiglu_backward_quantize(inputs, known)
-            gate_up.gate_up_backward_quantize(inputs, True, known)
+            swiglu_backward.gate_up_backward_quantize(inputs, True, known)
 
         yield f"norm {how}", norm
         yield f"SwiGLU {how}", product

@@ -9,7 +9,7 @@ from torch import nn
 
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 from torch_fp8.nn.delayed_scaling import renew_scales
-from torch_fp8.ops import quantize, quantize_dbias
+from torch_fp8.ops import quantize
 from torch_fp8.tensor import quantizer
 
 
@@ -32,10 +32,11 @@ def test_one_cast_for_each_operand_and_no_other_read(monkeypatch):
             casts.append((tuple(x.shape), *how))
             return real(x, options, *rest)
 
+        call.reference = real.reference
         return call
 
-    for module, name in ((quantize, "quantize_2d"), (quantize_dbias, "quantize_2d_sum")):
-        monkeypatch.setattr(module, name, seen(getattr(module, name)))
+    for name in ("quantize_2d", "quantize_2d_sum"):
+        monkeypatch.setattr(quantize, name, seen(getattr(quantize, name)))
     monkeypatch.setattr(quantizer, "amax", reads.append)
     model(x).sum().backward()
     assert sorted(casts) == [

@@ -20,7 +20,7 @@ from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormInputs,
 from torch_fp8.nn.delayed_scaling import INPUT, scaling_buffers
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
+from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -303,5 +303,5 @@ def test_producers_cast_with_a_given_scale_and_raise_the_slot(shape, layouts):
     for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
         _check(made[4 * i : 4 * i + 3 : 2], d, its)
     how = cast(0.01)
-    made = gate_up.gate_up_backward_quantize(inputs, False, how)
-    _check(made[:3:2], gate_up.gate_up_backward(inputs, False), how)
+    made = swiglu_backward.gate_up_backward_quantize(inputs, False, how)
+    _check(made[:3:2], swiglu_backward.gate_up_backward(inputs, False), how)

@@ -13,7 +13,7 @@ from tests.moe_experts import experts as _experts
 from tests.moe_experts import run as _run
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.kernels.gate_form import GateForm
+from torch_fp8.kernels.arguments import GateForm
 from torch_fp8.nn import expert_block
 from torch_fp8.nn.expert_storage import transposed_at_once, transposed_stacked
 from torch_fp8.nn.experts import expert_recipe

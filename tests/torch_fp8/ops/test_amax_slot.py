@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import quantize_2d
-from torch_fp8.ops.quantize_dbias import quantize_2d_sum
+from torch_fp8.ops.quantize import quantize_2d, quantize_2d_sum
 from torch_fp8.quantization.scaling import tensor_amax
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.kernel_cases.experts import EXPERTS, FORMS
+from torch_fp8.kernels.arguments import GateBackwardInputs
 from torch_fp8.ops.expert_gate import (
     activation,
     expert_gate_backward,
@@ -44,7 +45,8 @@ def test_payload_and_gradients_have_the_bits_of_their_casts(form, bias):
     assert sqnr_db(a, dequantize(QuantizedTensor(q, s, "rowwise"))) >= 31
     grad = torch.randn(ROWS, WIDTH).bfloat16()
     dh, dscore = torch.autograd.grad(a, (h, score), grad.float())
-    a_q, a_s, dh_q, dh_s, dscore_8 = expert_gate_backward(grad, args[1], *saved, form)
+    tensors = GateBackwardInputs(grad, args[1], *saved)
+    a_q, a_s, dh_q, dh_s, dscore_8 = expert_gate_backward(tensors, form)
     assert sqnr_db(a, dequantize(QuantizedTensor(a_q, a_s, "rowwise"))) >= 26
     assert sqnr_db(dh, dequantize(QuantizedTensor(dh_q, dh_s, "rowwise"))) >= 25.5
     assert sqnr_db(dscore, dscore_8) >= 26
@@ -55,7 +57,8 @@ def test_what_the_limits_cut_gets_no_gradient(form):
     h, score, offs, _ = inputs(False)
     *_, gate_q, gate_s, up_q, up_s = expert_gate_quantize(h, score, offs, None, form, True)
     grad = torch.ones(ROWS, WIDTH)
-    dh_q = expert_gate_backward(grad, score, gate_q, gate_s, up_q, up_s, form)[2]
+    tensors = GateBackwardInputs(grad, score, gate_q, gate_s, up_q, up_s)
+    dh_q = expert_gate_backward(tensors, form)[2]
     dgate, dup = split_gate(dh_q.float(), form)
     gate = dequantize(QuantizedTensor(gate_q, gate_s, "block_1x128"))
     up = dequantize(QuantizedTensor(up_q, up_s, "block_1x128"))
@@ -76,7 +79,8 @@ def test_nan_stays_in_its_row(form):
     h, score, offs, bias = inputs()
     h[7, 3] = float("nan")
     q, s, *saved = expert_gate_quantize(h, score, offs, bias, form, True)
-    results = expert_gate_backward(torch.ones(ROWS, WIDTH), score, *saved, form)
+    tensors = GateBackwardInputs(torch.ones(ROWS, WIDTH), score, *saved)
+    results = expert_gate_backward(tensors, form)
     rest = torch.arange(ROWS) != 7
     for x in (q, s, *results):
         assert x.float()[rest].isfinite().all()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
-from torch_fp8.ops import gate_up as ops
 from torch_fp8.ops import swiglu, swiglu_backward
+from torch_fp8.ops import swiglu_backward as ops
 from torch_fp8.quantization.formats import E4M3, E5M2
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
