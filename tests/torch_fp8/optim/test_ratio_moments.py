@@ -109,6 +109,7 @@ def test_betas_may_change_in_mid_training():
         assert torch.nn.functional.cosine_similarity(before, after, dim=-1).mean() > 0.7
 
 
+@pytest.mark.long
 def test_training_is_as_with_8_bits():
     losses = []
     for bits in (8, 4):

@@ -325,6 +325,7 @@ def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     assert piped.bytes["activations"] == round(step.forward + step.saved)
 
 
+@pytest.mark.long
 def test_attention_in_fp8_saves_less():
     """A layer has heads of 16 elements: four of q, and one each of k and v."""
     config = config_of("llama")
