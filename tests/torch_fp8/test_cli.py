@@ -37,6 +37,7 @@ def plant(monkeypatch, tmp_path):
     return install
 
 
+@pytest.mark.long
 def test_all_green_is_0_and_leaves_a_report(plant, tmp_path, capsys):
     plant(FINE)
     assert cli.main(["env", "--self-test"]) == 0

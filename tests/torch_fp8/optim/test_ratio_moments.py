@@ -132,6 +132,7 @@ def test_thresholds_turn_with_each_step(monkeypatch):
     assert seen == [threshold_keys(0, step, index) for step in (1, 2) for index in (1, 3)]
 
 
+@pytest.mark.long
 def test_levels_and_release_take_it():
     losses = {}
     for name, options in {

@@ -228,6 +228,7 @@ def test_of_equal_levels_the_default_is_advised(seconds, fits, advised):
     assert advice(SimpleNamespace(levels=levels)) == advised
 
 
+@pytest.mark.long
 def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
     config_of("llama").save_pretrained(tmp_path)
     call = ["plan", str(tmp_path), "--sequence", "32", "--json", "--level", "bf16-mixed"]
