@@ -239,25 +239,39 @@ _SLOW_IMPORTS = (
 """Modules that take a tenth of a second and more, and none of which `import torch` imports."""
 
 
-@pytest.mark.parametrize("module", ["torch_fp8", "torch_fp8.cli", "torch_fp8.config"])
-def test_importing_the_package_imports_nothing_slow(module):
-    """``import torch_fp8`` takes little longer than ``import torch``; ``torch-fp8 --help`` too."""
-    code = f"""
+@pytest.fixture(scope="module")
+def imported():
+    """Modules that one process has after each of its imports, and public names of a room."""
+    return _run("""
     import json, sys, torch
-    before = set(sys.modules)
-    import {module}
-    from torch_fp8.cli import main
+    steps = [list(sys.modules)]
+    import torch_fp8, torch_fp8.config, torch_fp8.cli
     try:
-        main(["--help"])
+        torch_fp8.cli.main(["--help"])
     except SystemExit:
-        pass
-    slow = [name for name in {_SLOW_IMPORTS!r} if name in set(sys.modules) - before]
-    rooms = sorted({{name.split(".")[1] for name in sys.modules if name.startswith("torch_fp8.")}})
-    print(json.dumps([slow, rooms]))
-    """
-    slow, rooms = _run(code)
-    assert slow == []
-    assert not {"nn", "optim", "distributed", "conversion", "compile"} & set(rooms)
+        steps.append(list(sys.modules))
+    names = torch_fp8.distributed.__all__  # without an import of its own
+    print(json.dumps([*steps, names]))
+    """)
+
+
+def test_importing_the_package_imports_nothing_slow(imported):
+    """``import torch_fp8`` takes little longer than ``import torch``; ``torch-fp8 --help`` too."""
+    with_torch, with_ours, _ = map(set, imported)
+    assert set(_SLOW_IMPORTS) & (with_ours - with_torch) == set()
+    rooms = {name.split(".")[1] for name in with_ours if name.startswith("torch_fp8.")}
+    assert not {"nn", "optim", "distributed", "conversion", "compile"} & rooms
+
+
+def test_the_command_imports_no_host_by_being_imported(imported):
+    hosts = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
+    hosts |= {"transformers", "trl", "peft", "transformer_engine", "torchao"}
+    assert hosts & set(imported[1]) == set()
+
+
+def test_torch_alone_imports_none_of_our_packages(imported):
+    assert set(PACKAGES) & set(imported[0]) == set()
+    assert "_fp8_autoload" in imported[0]
 
 
 def test_the_lists_of_public_names_agree():
@@ -277,32 +291,16 @@ def test_the_lists_of_public_names_agree():
         torch_fp8.FP8config  # noqa: B018
 
 
-def test_packages_of_the_engine_are_there_without_an_import_of_their_own():
-    assert _run("""
-        import torch_fp8
-        print(len(torch_fp8.distributed.__all__))
-        """)
+def test_packages_of_the_engine_are_there_without_an_import_of_their_own(imported):
+    assert imported[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("entry", ["import torch_fp8", "import _fp8_command as c; c.main()"])
 def test_where_numpy_is_missing_nothing_is_printed(entry):
     code = f"import sys; sys.modules['numpy'] = None; sys.argv = ['torch-fp8', '--help']; {entry}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-
-
-@pytest.mark.long
-def test_the_command_imports_no_host_by_being_imported():
-    imported = _run(
-        """
-        import json, sys
-        import torch_fp8.cli
-        hosts = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
-                 "transformers", "trl", "peft", "transformer_engine", "torchao")
-        print(json.dumps([host for host in hosts if host in sys.modules]))
-        """
-    )
-    assert imported == []
 
 
 def test_few_rooms_of_the_engine_name_hosts_to_import():
@@ -314,17 +312,6 @@ def test_few_rooms_of_the_engine_name_hosts_to_import():
                 names = [a.value for a in node.args if isinstance(a, ast.Constant)]
                 if any(str(name).split(".")[0] in hosts for name in names):
                     assert path.parent.name in ("environment", "planner", "advisor"), path
-
-
-def test_torch_alone_imports_none_of_our_packages():
-    imported = _run(
-        """
-        import json, sys, torch
-        ours = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
-        print(json.dumps([[m for m in ours if m in sys.modules], "_fp8_autoload" in sys.modules]))
-        """
-    )
-    assert imported == [[], True]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,6 +1,7 @@
 """docs/private-interfaces.md names each private interface of other packages that the code uses."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -9,9 +10,17 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 from torch.nn.parallel import DistributedDataParallel
 
+from scripts import house_figures
 from scripts.house_figures import ROOT, own_names, private_names, trees
 
 PAGE = ROOT / "docs" / "private-interfaces.md"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parsed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(house_figures, "trees", functools.cache(trees))
+        yield
 
 
 def _names(text):

@@ -389,6 +389,7 @@ def test_compiled_model_runs_in_fp8(accelerate: Any, gemms: list[torch.dtype]) -
     assert len(gemms) >= 2
 
 
+@pytest.mark.long
 def test_blocks_that_accelerate_compiles_one_by_one(accelerate: Any, tmp_path: Path) -> None:
     """The same losses; and a history goes on where nothing is compiled."""
     x = torch.arange(512.0).view(16, 32).sin()

@@ -39,6 +39,7 @@ def _same(a: Path, b: Path) -> None:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["save_pretrained", "save_model", "unwrapped"])
 def test_the_hosts_save_what_export_writes(accelerate: Any, tmp_path: Path, how: str) -> None:
     accelerator, model = _trained(accelerate)

@@ -226,6 +226,7 @@ def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
     assert "disable_compile=True" in told[0]
 
 
+@pytest.mark.long
 def test_transformers_compiled_decode_with_a_static_cache_casts_no_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

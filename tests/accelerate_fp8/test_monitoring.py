@@ -83,6 +83,7 @@ def test_an_unmodified_trainer_logs_the_series_and_writes_them(
     assert losses == pytest.approx([e["loss"] for e in history if "loss" in e], rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(
     launched: Any, tmp_path: Path, tiny_model: Path
@@ -116,6 +117,7 @@ def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(
     assert measured == [4, 6]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 def test_the_trainer_goes_back_to_its_last_checkpoint_after_a_spike(
     launched: Any, tmp_path: Path, tiny_model: Path

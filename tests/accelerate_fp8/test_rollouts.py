@@ -47,11 +47,15 @@ def rows_with(trainer: Any, key: str) -> list[dict[str, Any]]:
     return [row for row in trainer.state.log_history if key in row]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "peft", "args"),
     [
         ("grpo", False, {}),
-        ("grpo", True, {"num_iterations": 2, "steps_per_generation": 2}),
+        pytest.param(
+            *("grpo", True, {"num_iterations": 2, "steps_per_generation": 2}),
+            marks=pytest.mark.smoke,
+        ),
         ("rloo", True, {}),
         ("grpo", False, {"transformers_continuous_batching_config": REQUESTS}),
     ],
@@ -318,6 +322,7 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv("TORCH_FP8_CONFIG", f'{{"recipe": "{recipe}"}}')
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "named", "runs"),
     [
@@ -375,6 +380,7 @@ def test_the_arguments_of_trainers_that_sample_have_a_temperature_and_a_length()
             assert (has_length and "temperature" in fields) == samples, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
     sure: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str

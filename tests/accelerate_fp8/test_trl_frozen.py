@@ -155,6 +155,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_trains_with(lab: Lab, name: str) -> None:
     kind, args = OPTIONS[name]

@@ -50,6 +50,7 @@ class Server:
         return {"prompt_ids": prompts, "completion_ids": many, "logprobs": chances}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_merged_weights_are_sent(
     accelerate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path, level: str

@@ -42,6 +42,7 @@ def test_a_row_is_measured_once_unless_it_failed(monkeypatch, tmp_path):
     assert "| t5 | 1 | 1 of 1 | 100.0 % | 100.0 % | 1 | 1 | +100.00 % |" in document()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "t5", "vit"])
 def test_an_architecture_trains_in_both(name, monkeypatch):
     """One of each kind, with Conv1D, a subclass of nn.Linear, and experts."""

@@ -114,6 +114,7 @@ def test_a_loss_is_measured(monkeypatch):
     assert len(set(losses)) == 3
 
 
+@pytest.mark.long
 def test_fine_tuning_is_measured(monkeypatch):
     tokens = torch.randint(64, (2, 4096), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(pretraining, "corpus", lambda: (*tokens, 64))

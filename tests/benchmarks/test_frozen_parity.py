@@ -76,6 +76,7 @@ def test_one_seed_has_a_difference_without_a_spread():
     assert re.fullmatch(r"[+-]\d\.\d\d %", frozen_parity.verdict("grpo_trl", one)["difference"])
 
 
+@pytest.mark.long
 def test_every_run_is_the_script_in_a_process_of_its_own_and_is_run_once(examples, monkeypatch):
     path = examples / "frozen_parity.csv"
     monkeypatch.setattr("sys.argv", ["frozen_parity", "--csv", str(path), "--seeds", "0", "1"])

@@ -7,6 +7,7 @@ from benchmarks.evidence import small_models_loss as bench
 from benchmarks.rows import RESULTS, ROOT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run", [bench.PERTURBED, bench.ROUNDED, bench.ROUNDED_ALL, "O2", "optimizer alone"]
 )

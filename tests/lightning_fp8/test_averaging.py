@@ -117,6 +117,7 @@ def test_training_goes_on_as_without_the_callback(host, kind):
     assert {p.dtype for p in averaged.parameters()} == {torch.float32}
 
 
+@pytest.mark.long
 @each_trainer
 def test_average_resumes_exactly(host, tmp_path):
     callbacks = importlib.import_module(f"{host.__name__}.callbacks")

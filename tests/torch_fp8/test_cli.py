@@ -37,6 +37,7 @@ def plant(monkeypatch, tmp_path):
     return install
 
 
+@pytest.mark.long
 def test_all_green_is_0_and_leaves_a_report(plant, tmp_path, capsys):
     plant(FINE)
     assert cli.main(["env", "--self-test"]) == 0
@@ -63,6 +64,7 @@ def test_something_red_is_1_and_the_report_has_its_traceback(plant, tmp_path, ca
     assert "no such recipe" in text
 
 
+@pytest.mark.long
 def test_json_is_all_that_is_printed(plant, capsys):
     plant(WRONG)
     assert cli.main(["env", "--self-test", "--json"]) == 1
@@ -265,6 +267,7 @@ def test_an_old_torch_is_refused_in_one_line(version, old):
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command", [["-m", "torch_fp8"], ["-c", "import sys, _fp8_command as c; sys.exit(c.main())"]]
 )

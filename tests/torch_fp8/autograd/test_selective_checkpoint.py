@@ -83,7 +83,10 @@ def _results(graph):
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("blockwise", marks=pytest.mark.smoke)]
+)
 def test_in_a_compiled_graph_torch_keeps_fp8(recipe):
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition

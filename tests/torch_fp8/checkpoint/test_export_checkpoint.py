@@ -159,6 +159,7 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(tmp_path):
     refused("is an adapter without its base")
 
 
+@pytest.mark.long
 def test_the_checkpoint_is_never_in_memory_as_a_whole(tmp_path):
     model, optimizer = _trained(num_hidden_layers=8, intermediate_size=512)
     _saved(model, optimizer, tmp_path / "in")

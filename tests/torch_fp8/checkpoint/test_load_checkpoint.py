@@ -166,6 +166,7 @@ def test_every_layout_is_loaded_for_training(tmp_path, layout):
     assert _worst(model, _optimizer(model), expected) <= 2.0**-16
 
 
+@pytest.mark.long
 def test_loading_for_training_never_holds_a_second_copy(tmp_path, monkeypatch):
     """The temporaries have a fixed size of about a million elements; here the model is small."""
     monkeypatch.setattr(block_scaled, "_ENCODE_ROWS", 1 << 13)

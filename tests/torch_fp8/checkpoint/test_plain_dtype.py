@@ -56,6 +56,7 @@ def _dtypes(folder):
     return {v.dtype for k, v in tensors.items() if k not in scaled and "_scale" not in k}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*written in BF16")
 @pytest.mark.parametrize(("format", "recipe"), FORMATS)
 def test_every_export_is_opened_and_generates(tmp_path, format, recipe):

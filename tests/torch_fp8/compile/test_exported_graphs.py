@@ -127,6 +127,7 @@ def test_a_tracer_records_the_stock_model(kind, tracer):
     _check(stock, TRACERS[tracer](converted.eval()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tracer", SLOW)
 def test_a_slow_tracer_records_the_stock_model(tracer):
     stock, converted = stock_and_converted("linear")

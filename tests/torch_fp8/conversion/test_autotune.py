@@ -337,6 +337,7 @@ LLAMA = llama_config(intermediate_size=176, vocab_size=128, attn_implementation=
 Q, KV, GATE, DOWN = (64, 64), (32, 64), (176, 64), (64, 176)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [(KV,), (Q,), (GATE,), (DOWN,), (Q, KV, GATE)], ids=str)
 def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow):
     """At level O1; at the others a weight that is named keeps its dtype."""

@@ -91,6 +91,7 @@ def test_a_second_conversion_with_other_times_takes_experts_back(clock):
     assert not isinstance(model.experts, Float8Experts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_timed_trains_with_the_rows_of_the_job(layout, clock, monkeypatch):
     watch, count = clock(200, 100), 2 * EXPERTS

@@ -34,7 +34,10 @@ def _run(config, steps, folder=None, **options):
     return model, optimizer, Run(model, optimizer).train(range(1, steps + 1)), monitor, logged
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.smoke), "blockwise"]
+)
 def test_a_run_with_a_monitor_is_bit_for_bit_the_same(recipe, tmp_path):
     config = {"recipe": recipe, "opt_level": "O3"}
     *_, without, _, _ = _run(FP8Config(**config), 6)

@@ -149,6 +149,7 @@ def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tm
     assert heat.away == [(3, first_ill, len(heat.columns) - 1)]
 
 
+@pytest.mark.long
 def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
     assert _report(tmp_path / "nowhere", capsys)[::2] == (
         1,
@@ -195,6 +196,7 @@ def _browser():
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(_browser() is None, reason="Chromium is not installed (apt install chromium)")
 def test_the_page_loads_in_a_browser(tmp_path, capsys):
     _report(_write(tmp_path / "run"), capsys)

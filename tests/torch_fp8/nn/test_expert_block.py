@@ -76,6 +76,7 @@ def test_a_block_has_the_gradients_of_its_layers(layout):
         assert sqnr_db(layers[name], block[name]) >= 24.5 + 10 * (name == "y"), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "hidden", "width", "count", "block", "bound"),
     [

@@ -231,6 +231,7 @@ def test_copies_and_pickles_run_in_fp8_by_themselves():
         assert revert(other) == 1
 
 
+@pytest.mark.long
 def test_one_graph_computes_what_eager_code_does():
     experts, batch = _experts("gpt-oss"), _batch(20)
     convert_to_float8(experts)

@@ -430,7 +430,10 @@ def test_compiled_block_gives_the_same_values(recipe, options):
     _compare_with_compiled(recipe, options, dynamic=False)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.smoke), "blockwise"]
+)
 def test_compiled_block_with_dynamic_shapes(recipe):
     _compare_with_compiled(recipe, {}, dynamic=True)
 

@@ -207,6 +207,7 @@ def test_activation_checkpointing_changes_nothing(recipe, reentrant):
         recomputed.zero_grad()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_compiles_without_graph_breaks(recipe):
     eager = _model(recipe=recipe)

@@ -154,6 +154,7 @@ def everything(grad, both, smooth):
     return *made, amax, ops.gate_up_backward(arguments, True)
 
 
+@pytest.mark.long
 def test_compiles_with_shapes_that_change():
     compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows, cols in ((20, 140), (33, 129)):

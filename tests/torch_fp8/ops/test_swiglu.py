@@ -248,6 +248,7 @@ def everything(gate, up, smooth):
     return *made, *gradients, amaxes, *backward.swiglu_backward(inputs)
 
 
+@pytest.mark.long
 def test_compiles_with_shapes_that_change():
     compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((20, 140), (33, 129)):

@@ -351,6 +351,7 @@ def test_weights_that_were_only_read_or_swapped_out_and_in_keep_their_residuals(
     assert dtype != torch.float32 or _same(dict(model.state_dict()), before)
 
 
+@pytest.mark.long
 @each_dtype
 @torch.no_grad()
 def test_a_loop_that_writes_before_every_step_keeps_small_updates(dtype):

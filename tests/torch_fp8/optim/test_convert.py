@@ -219,6 +219,7 @@ def test_a_subclass_that_inherits_step_is_converted():
     _step(model, optimizer)
 
 
+@pytest.mark.long
 def test_the_first_optimizer_of_a_process_may_be_a_subclass():
     """torch puts its hooks around the ``step`` of whichever class comes first."""
     script = """

@@ -186,6 +186,7 @@ def test_shards_have_codes_of_the_parameters_sharding(one_rank):
     assert all(torch.equal(value, again[name]) for name, value in entry.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "options", "gigabytes"),
     [

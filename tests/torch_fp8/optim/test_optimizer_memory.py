@@ -189,6 +189,7 @@ def test_bytes_of_the_layout_of_llama_3_1_8b(config, most):
     assert converted.bytes_per_param <= most - (0.2 if config.opt_level == "O3" else 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("release", "layer", "whole"), [(False, 6.04, 6.2), (True, 4.04, 4.2)], ids=["", "released"]
 )

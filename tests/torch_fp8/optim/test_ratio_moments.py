@@ -109,6 +109,7 @@ def test_betas_may_change_in_mid_training():
         assert torch.nn.functional.cosine_similarity(before, after, dim=-1).mean() > 0.7
 
 
+@pytest.mark.long
 def test_training_is_as_with_8_bits():
     losses = []
     for bits in (8, 4):
@@ -131,6 +132,7 @@ def test_thresholds_turn_with_each_step(monkeypatch):
     assert seen == [threshold_keys(0, step, index) for step in (1, 2) for index in (1, 3)]
 
 
+@pytest.mark.long
 def test_levels_and_release_take_it():
     losses = {}
     for name, options in {

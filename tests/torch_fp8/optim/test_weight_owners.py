@@ -38,10 +38,6 @@ def _without_autocast(inner, x):
         return inner(x.float())
 
 
-def _bilinear(inner, x):
-    return inner(x, x)
-
-
 def _convolution(inner, x):
     return inner(x.t()[None])[0].t()
 

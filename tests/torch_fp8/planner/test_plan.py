@@ -228,6 +228,7 @@ def test_of_equal_levels_the_default_is_advised(seconds, fits, advised):
     assert advice(SimpleNamespace(levels=levels)) == advised
 
 
+@pytest.mark.long
 def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
     config_of("llama").save_pretrained(tmp_path)
     call = ["plan", str(tmp_path), "--sequence", "32", "--json", "--level", "bf16-mixed"]
@@ -325,6 +326,7 @@ def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     assert piped.bytes["activations"] == round(step.forward + step.saved)
 
 
+@pytest.mark.long
 def test_attention_in_fp8_saves_less():
     """A layer has heads of 16 elements: four of q, and one each of k and v."""
     config = config_of("llama")

@@ -249,6 +249,7 @@ def test_wild_inputs_are_off_by_less_than_the_spacing(format):
             assert (back.double() == format.smallest * scale)[finite & lifted].all()
 
 
+@pytest.mark.long
 @EVERY_FORMAT
 def test_stochastic_rounding_is_right_in_the_mean(format):
     """Over 1,024 equidistant offsets: the mean is right to 1/2048 of a spacing, by arithmetic.

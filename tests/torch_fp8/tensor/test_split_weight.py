@@ -247,10 +247,6 @@ def view_that_was_kept(p):
     transposed[0].zero_()
 
 
-def state_dict_of(p):
-    return {"weight": SQUARE * 1.1}
-
-
 def assign_data(p):
     p.data = p.data * 1.0001
 

@@ -89,7 +89,8 @@ class Gated(nn.Module):
         return self.down(self.gate(x).relu() * self.up(x))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.smoke), "rowwise"])
 def test_compiled_layers_take_it_in_one_graph_and_keep_no_copy(recipe):
     model = Gated()
     convert_to_float8(model, FP8Config(recipe=recipe))
