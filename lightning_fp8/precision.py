@@ -260,6 +260,13 @@ class HostPrecision(FP8Precision):
         self, models: Sequence[SetUpModule], optimizers: Sequence[Optimizer]
     ) -> None:
         """Convert optimizers, each of which trains all of `models`."""
+        foreign = [type(o).__name__ for o in optimizers if not isinstance(o, Optimizer)]
+        if foreign and self.config.opt_level != "O1":
+            self.warn(
+                f"{foreign[0]} does not derive from torch.optim.Optimizer: its states and weights "
+                "stay as they are, as with FP8Config(opt_level='O1')"
+            )
+        optimizers = [o for o in optimizers if isinstance(o, Optimizer)]
         model = models[0].outer if len(models) == 1 else nn.ModuleList(m.outer for m in models)
         if any(isinstance(p, DTensor) for p in model.parameters()):
             self._split(models, model, optimizers)
