@@ -63,6 +63,20 @@ def test_a_linear_router_beside_experts_is_never_converted():
         assert "shared" in report.converted
 
 
+def test_a_table_of_three_dimensions_has_no_router():
+    """As the relative positions of 32 heads."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(32, 64, 64))
+
+    model = nn.ModuleDict({"positions": Positions(), "gate": nn.Linear(64, 32)})
+    report = convert_to_float8(model)
+    assert report.converted == ("gate",)
+    assert not report.flops.experts
+
+
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_generation_saving_and_copies(name, tmp_path):
     model = moe_model(name).eval()

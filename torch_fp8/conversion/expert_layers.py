@@ -11,10 +11,17 @@ from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, stock_class
 from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts, fused_names
-from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, matches, weight_reason
+from torch_fp8.nn.layer_filter import (
+    ROUTER_NAMES,
+    expert_weights,
+    matches,
+    stacked_weights,
+    weight_reason,
+)
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
 UNKNOWN = "fused expert weights in an unsupported layout"
+STACKED = "3-D parameter, neither of a linear layer nor of experts"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
 _BATCHED = "Llama4TextExperts"
 _LEFT = "experts_implementation={!r} computes them"
@@ -24,25 +31,25 @@ ROUTER = "router of experts"
 def expert_reason(
     name: str, module: nn.Module, config: FP8Config, recipe_name: str, device: torch.device
 ) -> str | None:
-    """Return why the fused experts of a module stay in high precision; None: they run in FP8.
+    """Return why the 3-D weights of a module stay in high precision; None: they run in FP8.
 
     Args:
         name: qualified name of the module.
-        module: module with fused expert weights, see `expert_weights`.
+        module: module with 3-D weights, see `stacked_weights`.
         config: configuration; `skip`, `backend` and `emulate` matter.
         recipe_name: recipe of the linear layers.
         device: device on which the model will run.
     Raises:
         ValueError: the model asks for DeepGEMM, which has no backward in transformers.
     """
-    names = [name, *expert_weights(name, module)]
+    names = [name, *stacked_weights(name, module)]
     for pattern in config.skip:
         if any(matches(pattern, full) for full in names):
             return f"skip={pattern!r}"
     # transformers' decorator sets these flags on a module that it dispatches.
     dispatched = experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
     if not (dispatched or is_batched(module)):
-        return UNKNOWN
+        return UNKNOWN if any(expert_weights(name, module)) else STACKED
     weights: list[Any] = [module._parameters.get(key) for key in fused_names(module)]
     if any(weight is None for weight in weights):
         return UNKNOWN

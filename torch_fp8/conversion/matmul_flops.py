@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.layer_filter import expert_weights, experts_per_token, features, is_linear
+from torch_fp8.nn.layer_filter import (
+    expert_weights,
+    experts_per_token,
+    features,
+    is_linear,
+    stacked_weights,
+)
 from torch_fp8.nn.linear import Float8Layer
 
 
@@ -35,15 +41,19 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
     total = fp8 = experts = 0.0
     for module in model.modules():
         if not is_linear(module):
-            for key in expert_weights("", module):
+            of_experts = any(expert_weights("", module))
+            for key in stacked_weights("", module):
                 parameter = getattr(module, key)
-                numel = parameter.numel() * _active_share(model, module, parameter)
+                share = _active_share(model, module, parameter) if of_experts else 1.0
+                numel = parameter.numel() * share
                 if isinstance(module, Float8Experts):
                     total += (2 + parameter.requires_grad) * numel
                     wgrad = parameter.requires_grad and module.fp8.recipe.wgrad is not None
                     fp8 += (2 + wgrad) * numel
-                else:
+                elif of_experts:
                     experts += (2 + parameter.requires_grad) * numel
+                else:
+                    total += (2 + parameter.requires_grad) * numel
             continue
         weight = module._parameters.get("weight")  # may be packed, or missing
         trained = weight is not None and weight.requires_grad

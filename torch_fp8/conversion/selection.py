@@ -14,10 +14,10 @@ from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.layer_filter import (
     ADAPTER,
     adapter_modules,
-    expert_weights,
     high_precision_modules,
     is_linear,
     skip_reason,
+    stacked_weights,
 )
 from torch_fp8.nn.transformer_engine import unaligned
 from torch_fp8.quantization.recipe import Recipe
@@ -83,11 +83,11 @@ def _products(
             if library is not None:
                 yield Product(name, module, f"{QUANTIZED}{library}")
                 continue
-            experts = list(expert_weights(name, module))
-            if experts:
+            stacked = list(stacked_weights(name, module))
+            if stacked:
                 why = high_precision_pattern(name, config)
                 why = why or expert_reason(name, module, config, recipe.name, device)
-                yield from (Product(full, module, why) for full in experts)
+                yield from (Product(full, module, why) for full in stacked)
             continue
         reason = skip_reason(name, module, config.skip, kept_high)
         if reason is None:

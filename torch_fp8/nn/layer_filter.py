@@ -146,7 +146,18 @@ def skip_reason(
 
 
 def expert_weights(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield the qualified names of the fused expert weights, 3-D parameters, of `module` itself.
+    """Yield the qualified names of the fused expert weights of `module` itself.
+
+    They are its `stacked_weights` if its class or an attribute has ``expert`` in its name, as in
+    all of transformers.
+    """
+    names = type(module).__name__, *vars(module), *module._parameters
+    if any("expert" in own.lower() for own in names):
+        yield from stacked_weights(name, module)
+
+
+def stacked_weights(name: str, module: nn.Module) -> Iterator[str]:
+    """Yield the qualified names of the 3-D parameters of `module` itself, stacks of matrices.
 
     Modules of torch, such as convolutions, and a single matrix, such as position embeddings, do not
     count.

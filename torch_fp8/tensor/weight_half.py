@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,14 +36,16 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which a layer computes its weight's gradient for this forward.
 
     For a `SplitWeight` it is BF16, or float32 if DistributedDataParallel averages the gradient,
-    because its buckets have the Parameter's dtype.
+    because its buckets have the Parameter's dtype. A checkpoint with ``use_reentrant=True`` repeats
+    the forward in backward, where torch does not say whose forward it is.
     """
     if not isinstance(weight, SplitWeight):
         return weight.dtype
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp, beside = DistributedDataParallel._active_ddp_module, vars(weight).get(_BESIDE)
     if ddp is None:
-        return torch.bfloat16
-    beside = vars(weight).get(_BESIDE)
+        repeated = dist.is_available() and dist.is_initialized()
+        repeated = repeated and torch._C._current_graph_task_id() != -1
+        return torch.float32 if repeated and beside is None else torch.bfloat16
     return torch.bfloat16 if beside is not None and beside() is ddp else torch.float32
 
 

@@ -269,6 +269,12 @@ class _Subclass(nn.Linear):
         return super().forward(input) * 2
 
 
+class _Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(2, 32, 64))
+
+
 class _WithHead(nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,6 +295,7 @@ def _hooked():
     [
         (_Adapter(), {"lora_A.default": "adapter", "lora_B.default": "adapter"}),
         (_Experts(), {"gate_up_proj": "fused expert weights in an unsupported layout"}),
+        (_Table(), {"positions": "3-D parameter, neither of a linear layer nor of experts"}),
         (_Subclass(32, 32), {"": "_Subclass does not compute what nn.Linear does"}),
         (nn.Linear(32, 1), {"": "out_features=1 is below 16"}),
         (nn.Linear(8, 32), {"": "in_features=8 is below 16"}),

@@ -5,9 +5,11 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
 from torch_fp8.optim.embedding_dtype import Float32Output, multiply_half
@@ -215,3 +217,21 @@ def test_under_ddp():
     ddp = DistributedDataParallel(model)
     run(ddp).float().sum().backward()
     assert model.dtype == torch.float32
+
+
+def test_a_reentrant_checkpoint_trains_under_ddp(tmp_path):
+    """It repeats the forward in backward, outside of DDP's forward."""
+    config = FP8Config(skip=())
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    last = model[1].forward
+    model[1].forward = lambda x: checkpoint(last, x, use_reentrant=True)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(model)
+        ddp(torch.randn(4, 64)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert model[1].weight.grad.dtype == torch.float32
