@@ -80,9 +80,9 @@ class FP8Config:
             that is above 1, as StableAdamW does (arXiv 2304.13013). Default: ``False``.
         checkpoint_states (str): format of the moments of Adam and AdamW in
             ``optimizer.state_dict()``. ``float32``: stock AdamW can load it. ``fp8``: codes and
-            scales as they are in memory, 2.1 bytes per parameter instead of 8; ``torch-fp8
-            convert-optimizer`` converts it to the stock format. Loading accepts both, whatever this
-            option says. Default: ``"float32"``.
+            scales as they are in memory, 2.1 bytes per parameter instead of 8. Stock AdamW fails on
+            it with ``KeyError: 'exp_avg'`` until ``torch-fp8 convert-optimizer`` has converted the
+            file. Loading accepts both, whatever this option says. Default: ``"float32"``.
         seed (int): seed of stochastic rounding in the optimizer, equal on all ranks and kept in
             checkpoints. Default: ``0``.
         frozen_weights (str): storage of frozen weights at O2 and O3. ``auto``: FP8 only, one byte
@@ -264,6 +264,7 @@ class FP8Config:
         The JSON is an object of field names and values. A recipe's name means ``{"recipe": name}``.
 
         Raises:
+            TypeError: `source` is no text and no path.
             ValueError: `source` is none of these, or has an unknown field or an invalid value.
         """
         values = read_json(source)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_fp8.nn.argument_types import check_model
+from torch_fp8.nn.argument_types import check_model, check_optimizer
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
@@ -98,12 +98,18 @@ def memory_report(
             buffers and caches; None: all parameters of `model`, with both.
     Returns:
         The bytes by category.
+    Raises:
+        TypeError: `model` or `optimizer` has the wrong type.
     """
     check_model(model, "memory_report")
     given = model.parameters() if parameters is None else parameters
     counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
-    states = _by_category(_optimizers(optimizer), counted)
+    optimizers = _optimizers(optimizer)
+    for own in optimizers:
+        if not hasattr(own, "state"):  # other classes than torch's have states, too
+            check_optimizer(own, "memory_report")
+    states = _by_category(optimizers, counted)
     shards = map(local, counted)
     scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
     scales += [s for _, ss in gradients for s in ss]

@@ -1,6 +1,6 @@
 """Save and load the state of delayed scaling in a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +47,16 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         model: model converted with the same configuration.
         state: return value of `scaling_state_dict`.
     Raises:
+        TypeError: `model` or `state` has the wrong type.
         ValueError: `state` belongs to another model or history length, or its history contains an
             Inf or NaN. Nothing is loaded in that case.
     """
     check_model(model, "load_scaling_state_dict")
+    if not isinstance(state, Mapping):
+        got = type(state).__name__
+        raise TypeError(
+            f"load_scaling_state_dict takes scaling_state_dict(model)'s dict, got {got}"
+        )
     state = {unwrapped_name(key): value for key, value in state.items()}
     exchanges = state.pop(STATE_KEY, None)
     modules = dict(_delayed_modules(model)) if state else {}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_fp8.config import FP8Config
+from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings, layer_of
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
@@ -65,6 +65,7 @@ class Monitor:
         bounds: the bounds of the alarm.
         name: the model's name if a run trains several; part of messages and of the file's name.
     Raises:
+        TypeError: `config` is not an `FP8Config`.
         ValueError: ``monitor`` is 0, there is no optimizer, or the configured fallback is not
             available.
     """
@@ -83,6 +84,7 @@ class Monitor:
         bounds: tuple[Bound, ...] = DEFAULT_BOUNDS,
         name: str = "",
     ) -> None:
+        config = config_or_default(config)
         if not config.monitor:
             raise ValueError("FP8Config(monitor=0) measures nothing; set monitor=100, for example")
         if config.on_loss_spike == "restore" and restore is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights
 
@@ -53,8 +54,10 @@ def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a model's fused experts, in module order.
 
     Raises:
+        TypeError: `model` is not an ``nn.Module``.
         ValueError: no router is found beside some experts, or the model has no fused experts.
     """
+    check_model(model, "record_routing or routing_replay")
     model = model.module if isinstance(model, DistributedDataParallel) else model
     routers = []
     for name, module in model.named_modules():

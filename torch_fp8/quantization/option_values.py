@@ -17,8 +17,14 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Read options from JSON text, from the path of a JSON file, or from a recipe's name.
 
     Raises:
+        TypeError: `source` is no text and no path.
         ValueError: `source` is none of these.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            "FP8Config.from_json takes JSON text, the path of a JSON file, or a recipe's name, got "
+            f"{type(source).__name__}; FP8Config(**options) takes a dict's items"
+        )
     text = os.fspath(source).strip()
     if text in ("auto", *RECIPES):
         return {"recipe": text}

@@ -4,12 +4,15 @@ from torch import nn
 
 from torch_fp8 import (
     FP8Config,
+    Monitor,
     conversion_report,
     convert_optimizer,
     convert_to_float8,
     freeze,
+    load_scaling_state_dict,
     memory_report,
     merged_state_dict,
+    record_routing,
     restore_weights,
     revert,
     rollout,
@@ -71,6 +74,22 @@ def test_an_argument_in_place_of_an_optimizer_is_not_ignored():
         merged_state_dict(model, None)
     with pytest.raises(TypeError, match=r"rollout takes an nn.Module"), rollout(None):
         pass
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: FP8Config.from_json(x), "from_json takes JSON text, the path of a JSON file"),
+        (lambda x: memory_report(nn.Linear(16, 16), x), "memory_report takes a torch.optim"),
+        (lambda x: load_scaling_state_dict(nn.Linear(16, 16), x), "load_scaling_state_dict takes"),
+        (lambda x: record_routing(x).__enter__(), "record_routing or routing_replay takes an nn"),
+        (lambda x: Monitor(nn.Linear(16, 16), (), x), "config is 5, a int"),
+    ],
+    ids=["from_json", "memory_report", "scaling state", "routing", "monitor"],
+)
+def test_an_argument_of_another_type_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(5)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
