@@ -11,6 +11,8 @@ from torch import nn
 
 from torch_fp8.optim.embedding_dtype import keep_output_dtype
 
+_HANDLES = "_fp8_stream_handles"
+
 
 class Float32Weights:
     """A forward pre-hook that gives a norm float32 copies of the BF16 weights that FSDP2 gathers.
@@ -47,16 +49,15 @@ def keep_stream(model: nn.Module) -> None:
     for module in model.modules():
         # running_mean: batch and instance norms, whose common base class is not public in torch.
         if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) or hasattr(module, "running_mean"):
-            module.register_forward_pre_hook(Float32Weights())
-            module.register_forward_hook(OwnWeights())
+            vars(module)[_HANDLES] = (
+                module.register_forward_pre_hook(Float32Weights()),
+                module.register_forward_hook(OwnWeights()),
+            )
 
 
 def release_stream(model: nn.Module) -> None:
     """Remove the hooks on norms; `torch_fp8.revert` removes those on embeddings."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in [*hooks.items()]:
-                if isinstance(hook, (Float32Weights, OwnWeights)):
-                    del hooks[key]
-                if isinstance(hook, OwnWeights):
-                    hook(module, (), None)  # the last forward may have raised an error
+        for handle in vars(module).pop(_HANDLES, ()):
+            handle.remove()
+            OwnWeights()(module, (), None)  # the last forward may have raised an error
