@@ -20,7 +20,6 @@ split and reorder groups in between.
 """
 
 import itertools
-import sys
 import warnings
 import weakref
 from typing import Any
@@ -35,6 +34,7 @@ from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.readable import reading_module
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
@@ -55,7 +55,7 @@ class _Released(Tensor):
         grad: Tensor | None = torch.Tensor.grad.__get__(self)
         if grad is not None:
             return grad
-        reader = str(sys._getframe(1).f_globals.get("__name__"))
+        reader = reading_module()
         if reader == _CLIPPING:
             raise RuntimeError(
                 f"{_WHY} the gradient of a parameter of shape {tuple(self.shape)} in backward: "

@@ -10,7 +10,6 @@ values, which are then quantized again; so does ``p.data = x``. To train the wei
 ``requires_grad_(True)`` does so, with a warning, if a layer owns it.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
 from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
 from torch_fp8.tensor.halves import VERSIONS
+from torch_fp8.tensor.readable import reading_module
 
 
 class Float8FrozenWeight(Encoded, QuantizableTensor):
@@ -122,7 +122,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
         torch itself (torch.compile) expects a storage of the BF16 size and gets the wrapper's own.
         """
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        if reading_module().startswith("torch."):
             return super().untyped_storage()
         return self.payload.qdata.untyped_storage()
 
@@ -174,7 +174,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.dequantize()
-        if getattr(self, "_is_param", False):
+        if isinstance(self, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=False)
         return whole.__reduce_ex__(protocol)
 

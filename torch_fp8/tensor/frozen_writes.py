@@ -5,9 +5,9 @@ E4M3, which are 6 to 12 % of a value, and then leaves the weight as it was. An a
 such a change, and subtracting it again would not restore the bytes.
 """
 
-import sys
+import inspect
+import traceback
 import warnings
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ def refuse_merge(payload: FrozenPayload) -> None:
     owner = None if payload.owner is None else payload.owner()
     if owner is None:
         return
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code.co_name in _MERGES:
             layer = frame.f_locals.get("self")
             if isinstance(layer, nn.Module) and any(m is owner for m in layer.modules()):
@@ -44,7 +43,6 @@ def refuse_merge(payload: FrozenPayload) -> None:
                     "TORCH_DEVICE_BACKEND_AUTOLOAD is 0; or restore the weights' own dtype first: "
                     "torch_fp8.thaw(model)"
                 )
-        frame = frame.f_back
 
 
 def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:

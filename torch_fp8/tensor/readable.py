@@ -1,9 +1,10 @@
 """`Readable`: a tensor without plain memory that is decoded to be read and encoded when written."""
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_fp8.tensor.shared_parts import SharedParts
 
@@ -14,7 +15,7 @@ class Readable(SharedParts):
     Lists, NumPy arrays and DLPack receive a decoded copy.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = nn.Parameter.__torch_function__
 
     def dequantize(self) -> Tensor:
         """Return a plain tensor of this shape and dtype."""
@@ -53,6 +54,12 @@ class Readable(SharedParts):
 
     def __array__(self, dtype: Any = None, **options: Any) -> Any:
         return self.numpy().__array__(dtype, **options)
+
+
+def reading_module() -> str:
+    """Return the name of the module whose code reads the attribute that calls this function."""
+    frame: Any = inspect.currentframe()
+    return str(frame.f_back.f_back.f_globals.get("__name__"))
 
 
 def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
