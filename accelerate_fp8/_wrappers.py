@@ -12,7 +12,6 @@ from typing import Any
 
 from _fp8_points import wrapped
 
-_PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
 _BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
@@ -51,8 +50,9 @@ def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """
     if "state" in accelerator.__dict__:  # constructed
         return "_fp8_preparation" in accelerator.__dict__
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    precisions = [*args, *kwargs.values(), getattr(state, "_shared_state", {}).get(_PRECISION)]
+    state = sys.modules["accelerate.state"]
+    running = state.AcceleratorState().mixed_precision if state.is_initialized() else None
+    precisions = [*args, *kwargs.values(), running]
     return (
         "accelerate_fp8.handler" in sys.modules
         or any(isinstance(p, str) and p.lower().startswith("fp8") for p in precisions)

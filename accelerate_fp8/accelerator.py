@@ -13,6 +13,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import _fp8_check
 from accelerate_fp8._versions import refuse_old_hosts
@@ -42,6 +43,7 @@ from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.whole_weights import whole_weights
@@ -146,7 +148,7 @@ def prepare_model(
         optimizers = preparation.optimizers
         if self.distributed_type != DistributedType.FSDP:
             optimizers.convert(self, [model])
-        prepared = getattr(model, "_is_accelerate_prepared", False)
+        prepared = isinstance(without_compiler(model), DistributedDataParallel)
         if evaluation_mode or prepared or not wraps_in_ddp(self):
             return original(self, model, device_placement, evaluation_mode)
         if device is not None:

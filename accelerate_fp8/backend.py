@@ -40,10 +40,10 @@ class FP8Engine(str, enum.Enum):
 
 def requested_precision(mixed_precision: object) -> str:
     """Return the precision that ``Accelerator(mixed_precision=...)`` will have."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, is_initialized
 
-    if mixed_precision is None:
-        mixed_precision = AcceleratorState._shared_state.get("_mixed_precision")
+    if mixed_precision is None and is_initialized():
+        mixed_precision = AcceleratorState().mixed_precision
     if mixed_precision is None:
         mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return str(mixed_precision).lower()
@@ -121,9 +121,9 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
     Args:
         arguments: the arguments of ``Accelerator.__init__``, by name.
     """
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, is_initialized
 
-    running = str(AcceleratorState._shared_state.get("distributed_type", ""))
+    running = str(AcceleratorState().distributed_type) if is_initialized() else ""
     for name, variable, keys in (
         ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", ("deepspeed_plugin", "deepspeed_plugins")),
         ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM", ("megatron_lm_plugin",)),

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_fp8.optimizers import PreparedOptimizers
 from torch_fp8.distributed.ddp.hook_registration import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.nn.class_swap import without_compiler
 
 
 def wraps_in_ddp(accelerator: Any) -> bool:
@@ -76,7 +77,7 @@ def connect_engine(
     Returns:
         A report on how gradients travel; None if `model` was not wrapped.
     """
-    ddp = getattr(prepared, "_orig_mod", prepared)
+    ddp = without_compiler(prepared)
     if not isinstance(ddp, DistributedDataParallel):
         return None
     optimizers.set_wrapped(model, ddp)

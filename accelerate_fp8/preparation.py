@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -83,7 +84,8 @@ class Preparation:
         """
         if next(model.parameters(), None) is None:
             return
-        prepared = getattr(model, "_is_accelerate_prepared", False)
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        prepared = "_fp8_saving" in vars(inner)
         self._take_over(model, device, not evaluation_mode, sharded)
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
             try:

@@ -13,6 +13,7 @@ from the same weights. No forward is added, and nothing waits for the device.
 """
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -162,20 +163,22 @@ def compute_loss(
     return loss
 
 
-def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def log(original: Any, self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Extend ``log``: add the metrics, and warn once above the bound."""
     state = vars(self).get("_fp8_rollouts")
     if state is not None:
         mode = "train" if self.model.training else "eval"
         measured = state.differences[mode].take(self.accelerator)
         if measured is not None:
-            self._metrics[mode]["fp8/logprob_difference"].append(measured.mean)
-            self._metrics[mode]["fp8/logprob_multiplicative_error"].append(measured.error)
+            metrics = {"difference": measured.mean, "multiplicative_error": measured.error}
+            for name, value in metrics.items():  # None like TRL's: loggers of JSON refuse NaN
+                key = f"{'' if mode == 'train' else 'eval_'}fp8/logprob_{name}"
+                logs[key] = None if math.isnan(value) else value
             layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
             recipes = sorted({layer.fp8.recipe.name for layer in layers})
             for kind, text in warnings_of(measured, recipes, self):
                 _say_once(state, kind, text)
-    return original(self, *args, **kwargs)
+    return original(self, logs, *args, **kwargs)
 
 
 def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

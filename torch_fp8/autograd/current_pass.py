@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx import _symbolic_trace
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
@@ -98,7 +98,7 @@ def is_transformed() -> bool:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         _warn_of_transforms()
         return True
-    if _symbolic_trace._is_fx_tracing_flag:  # make_fx sets it, too
+    if is_fx_symbolic_tracing():  # also in make_fx
         return not is_traced()
     return torch.jit.is_tracing()
 

@@ -26,6 +26,7 @@ from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensor
 from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.selection import first_reasons
+from torch_fp8.nn.class_swap import without_compiler
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -238,8 +239,8 @@ def unwrapped(model: nn.Module) -> Any:
     while True:
         if isinstance(root, DistributedDataParallel):
             root = root.module
-        elif "_orig_mod" in getattr(root, "_modules", {}):
-            root = root._orig_mod
+        elif without_compiler(root) is not root:
+            root = without_compiler(root)
         elif callable(getattr(root, "get_base_model", None)):
             root = root.get_base_model()
         else:

@@ -192,5 +192,5 @@ def _load_history(model: nn.Module, state: dict[str, Tensor]) -> None:
         if isinstance(layer, Float8Layer):
             for name in BUFFERS:
                 buffer = getattr(layer, name)
-                layer._buffers[name] = torch.zeros_like(buffer, device="cpu")
+                setattr(layer, name, torch.zeros_like(buffer, device="cpu"))
     load_scaling_state_dict(model, state)

@@ -6,7 +6,6 @@ is written in BF16 if BF16 holds the same values exactly, as it does for power-o
 otherwise it is refused by its name. So engines serve the values of training.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -161,7 +160,7 @@ def plan_export(
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
     format = ExportFormat(name, one_recipe(layers, name))
     held = held_layers(model, layers, places, format)
-    tied = _tied_patterns(places)
+    tied = getattr(model, "all_tied_weights_keys", ())  # by transformers, when it loads the model
     parts = model_parts(model, places)
     plan = ExportPlan(format, smooth=smooth)
     seen: dict[int, str] = {}
@@ -174,7 +173,7 @@ def plan_export(
         for key, tensor in own_tensors(name, module):
             refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
-            if before != key and any(re.search(pattern, key) for pattern in tied):
+            if before != key and key in tied:
                 refuse_tied(name, before.removesuffix(".weight"), layers)
                 continue
             is_weight = key == f"{name}.weight"
@@ -219,12 +218,3 @@ def model_parts(
     tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
     fused = {key for name, module in places for key in expert_weights(name, module)}
     return stored_parts(model, tensors, fused)
-
-
-def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
-    """Return patterns for the names that transformers ties when it loads the model."""
-    patterns = []
-    for name, module in places:
-        for key in getattr(module, "_tied_weights_keys", None) or ():
-            patterns.append(f"{re.escape(name)}.{key}" if name else key)
-    return patterns

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import RunsFP8
-from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.class_swap import own_child, unwrapped_name
 from torch_fp8.tensor.base import dequantized
 
 ADAPTERS = ("merge", "apart")
@@ -26,7 +26,7 @@ addition.
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is PEFT's wrapper of a layer, or of a trained copy of one."""
-    return "base_layer" in module._modules or "original_module" in module._modules
+    return any(own_child(module, name) is not None for name in ("base_layer", "original_module"))
 
 
 def adapted_layers(model: nn.Module) -> list[str]:
@@ -37,7 +37,7 @@ def adapted_layers(model: nn.Module) -> list[str]:
 def why_not_folded(model: nn.Module) -> str | None:
     """Return why a model's adapters are not matrices added to weights; None if they are."""
     for name, module in model.named_modules():
-        if "base_layer" not in module._modules:
+        if own_child(module, "base_layer") is None:
             continue
         if not callable(getattr(module, "get_delta_weight", None)):
             return f"'{unwrapped_name(name)}' is a {type(module).__name__}"
@@ -56,7 +56,7 @@ def refuse_prompts(model: nn.Module) -> None:
         ValueError: it learns a prompt, or a prefix of the cache.
     """
     for module in model.modules():
-        if len(module._modules.get("prompt_encoder") or ()):
+        if own_child(module, "prompt_encoder"):
             raise ValueError(
                 f"the {type(module).__name__} learns a prompt, which is not part of a weight, so "
                 "no FP8 checkpoint can store it; adapters='apart' writes only the base, for an "
@@ -79,7 +79,7 @@ class AdapterFold:
         self._merge = merge
         self._owners: dict[tuple[int, str], tuple[str, Any]] = {}
         for name, module in model.named_modules():
-            if "base_layer" not in module._modules:
+            if own_child(module, "base_layer") is None:
                 continue
             name = unwrapped_name(name)
             if getattr(module, "merged", False):
@@ -120,14 +120,14 @@ class AdapterFold:
 
     def walk(self, model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yield every module under the name that it has without adapters."""
-        if "base_layer" in model._modules:
+        if own_child(model, "base_layer") is not None:
             model = _innermost(model)
-        elif "original_module" in model._modules:
+        elif own_child(model, "original_module") is not None:
             model = self._copy_or_original(model)
         yield unwrapped_name(prefix), model
-        for name, child in model._modules.items():
-            if child is not None:
-                yield from self.walk(child, f"{prefix}.{name}".lstrip("."))
+        for name, part in model.named_modules(remove_duplicate=False):
+            if name and "." not in name:  # a child, under each of its names
+                yield from self.walk(part, f"{prefix}.{name}".lstrip("."))
 
     def _copy_or_original(self, wrapper: Any) -> nn.Module:
         active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
@@ -183,6 +183,6 @@ class AdapterFold:
 def _innermost(wrapper: Any) -> nn.Module:
     """Return the layer inside wrappers; experts have nested wrappers, one for each weight."""
     layer: nn.Module = wrapper
-    while "base_layer" in layer._modules:
-        layer = layer.get_submodule("base_layer")
+    while (inner := own_child(layer, "base_layer")) is not None:
+        layer = inner
     return layer

@@ -183,9 +183,8 @@ def _load(
         if value is not None:
             _assign(owners, value)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(target)
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, buffer.to(target))
     return model.eval()
 
 
@@ -197,8 +196,7 @@ def _assign(owners: list[tuple[nn.Module, str]], value: Tensor) -> None:
         trained = old.requires_grad and value.is_floating_point()
         value = nn.Parameter(value, requires_grad=trained)
     for module, name in owners:
-        members = module._buffers if name in module._buffers else module._parameters
-        members[name] = value
+        setattr(module, name, value)
 
 
 def built_without_data(cls: Any, path: Path) -> nn.Module:

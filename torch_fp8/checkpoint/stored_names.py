@@ -35,7 +35,7 @@ class StoredPart(NamedTuple):
 
 def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the (name, tensor) pairs that a module itself adds to a state dict."""
-    for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+    for own, tensor in (*module._parameters.items(), *module.named_buffers(recurse=False)):
         if tensor is not None and own not in module._non_persistent_buffers_set:
             yield f"{name}.{own}".lstrip("."), tensor
 

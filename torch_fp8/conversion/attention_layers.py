@@ -20,7 +20,7 @@ from torch import nn
 from torch_fp8.autograd.current_pass import in_high_precision
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.report import SkippedModule
-from torch_fp8.nn.class_swap import stock_class
+from torch_fp8.nn.class_swap import own_child, stock_class
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
@@ -142,7 +142,7 @@ def output_projection(module: nn.Module) -> str | None:
     forward = attention_forward(module)
     names = () if forward is None else forward.__code__.co_names
     behind = names[names.index(_REGISTRY) + 1 :] if _REGISTRY in names else ()
-    layers = [name for name in behind if isinstance(module._modules.get(name), Float8Layer)]
+    layers = [name for name in behind if isinstance(own_child(module, name), Float8Layer)]
     return layers[-1] if layers else None
 
 
@@ -153,7 +153,7 @@ def shares_output(module: nn.Module, projection: str | None) -> bool:
         module: attention module.
         projection: name of its output projection; None: share nothing.
     """
-    layer = None if projection is None else module._modules.get(projection)
+    layer = None if projection is None else own_child(module, projection)
     if not isinstance(layer, Float8Layer) or not layer.weight.requires_grad:
         return False
     return layer.fp8.recipe.wgrad is not None

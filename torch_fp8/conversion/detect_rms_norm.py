@@ -30,10 +30,11 @@ _specs: dict[Hashable, RMSNormSpec | None] = {}
 def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
     """Return the formula of an RMSNorm; None: the module is not one."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
+    if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
         return None
     cls: Any = type(module)
-    if "forward" in module.__dict__ or module._buffers or not takes_input_alone(cls):
+    others = (*module.children(), *module.buffers(recurse=False))
+    if "forward" in module.__dict__ or others or not takes_input_alone(cls):
         return None
     eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
     if eps_name is None:

@@ -22,6 +22,7 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight, why_not_gathered
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
+from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
 from torch_fp8.nn.linear import Float8Layer
@@ -225,7 +226,7 @@ def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str |
         if why is not None and is_expert_weight(info.module, info.param_name):
             why = why_not_gathered(param) or NOT_BY_FSDP
         sharded[id(param.sharded_param)] = why
-    adapters = [module for module in model.modules() if "base_layer" in module._modules]
+    adapters = [m for m in model.modules() if own_child(m, "base_layer") is not None]
     merged = {m for a in adapters if getattr(a, "merged", False) for m in a.modules()}
 
     def reason(module: Float8Layer | Float8Experts) -> str | None:

@@ -12,7 +12,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
 from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
 from torch_fp8.conversion.layer_options import high_precision_pattern
-from torch_fp8.nn.class_swap import add_mixin, remove_mixin
+from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
@@ -114,7 +114,7 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
 def _layers_in(child: nn.Module) -> list[Float8Layer]:
     if isinstance(child, Float8Layer):
         return [child]
-    base = child._modules.get("base_layer")  # PEFT's name
+    base = own_child(child, "base_layer")  # PEFT's name
     return [base] if isinstance(base, Float8Layer) else []
 
 
@@ -191,7 +191,7 @@ def share_output(module: Any, name: str) -> bool:
     if not isinstance(module, SharedOutput):
         weight = module._parameters.get("weight")
         is_norm = weight is not None and weight.ndim == 1 and "LayerNorm" in type(module).__name__
-        if not is_norm or module._modules or "forward" in module.__dict__:
+        if not is_norm or any(True for _ in module.children()) or "forward" in module.__dict__:
             return False
         add_mixin(module, SharedOutput)
     module.fp8 = SharedFP8(name)

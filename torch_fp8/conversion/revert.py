@@ -67,7 +67,7 @@ def keep_scaling_local(model: nn.Module) -> None:
         f"{name}.{buffer}".removeprefix(".")
         for name, module in model.named_modules()
         if isinstance(module, Float8Layer)
-        for buffer in module._buffers
+        for buffer, _ in module.named_buffers(recurse=False)
         if buffer.startswith("fp8_")
     }
     ignored = model.__dict__.get("_ddp_params_and_buffers_to_ignore", [])

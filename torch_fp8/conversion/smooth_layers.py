@@ -6,6 +6,7 @@ from torch import nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
 from torch_fp8.nn.layer_filter import is_linear
 
@@ -24,7 +25,7 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
         return names
     for name, module, spec in gated_mlps(model):
         layer = getattr(module, spec.down)
-        layer = layer._modules.get("base_layer", layer)
+        layer = own_child(layer, "base_layer") or layer
         if layer is not None and is_linear(layer):
             names[layer] = name
     return names

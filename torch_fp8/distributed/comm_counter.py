@@ -33,9 +33,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torch_fp8.quantization.wording import aligned
+from torch_fp8.tensor.base import map_tensors
 
 
 class _Collective(NamedTuple):
@@ -250,7 +250,9 @@ class Recorder(TorchDispatchMode):
         group = _group_of(given)
         ranks, rank = group.size(), group.rank()
         sizes: dict[torch.dtype, int] = defaultdict(int)
-        for tensor in tree_leaves(given[collective.buffer]):
+        tensors: list[Tensor] = []
+        map_tensors(given[collective.buffer], tensors.append)
+        for tensor in tensors:
             sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
         for dtype, size in sizes.items():
             full = size * ranks if collective.part else size

@@ -164,7 +164,6 @@ def _fabric(evidence: Evidence, folder: str) -> float:
 
 def _accelerate(evidence: Evidence, folder: str) -> float:
     accelerate = import_module("accelerate")
-    _forget_accelerate()
     on_cpu = device_at_hand().type == "cpu"
     accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=on_cpu)
     model = _network()
@@ -208,7 +207,6 @@ def _trl(evidence: Evidence, folder: str) -> float:
 
 def _launched(arguments: Any, folder: str, **options: Any) -> Any:
     """Create a host's training arguments as under ``accelerate launch --mixed_precision fp8``."""
-    _forget_accelerate()
     return arguments(
         output_dir=folder,
         max_steps=1,
@@ -262,11 +260,6 @@ def _tokenizer() -> Any:
         eos_token="<eos>",
         unk_token="<unk>",
     )
-
-
-def _forget_accelerate() -> None:
-    """Reset Accelerate's process-wide state, because each level needs its own."""
-    import_module("accelerate.state").AcceleratorState._reset_state(True)
 
 
 def _unified() -> bool:

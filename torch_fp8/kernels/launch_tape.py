@@ -16,29 +16,36 @@ launches of `quick_launch`, for example to debug a fault on a GPU.
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _len_torch_dispatch_stack,
-)
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten: Any = torch.ops.aten
 _ALLOCATE = {_aten.new_empty.default, _aten.empty.memory_format, _aten.empty_like.default}
 _DETACH = _aten.detach.default
 """A dispatch mode sees this operator after allocations; it returns the same tensor."""
+_METHODS = {
+    _aten.view.default: Tensor.view,
+    _aten.view.dtype: Tensor.view,
+    _aten.t.default: Tensor.t,
+    _aten.new_zeros.default: Tensor.new_zeros,
+    _aten.select.int: Tensor.select,
+    _aten.sum.dim_IntList: Tensor.sum,
+}
+"""Operators, and methods that do the same with less host time."""
 _SAME_ADDRESS = {_aten.view.default, _aten.view.dtype, _aten._unsafe_view.default, _aten.t.default}
 _SAME_ADDRESS.add(_DETACH)
 """Views that start at their base's address, so a kernel can take either."""
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 """Types of a launcher's arguments other than tensors."""
+_active = threading.local()
+"""Has the `recording` that runs in this thread."""
 _MOST = 512
 """Calls remembered per operator, a bound for runs whose token counts never repeat."""
 
@@ -117,17 +124,25 @@ class Recording(TorchDispatchMode):
         self._on_demand: dict[int, _Event] = {}
         """Allocations and views by id of their tensor; a tape has only those that it needs."""
 
+    def __enter__(self) -> Any:
+        self._outer, _active.recording = recording(), self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        _active.recording = self._outer
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        others = tree_leaves(([x for x in args if not isinstance(x, Tensor)], kwargs))
+        others = [*(x for x in args if not isinstance(x, Tensor)), *kwargs.values()]
         if (
             not isinstance(made, Tensor)
             or func._schema.is_mutable
             or not _DATA_DEPENDENT.isdisjoint(func.tags)
-            or any(isinstance(x, Tensor) for x in others)
+            or any(isinstance(y, Tensor) for x in others for y in (x if type(x) is list else [x]))
         ):
             self._fits = False
         elif func in _ALLOCATE:
@@ -137,7 +152,8 @@ class Recording(TorchDispatchMode):
         elif func in _SAME_ADDRESS and not kwargs:
             self._on_demand[id(made)] = _Event(func, args, made)
         else:
-            self._events.append(_Event(functools.partial(_function(func), **kwargs), args, made))
+            run = functools.partial(_METHODS.get(func, func), **kwargs)
+            self._events.append(_Event(run, args, made))
         return made
 
     def launched(self, kernel: Any, args: Sequence[Any], found: Any) -> None:
@@ -209,7 +225,7 @@ class _Writer:
         choose = _chooser([self.place(x) for x in event.args], True)
         if event.made is not None:
             self._places[id(event.made)] = self._initial + len(self.steps)
-        self.steps.append(Step(_function(event.run), choose))
+        self.steps.append(Step(_METHODS.get(event.run, event.run), choose))
 
 
 def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
@@ -219,17 +235,9 @@ def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
     return itemgetter(slice(0, 0)) if not places else lambda values: (values[places[0]],)
 
 
-def _function(func: Any) -> Any:
-    """Return the function under a torch operator's Python layer; return others unchanged."""
-    return getattr(func, "_op", func)
-
-
 def recording() -> Recording | None:
-    """Return the active recording, or None."""
-    if not _len_torch_dispatch_stack():
-        return None
-    mode = _get_current_dispatch_mode()
-    return mode if isinstance(mode, Recording) else None
+    """Return the innermost recording of this thread, or None."""
+    return getattr(_active, "recording", None)
 
 
 class Replayed:

@@ -21,7 +21,7 @@ from torch_fp8.monitor.statistics import (
     left_out,
     update_statistics,
 )
-from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.class_swap import unwrapped_name, without_compiler
 from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
@@ -169,4 +169,4 @@ def logits_layer(model: nn.Module) -> nn.Module | None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile runs a module."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or type(module).__name__ == "OptimizedModule"
+    return compiled or without_compiler(module) is not module

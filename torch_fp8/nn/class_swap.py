@@ -13,6 +13,17 @@ from torch import nn
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
+def without_compiler(module: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper; any other module unchanged."""
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return next(module.children()) if is_wrapper else module
+
+
+def own_child(module: nn.Module, name: str) -> nn.Module | None:
+    """Return a child; getattr would also find those to which PEFT's wrappers forward attributes."""
+    return dict(module.named_children()).get(name)
+
+
 def add_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Put `mixin` in front of the module's class."""
     classes: Any = (type(module), mixin)

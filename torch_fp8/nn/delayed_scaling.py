@@ -95,7 +95,7 @@ class LayerScaling:
         if not _layers and _hooks:
             _hooks.pop().remove()
         for name in BUFFERS:
-            if name in layer._buffers:
+            if hasattr(layer, name):
                 delattr(layer, name)
 
     def track(self, layer: Any) -> None:
@@ -158,9 +158,9 @@ class LayerScaling:
             before: buffers before the move, by name.
         """
         for name, buffer in before.items():
-            moved = layer._buffers[name]
+            moved = getattr(layer, name)
             if moved is not None and moved is not buffer and not buffer.is_meta:
-                layer._buffers[name] = buffer.to(moved.device)
+                setattr(layer, name, buffer.to(moved.device))
         self.forget(layer)
         if any(buffer.is_meta for buffer in before.values()):
             self.reset(layer)
@@ -249,8 +249,9 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     algorithm = layers[0].fp8.config.amax_compute_algo
     pushed = push_amax(torch.stack(histories), recorded, algorithm)  # (L, 3, H)
-    torch._foreach_copy_(histories, pushed.unbind())
-    torch._foreach_zero_([*amaxes, *grad_amaxes])
+    zeros = torch.zeros_like(recorded)  # (L, 3)
+    slots = *zeros[:, :2].unbind(), *zeros[:, 2:].unbind()  # L of (2,), L of (1,)
+    torch._foreach_copy_([*histories, *amaxes, *grad_amaxes], [*pushed.unbind(), *slots])
     _take_scales(layers, scales_of(layers[0], pushed))
 
 

@@ -89,7 +89,7 @@ def weight_and_factors(module: Any, name: str) -> tuple[Tensor, Sequence[Factors
     returned weight.
     """
     handed = (module.fp8_factors or {}).get(name, ())
-    lists = module._modules.get("parametrizations")
+    lists = getattr(module, "parametrizations", None)
     if lists is None or name not in lists:
         return getattr(module, name), handed
     proxies = list(lists[name])

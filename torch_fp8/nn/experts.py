@@ -149,7 +149,8 @@ class Float8Experts(FrozenStorage):
         act_fn = getattr(self, "act_fn", None)
         hooks = (getattr(act_fn, name, None) for name in _HOOKS)
         adapters = (self.fp8_factors or {}).values()
-        return not ("parametrizations" in self._modules or any(adapters) or any(hooks))
+        are_whole = all(name in self._parameters for name in self.fp8_weight_names)
+        return are_whole and not (any(adapters) or any(hooks))
 
     def _block(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route

@@ -41,8 +41,8 @@ def quantized_by(module: nn.Module) -> str | None:
     Args:
         module: any module; only its own parameters and buffers count.
     """
-    held = {**module._parameters, **module._buffers}
-    tensors = {name: tensor for name, tensor in held.items() if tensor is not None}
+    tensors = dict(module.named_parameters(recurse=False))
+    tensors.update(module.named_buffers(recurse=False))
     if not tensors:
         return None
     if "quantization_scheme" in vars(module) and "weight_packed" in tensors:

@@ -84,14 +84,13 @@ class MLPFP8(NamedTuple):
         name: qualified name, for errors.
         config: configuration of the MLP.
         spec: names of its layers.
-        activation: other children, which are not called; in a tuple, so that the module does not
-            register them twice.
+        activation: other children by name, which are not called.
     """
 
     name: str
     config: FP8Config
     spec: GatedMLPSpec
-    activation: tuple[nn.Module, ...]
+    activation: dict[str, nn.Module]
 
 
 class Float8GatedMLP(RunsFP8):
@@ -128,10 +127,10 @@ class Float8GatedMLP(RunsFP8):
 
     def _has_own_activation(self) -> bool:
         """Return whether the activation has hooks, or was replaced since the conversion."""
-        others = other_modules(self, self.fp8.spec)
-        if others != self.fp8.activation:
+        others = self.fp8.activation
+        if any(getattr(self, name, None) is not other for name, other in others.items()):
             return True
-        return any(getattr(m, name) for m in others for name in _HOOKS)
+        return any(getattr(m, name) for m in others.values() for name in _HOOKS)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         layers = [getattr(self, name) for name in self.fp8.spec.inputs]
@@ -294,10 +293,10 @@ def _unread(name: str, gate_first: bool, inputs: Sequence[Tensor]) -> Tensor:
     return LazyQuantizedTensor(Product(gate, up).source(name), shape, gate.dtype)
 
 
-def other_modules(module: nn.Module, spec: GatedMLPSpec) -> tuple[nn.Module, ...]:
-    """Return the children that `spec` does not name."""
+def other_modules(module: nn.Module, spec: GatedMLPSpec) -> dict[str, nn.Module]:
+    """Return the children that `spec` does not name, by name."""
     named = (*spec.inputs, spec.down)
-    return tuple(m for name, m in module._modules.items() if m is not None and name not in named)
+    return {name: child for name, child in module.named_children() if name not in named}
 
 
 def _in_fp8(layer: nn.Module) -> bool:

@@ -207,7 +207,7 @@ class Float8Layer(FrozenStorage):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.fp8.release()  # device or dtype may change now
-        before = {n: b for n in BUFFERS if (b := self._buffers.get(n)) is not None}
+        before = {n: b for n in BUFFERS if (b := getattr(self, n, None)) is not None}
         super()._apply(fn, recurse)
         if self.fp8.scaling is not None:
             self.fp8.scaling.after_move(self, before)
@@ -268,8 +268,8 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     check(fp8, x.shape, x.dtype, weight)
     bias = layer.bias if layer.fp8_adds_bias else None
     if fp8.scaling is not None:
-        own, ready = layer._buffers, fp8.scaling.ready
-        buffers = own["fp8_scales"], own["fp8_amaxes"], own["fp8_grad_amax"]
+        ready = fp8.scaling.ready
+        buffers = layer.fp8_scales, layer.fp8_amaxes, layer.fp8_grad_amax
     if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
         served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
         return served

@@ -33,7 +33,7 @@ def computes_linear(module: nn.Module, *, transposed: bool = False) -> bool:
     if type(module).forward is nn.Linear.forward:
         return True
     cls: Any = stock_class(type(module))
-    return not module._modules and _tried(cls, own.get("bias") is not None, transposed)
+    return not list(module.children()) and _tried(cls, own.get("bias") is not None, transposed)
 
 
 @functools.lru_cache(maxsize=64)

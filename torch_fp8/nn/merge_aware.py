@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.autograd.function import once_differentiable
-from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin, unwrapped_name
 from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.nn.layer_fp8 import check
 from torch_fp8.nn.linear import Float8Layer
@@ -210,7 +210,7 @@ def make_merge_aware(model: nn.Module) -> int:
     count, adapted = 0, None
     for name, module in model.named_modules():
         name = unwrapped_name(name)
-        base = module._modules.get("base_layer")
+        base = own_child(module, "base_layer")
         if not isinstance(base, Float8Layer):
             continue
         _take(name, module, base)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.linear import Float8Layer, ran_in_graph
 from torch_fp8.quantization.wording import counted, first_of
 from torch_fp8.tensor.dtensor import local
@@ -72,7 +73,7 @@ def refuse_training(optimizer: Optimizer) -> None:
     """Raise ValueError if `optimizer` has a frozen weight of a guarded model."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     for model in _frozen:
-        if any("base_layer" in module._modules for module in model.modules()):
+        if any(own_child(module, "base_layer") is not None for module in model.modules()):
             continue
         for name, parameter in model.named_parameters():
             if parameter in held and isinstance(local(parameter), Float8FrozenWeight):

@@ -141,12 +141,12 @@ class SavedOperands:
         self._known.clear()
 
     def _know(self, tensor: Tensor, place: int, groups: int) -> None:
-        key = tensor.untyped_storage()._cdata
+        key = id(tensor.untyped_storage())
         self._known[key] = place, groups, tensor._version
 
     def pack(self, tensor: Tensor) -> Any:
         """Replace a view of rounded q, k or v by its geometry; pass others to the outer hooks."""
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(id(tensor.untyped_storage()))
         if known is None or known[2] != tensor._version:
             if not self._waits:
                 return self._outer[0](tensor)

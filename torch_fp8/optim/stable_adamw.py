@@ -6,6 +6,7 @@ transformers uses it for ``optim="stable_adamw"``. Bias-corrected moments, clipp
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -62,7 +63,9 @@ def _become_adamw(optimizer: Optimizer) -> None:
         for name in _OF_OPTIMI:
             group.pop(name, None)
         group.update(_OF_ADAMW)
-    hooks = optimizer._optimizer_load_state_dict_post_hooks
+    handle = optimizer.register_load_state_dict_post_hook(lambda _: None)
+    hooks: Any = handle.hooks_dict_ref()
+    handle.remove()
     for key in [k for k, hook in hooks.items() if hook.__module__.startswith("optimi.")]:
         del hooks[key]  # they load states that AdamW does not have
     optimizer.__class__ = StableAdamW

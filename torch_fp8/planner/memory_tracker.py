@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from torch_fp8.tensor.base import map_tensors
 
 CATEGORIES = ("weights", "residuals", "gradients", "states", "saved activations", "workspace")
 
@@ -63,10 +64,12 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         self._see_resized()
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.assign(leaf, "workspace", again=False)
+        map_tensors(out, self._created)
         return out
+
+    def _created(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self.assign(result, "workspace", again=False)
 
     def assign(self, tensor: Tensor, category: str, *, again: bool = True) -> None:
         """Count a tensor's storages under a category.
@@ -78,7 +81,7 @@ class MemoryTracker(TorchDispatchMode):
         """
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            key = storage._cdata
+            key = id(storage)  # torch keeps the object while the memory exists
             old = self._known.get(key)
             if old is not None and not again:
                 continue
@@ -109,9 +112,9 @@ class MemoryTracker(TorchDispatchMode):
     def _see_resized(self) -> None:
         for tensor in self.resized():
             storage = tensor.untyped_storage()
-            known = self._known.get(storage._cdata)
+            known = self._known.get(id(storage))
             if known is not None and known[1] != storage.nbytes():
-                self._known[storage._cdata] = known[0], storage.nbytes()
+                self._known[id(storage)] = known[0], storage.nbytes()
                 self.current[known[0]] += storage.nbytes() - known[1]
 
     def _free(self, key: int) -> None:
@@ -120,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _save(self, tensor: Tensor) -> Tensor:
         for part in plain_parts(tensor):
-            known = self._known.get(part.untyped_storage()._cdata)
+            known = self._known.get(id(part.untyped_storage()))
             if known is None or known[0] == "workspace":
                 self.assign(part, "saved activations")
         return tensor

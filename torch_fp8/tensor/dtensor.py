@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 
@@ -39,4 +38,4 @@ def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None
 
 def waited(x: Tensor) -> Tensor:
     """Wait for the collective that fills a tensor, if there is one, and return the tensor."""
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+    return x.wait() if hasattr(x, "trigger_wait") else x  # AsyncCollectiveTensor alone has it

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.autograd.function import reshaped
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops.grad_codec import (
     Rounding,
@@ -117,8 +118,7 @@ class Float8Grad(Encoded):
         """Return a plain tensor of this shape, in `dtype` or the tensor's own dtype."""
         decoded = decode_gradient(self.parts(), dtype or self.dtype)
         # Not a view: as a gradient, a view would keep this memory after its `.data` is set.
-        whole: Tensor = _aten._unsafe_view.default._op(decoded, self.shape)
-        return whole
+        return reshaped(decoded, self.shape)
 
     def parts(self) -> GradientParts:
         """Return codes, scales and multiplier, the arguments of an optimizer's step."""

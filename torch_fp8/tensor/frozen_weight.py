@@ -163,7 +163,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = self.dequantize()
-        if getattr(self, "_is_param", False):
+        if isinstance(self, nn.Parameter):
             whole = nn.Parameter(whole, requires_grad=False)
         return whole.__reduce_ex__(protocol)
 

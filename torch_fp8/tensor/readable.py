@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_fp8.tensor.shared_parts import SharedParts
 
@@ -14,7 +14,7 @@ class Readable(SharedParts):
     Lists, NumPy arrays and DLPack receive a decoded copy.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = nn.Parameter.__torch_function__
 
     def dequantize(self) -> Tensor:
         """Return a plain tensor of this shape and dtype."""

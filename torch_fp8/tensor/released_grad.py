@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.tensor.base import map_tensors
 from torch_fp8.tensor.dtensor import local
 
-_aten = torch.ops.aten
-_NEED_NO_VALUES = (_aten.detach.default, _aten.detach_.default, _aten.zero_.default)
+_NEED_NO_VALUES = ("aten::detach", "aten::detach_", "aten::zero_")
 
 
 def second_gradient(shape: torch.Size) -> RuntimeError:
@@ -32,7 +32,7 @@ class ReleasedGrad(Tensor):
         RuntimeError: an operator needs its values.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch.nn.Parameter.__torch_function__
 
     @staticmethod
     def __new__(cls: Any, like: Tensor, **options: Any) -> "ReleasedGrad":
@@ -44,16 +44,17 @@ class ReleasedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0]
-        if func is _aten._foreach_zero_.default:
-            return func([grad for grad in first if not isinstance(grad, ReleasedGrad)])
-        if func in _NEED_NO_VALUES:
-            return first
-        if func is _aten._to_copy.default:
+        operator, kwargs = func._schema.name, kwargs or {}
+        if operator == "aten::_foreach_zero_":
+            return func([grad for grad in args[0] if not isinstance(grad, ReleasedGrad)])
+        if operator in _NEED_NO_VALUES:
+            return args[0]
+        if operator == "aten::_to_copy":
             given = {name: kwargs[name] for name in ("dtype", "device") if kwargs.get(name)}
-            return ReleasedGrad(first, **given)
-        grads = first if isinstance(first, (list, tuple)) else args
-        raise second_gradient(next(x for x in grads if isinstance(x, ReleasedGrad)).shape)
+            return ReleasedGrad(args[0], **given)
+        tensors: list[Tensor] = []
+        map_tensors((args, kwargs), tensors.append)
+        raise second_gradient(next(x for x in tensors if isinstance(x, ReleasedGrad)).shape)
 
     def __repr__(self, **options: Any) -> str:
         return f"ReleasedGrad(shape={tuple(self.shape)})"

@@ -102,7 +102,7 @@ def _root(x: Tensor) -> Tensor:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return id(x.untyped_storage())  # torch keeps this object while the memory exists
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -38,7 +38,7 @@ def _reduce(tensor: SharedParts) -> Any:
         tensor.share_memory_()
     names, context = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
-    is_parameter = getattr(tensor, "_is_param", False)
+    is_parameter = isinstance(tensor, nn.Parameter)
     return _rebuild, (type(tensor), parts, context, tensor.requires_grad, is_parameter)
 
 

@@ -185,6 +185,9 @@ def test_a_norm_of_ones_own_is_refused():
         copy.deepcopy(model)
         with pytest.raises(RuntimeError, match=r"register_hook"):
             norm()
+        weight = model.hidden.weight
+        with pytest.raises(RuntimeError, match=r"register_hook"):
+            torch._foreach_add([torch.zeros_like(weight)], [weight.grad])
         optimizer.step()
         assert norm() == 0
     squares = []

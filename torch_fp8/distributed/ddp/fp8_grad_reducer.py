@@ -237,7 +237,7 @@ class ForwardHook:
     def __init__(self, reducer: Float8GradReducer | None) -> None:
         self._reducer = reducer
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def __call__(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
         if self._reducer is not None and torch.is_grad_enabled():
             self._reducer.prepare(output, ddp.require_backward_grad_sync)

@@ -55,7 +55,7 @@ def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
     name = users_hook(ddp)
     if name is not None:
         return f"the communication hook {name} is registered"
-    if ddp._use_python_reducer:
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
         return "torch.compile exchanges them itself (optimize_ddp='python_reducer')"
     return None
 
@@ -92,7 +92,7 @@ class HookRegistration:
         self._exchanges, self._beside = exchanges, beside
         self._registered = False
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def __call__(self, ddp: DistributedDataParallel, args: Any) -> None:
         if self._registered:
             return

@@ -34,6 +34,7 @@ from torch_fp8.distributed.ddp.hook_registration import (
 )
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
 from torch_fp8.distributed.links import Exchanges, choose_exchanges, measured_groups
+from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
@@ -127,7 +128,7 @@ def connect_ddp(
         ValueError: ranks have different configurations, versions or FP8 layers; DDP has an option
             that `ddp_options` was not given.
     """
-    ddp = getattr(ddp, "_orig_mod", ddp)
+    ddp = without_compiler(ddp)
     assert isinstance(ddp, DistributedDataParallel)
     optimizers = list(optimizers)
     config = config or _config_of(optimizers)

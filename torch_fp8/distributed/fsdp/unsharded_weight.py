@@ -52,7 +52,7 @@ class UnshardedFloat8Weight(QuantizableTensor):
     payload: Payload
     views = (*QuantizableTensor.views, torch.ops.aten.as_strided.default)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch.nn.Parameter.__torch_function__
 
     @staticmethod
     def __new__(cls, payload: Payload, dtype: torch.dtype) -> "UnshardedFloat8Weight":

@@ -185,7 +185,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
     gather: Gather
     source: GatheredInput
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch.nn.Parameter.__torch_function__
 
     @staticmethod
     def __new__(

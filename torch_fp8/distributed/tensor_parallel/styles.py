@@ -24,7 +24,6 @@ You can convert the model before or after. A layer that is not converted, or has
 describes what each rank multiplies.
 """
 
-import copy
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -135,13 +134,11 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         return x.to_local() if self.use_local_output else x
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            style = copy.copy(self)  # one style object may be used for many modules
-            style._module = module
-            return style._prepare_input_kwarg_fn(args, kwargs, device_mesh)
+        def note(module: nn.Module, args: Any) -> None:
+            self._module = module  # one style object may be used for many modules
 
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
-        return module
+        module.register_forward_pre_hook(note)
+        return super()._apply(module, device_mesh)
 
 
 def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
