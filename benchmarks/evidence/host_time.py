@@ -43,7 +43,7 @@ from benchmarks.rows import add_csv, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import quantize, rms_norm, swiglu
-from torch_fp8.kernels.launch_tape import Replayed
+from torch_fp8.kernels.launch_tape import forget_recordings
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rollout import rollout
 from torch_fp8.optim.state import is_large
@@ -194,15 +194,9 @@ def no_whole_tiles() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (quantize, rms_norm, swiglu):
             stack.enter_context(mock.patch.object(module, "whole_tile", _no_tile))
-        _forget_tapes()
+        forget_recordings()
         yield
-    _forget_tapes()
-
-
-def _forget_tapes() -> None:
-    for launcher in gc.get_objects():
-        if type(launcher) is Replayed:
-            launcher.forget()
+    forget_recordings()
 
 
 def _no_tile(x: torch.Tensor, columnwise: bool) -> None:

@@ -33,7 +33,7 @@ from tests.emulator.on_card import card_tensors
 from tests.emulator.ptx import PtxError
 from tests.emulator.schedule import Lockstep, Schedule
 from tests.emulator.stub_library import Driver, stub_library
-from torch_fp8.kernels.launch_tape import Replayed
+from torch_fp8.kernels.launch_tape import forget_recordings
 
 FIRST_ARGUMENT = 9
 """Index of a kernel's first argument among a launcher's, behind the grid, hooks and the like."""
@@ -226,12 +226,7 @@ def _forget_launches() -> None:
             if isinstance(value, JITFunction):
                 vars(value).pop("_launches", None)
                 value.device_caches.clear()
-    for package in ("torch_fp8.kernels", "torch_fp8.ops"):
-        path = importlib.import_module(package).__path__
-        for module in pkgutil.iter_modules(path, f"{package}."):
-            for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, Replayed):
-                    value.forget()
+    forget_recordings()
 
 
 _load = CompiledKernel._init_handles

@@ -17,6 +17,7 @@ launches of `quick_launch`, for example to debug a fault on a GPU.
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 """Types of a launcher's arguments other than tensors."""
 _active = threading.local()
 """Has the `recording` that runs in this thread."""
+_every: weakref.WeakSet["Replayed"] = weakref.WeakSet()
 _MOST = 512
 """Calls remembered per operator, a bound for runs whose token counts never repeat."""
 
@@ -253,6 +255,7 @@ class Replayed:
     def __init__(self, launcher: Callable[..., Any]) -> None:
         self._launcher = launcher
         self._tapes: dict[Any, Tape | bool] = {}
+        _every.add(self)
 
     def __call__(self, *args: Any) -> Any:
         if not REPLAYS:
@@ -290,6 +293,8 @@ class Replayed:
         self._tapes[known] = False if tape is None else tape
         return made
 
-    def forget(self) -> None:
-        """Forget all calls; needed if the launcher's choices change."""
-        self._tapes.clear()
+
+def forget_recordings() -> None:
+    """Forget all calls of all launchers; needed if their choices change."""
+    for replayed in _every:
+        replayed._tapes.clear()

@@ -105,6 +105,15 @@ def test_third_call_is_played_with_its_own_tensors():
         assert torch.equal(y, 2 * x)
 
 
+def test_forgotten_calls_are_launched_again():
+    launcher, replayed = _replayed(_double)
+    _ask(replayed, (3, 5), times=3)
+    assert launcher.calls == 2
+    launch_tape.forget_recordings()
+    _ask(replayed, (3, 5), times=1)
+    assert launcher.calls == 3
+
+
 def test_first_call_is_not_recorded():
     seen = []
 
