@@ -55,7 +55,7 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"opt_level": "O4"}, "O1"),
         ({"residual_bits": 6}, "8, 4, 0"),
         ({"communication": "bf16"}, "'auto', 'fp8', 'off'"),
-        ({"opt_level": "O1", "residual_bits": 4}, "residual_bits apply to the optimizer"),
+        ({"opt_level": "O1", "residual_bits": 4}, "excludes residual_bits"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
         ({"margin": 9, "recipe": "delayed"}, "from 0 to 8"),
         ({"margin": -1, "recipe": "delayed"}, "at least 0"),

@@ -20,8 +20,8 @@ def check_contradictions(config: Any) -> None:
         names = given(config, recipe)
         if names and config.recipe != recipe:
             raise ValueError(
-                f"FP8Config: {', '.join(names)} apply to recipe={recipe!r} only, but recipe is "
-                f"{config.recipe!r}; name recipe={recipe!r}, or leave them out"
+                f"FP8Config: only recipe={recipe!r} takes {', '.join(names)}, but recipe is "
+                f"{config.recipe!r}; name recipe={recipe!r}, or leave that out"
             )
     if config.grad_format == "e5m2" and config.recipe in E4M3_ONLY:
         raise ValueError(
@@ -44,8 +44,8 @@ def check_contradictions(config: Any) -> None:
     optimizer = given(config, "optimizer")
     if optimizer and config.opt_level == "O1":
         raise ValueError(
-            f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
-            "leaves unchanged; use opt_level='O2' or 'O3', or leave them out"
+            f"FP8Config: opt_level='O1' leaves the optimizer unchanged, so it excludes "
+            f"{', '.join(optimizer)}; use opt_level='O2' or 'O3', or leave that out"
         )
     if not config.split_weights and "residual_bits" in optimizer:
         raise ValueError(
@@ -94,7 +94,8 @@ def _check_monitor(config: Any) -> None:
     names = given(config, "monitor")
     if names and not config.monitor:
         raise ValueError(
-            f"FP8Config: {', '.join(names)} need statistics; set monitor=100, or leave them out"
+            f"FP8Config: without monitor there are no statistics for {', '.join(names)}; set "
+            "monitor=100, or leave that out"
         )
     if config.on_alarm == config.recipe:
         raise ValueError(

@@ -217,7 +217,7 @@ def test_goes_through_json_environment_copies_and_repr(monkeypatch):
         ({"overrides": {"a": {"seed": 1}}}, ValueError, "'seed' cannot differ between layers"),
         ({"overrides": {"a": {"recipe": "auto"}}}, ValueError, "'mxfp8', 'bf16'"),
         ({"overrides": {"a": {"recipe": "bf16", "wgrad": "fp8"}}}, ValueError, "'wgrad'; leave"),
-        ({"overrides": {"a": {"margin": 1}}}, ValueError, "margin apply to recipe='delayed'"),
+        ({"overrides": {"a": {"margin": 1}}}, ValueError, "only recipe='delayed' takes margin"),
         ({"overrides": {"lm_head": {"recipe": "rowwise"}}}, ValueError, "skip=.'lm_head',"),
         (
             {"overrides": {"a": {"recipe": "mxfp8", "grad_format": "e5m2"}}},

@@ -144,7 +144,7 @@ def test_a_closure_is_measured_before_the_update():
 
 def test_what_contradicts_itself_is_refused():
     for options, told in [
-        ({"on_alarm": "bf16"}, "need statistics; set monitor=100"),
+        ({"on_alarm": "bf16"}, "no statistics for on_alarm; set monitor=100"),
         (
             {"monitor": 10, "recipe": "rowwise", "on_alarm": "rowwise"},
             "that all layers already run",

@@ -85,7 +85,7 @@ def test_bf16_weights_have_no_residual_and_low_rates_are_warned_of():
     ("options", "message"),
     [
         ({"residual_bits": 4}, "split_weights=False splits none"),
-        ({"opt_level": "O1"}, "split_weights apply to the optimizer"),
+        ({"opt_level": "O1"}, "excludes split_weights"),
     ],
 )
 def test_options_that_contradict_it_are_refused(options, message):
