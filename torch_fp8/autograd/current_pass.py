@@ -112,6 +112,22 @@ def _warn_of_transforms() -> None:
     )
 
 
+@functools.cache
+def _noted() -> bool:
+    return True
+
+
+@torch.compiler.assume_constant_result
+def note_graph() -> bool:
+    """Note for `ran_in_graph` that torch.compile traces an FP8 layer; Dynamo calls it then."""
+    return _noted()
+
+
+def ran_in_graph() -> bool:
+    """Return whether torch.compile has traced an FP8 layer in this process."""
+    return _noted.cache_info().currsize > 0
+
+
 def warn_of_disabled_autocast(name: str) -> None:
     """Warn once if autocast, which the layer `name` finds off, is on around the present region.
 

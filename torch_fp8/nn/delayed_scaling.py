@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
 from torch_fp8.tensor.dtensor import local
@@ -180,15 +181,21 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Renew the scales of layers that ran in eager mode, or whose weights the optimizer stepped.
 
     The second condition covers graphs of torch.compile, which leave no trace of having run. Ranks
-    agree on this set of layers, while the layers still in memory may differ.
+    agree on this set of layers, while the layers still in memory may differ. After such graphs
+    frozen weights that are not sharded are added; a layer that did not run keeps its histories.
     """
     groups = (group["params"] for group in optimizer.param_groups)
     held = set(map(id, itertools.chain.from_iterable(groups)))
     renew_scales(
         layer
         for layer in list(_layers.values())
-        if layer.fp8.scaling.recorded or (layer.training and id(layer.weight) in held)
+        if layer.fp8.scaling.recorded
+        or (layer.training and (id(layer.weight) in held or _is_frozen_in_graph(layer.weight)))
     )
+
+
+def _is_frozen_in_graph(weight: Tensor) -> bool:
+    return not weight.requires_grad and not isinstance(weight, DTensor) and ran_in_graph()
 
 
 @torch.no_grad()

@@ -30,7 +30,6 @@ are not in ``state_dict``. Forwards in training mode and backwards record amaxes
 step computes new scales (`torch_fp8.nn.delayed_scaling`).
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -38,7 +37,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd import current_pass
-from torch_fp8.autograd.current_pass import is_transformed, warn_of_halves_in_program
+from torch_fp8.autograd.current_pass import (
+    is_transformed,
+    note_graph,
+    warn_of_halves_in_program,
+)
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import (
     BUFFERS,
@@ -231,28 +234,12 @@ class Float8Layer(FrozenStorage):
         return f"{super().extra_repr()}, fp8={self.fp8.recipe}{frozen}"
 
 
-@functools.cache
-def _noted() -> bool:
-    return True
-
-
-@torch.compiler.assume_constant_result
-def _note_graph() -> bool:
-    """Note for `ran_in_graph` that torch.compile traces an FP8 layer; Dynamo calls it then."""
-    return _noted()
-
-
-def ran_in_graph() -> bool:
-    """Return whether torch.compile has traced an FP8 layer in this process."""
-    return _noted.cache_info().currsize > 0
-
-
 def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     """Compute `Float8Layer.forward` in a graph of torch.compile.
 
     This is a function because the graph would guard on each method that it calls.
     """
-    _note_graph()
+    note_graph()
     fp8, weight, ready = layer.fp8, layer.weight, False
     buffers: tuple[Any, ...] = ()
     if isinstance(x, _NOT_PLAIN) or isinstance(weight, _NOT_PLAIN):

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.nn.class_swap import own_child
-from torch_fp8.nn.linear import Float8Layer, ran_in_graph
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.wording import counted, first_of
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad

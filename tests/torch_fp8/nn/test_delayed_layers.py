@@ -59,6 +59,23 @@ def test_a_forward_without_gradients_in_training_moves_the_history():
     assert (model[0].fp8_amax_history[:2, 0] > 0).all()
 
 
+def test_a_compiled_frozen_layer_has_the_histories_of_an_eager_one():
+    histories = []
+    for backend in ("eager", None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+        model[0].requires_grad_(False)
+        convert_to_float8(model, FP8Config(recipe="delayed"))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        run = torch.compile(model, backend=backend) if backend else model
+        for step in range(3):
+            run(torch.randn(16, 32) + step).sum().backward()
+            optimizer.step()
+        histories.append(model[0].fp8_amax_history)
+    assert torch.equal(*histories)
+    assert (histories[0][0, :3] > 0).all()
+
+
 def test_memory_that_was_never_written_is_made_usable():
     """``to_empty`` leaves what was there; a slot that starts elsewhere would never be lower."""
     saved, model = _layer(amax_history_len=4), _layer(amax_history_len=4)

@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 from torch_fp8 import FP8Config
+from torch_fp8.autograd import current_pass
 from torch_fp8.distributed import connect_fsdp
-from torch_fp8.nn import linear
 
 PASSED_BY = "but the layer was never called"
 
 
 @pytest.fixture(autouse=True)
 def _no_graph_so_far():
-    linear._noted.cache_clear()
+    current_pass._noted.cache_clear()
 
 
 class Model(nn.Module):
