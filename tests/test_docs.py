@@ -30,6 +30,7 @@ NOT_EXECUTED = {
     "pip": "needs a network",
     "git": "needs a network",
     "cd": "goes into the clone",
+    "mv": "needs the run's folder",
     "zensical": "serves until it is ended; the site is built below",
 }
 """Other commands, but for accelerate's, take minutes or a card: what they name is checked."""

@@ -94,10 +94,9 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
         result: tensor without other references.
         shape: shape of the returned tensor, with the same number of elements.
     """
-    is_eager = type(result) is Tensor and not torch.compiler.is_compiling()
-    if is_eager and result.is_contiguous():
-        return result.resize_(shape)  # less host time than the operator, and not a view either
-    reshaped: Tensor = _unsafe_view(result, shape)
+    # Eager code calls the operator without its Python wrapper, to save host time.
+    call = _unsafe_view if torch.compiler.is_compiling() else _unsafe_view._op
+    reshaped: Tensor = call(result, shape)
     return reshaped
 
 

@@ -41,12 +41,19 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     """
     if not isinstance(weight, SplitWeight):
         return weight.dtype
-    ddp, beside = DistributedDataParallel._active_ddp_module, vars(weight).get(_BESIDE)
-    if ddp is None:
-        repeated = dist.is_available() and dist.is_initialized()
-        repeated = repeated and torch._C._current_graph_task_id() != -1
-        return torch.float32 if repeated and beside is None else torch.bfloat16
-    return torch.bfloat16 if beside is not None and beside() is ddp else torch.float32
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None and (torch.compiler.is_compiling() or not _repeats_among_ranks()):
+        return torch.bfloat16
+    beside = vars(weight).get(_BESIDE)
+    if beside is None:
+        return torch.float32
+    return torch.bfloat16 if ddp is None or beside() is ddp else torch.float32
+
+
+def _repeats_among_ranks() -> bool:
+    """Return whether a backward repeats a forward, in a process that is one of several ranks."""
+    ranks = dist.is_available() and dist.is_initialized()
+    return ranks and torch._C._current_graph_task_id() != -1
 
 
 def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:

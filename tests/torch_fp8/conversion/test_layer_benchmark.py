@@ -139,6 +139,7 @@ def weight_casts(monkeypatch):
             casts.append((options.granularity, options.columnwise, given))
         return original(x, options)
 
+    noted.reference = original.reference
     monkeypatch.setattr(quantize, "quantize_2d", noted)
     return casts
 
