@@ -44,7 +44,7 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is None and (torch.compiler.is_compiling() or not _repeats_among_ranks()):
         return torch.bfloat16
-    beside = vars(weight).get(_BESIDE)
+    beside = getattr(weight, _BESIDE, None)
     if beside is None:
         return torch.float32
     return torch.bfloat16 if ddp is None or beside() is ddp else torch.float32

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_fp8.nn.grouped_linear_function as grouped
 from tests.moe_experts import LAYOUTS, E, batch, experts
@@ -197,6 +198,14 @@ def test_a_compiled_block_computes_the_same():
     want = _forward(module).detach()
     compiled = torch.compile(module, backend="aot_eager")
     assert torch.equal(_forward_compiled(compiled), want)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+def test_a_compiled_block_runs_under_ddp():
+    module, _ = _trained("plain")
+    compiled = torch.compile(DistributedDataParallel(module), backend="aot_eager")
+    assert torch.equal(_forward_compiled(compiled), _forward(module).detach())
 
 
 def _forward_compiled(compiled):
