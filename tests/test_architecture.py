@@ -46,7 +46,7 @@ RIDDLES = {
 """First words of docstrings whose subject stands elsewhere, if anywhere: "Of a message." """
 VAGUE = {"made", "kept", "how", "here", "found"}
 """Names of local variables that say nothing of what they hold."""
-MOST_VAGUE, MOST_PREPOSITIONS = 30, 0
+MOST_VAGUE, MOST_PREPOSITIONS = 10, 0
 """Bounds that only fall: vague locals, and descriptions that begin with "of", "by" or "that"."""
 MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8", "_fp8_points"},

@@ -252,15 +252,15 @@ def check_gate_up(ops: Any, device: str, shape: Shape, gate_first: bool, few: bo
     factor, grad = _weight(shape[1]) - 0.25, matrix(shape, BF16, seed=2)
     arguments = _saved(BackwardInputs(grad, gate, None, up, None, factor, BF16))
     on_device = BackwardInputs(*_moved(arguments, device))
-    made = ops.swiglu_backward.gate_up_backward(on_device, gate_first)
+    by_kernel = ops.swiglu_backward.gate_up_backward(on_device, gate_first)
     dgate, dup = swiglu_backward.swiglu_backward(on_device)
-    same_values(made, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1), what)
+    same_values(by_kernel, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1), what)
     amax = ops.swiglu_backward.gate_up_backward_amax(on_device)
 
     def quantize(cast: CastOptions) -> Any:
         return ops.swiglu_backward.gate_up_backward_quantize(on_device, gate_first, cast)
 
-    check_casts([made], amax, quantize, what, few)
+    check_casts([by_kernel], amax, quantize, what, few)
 
 
 def _all_same(made: Iterable[Any], want: Iterable[Any], what: str) -> None:

@@ -97,14 +97,14 @@ def test_results_are_of_the_kind_that_stock_layers_give(recipe, make):
     for (name, x), (mode, enter), dtype in itertools.product(_inputs(), MODES.items(), CASTS):
         where = name, mode, dtype
         wanted = _wanted(make, *where)
-        made = _results(copy.deepcopy(ours), x, enter, dtype)
-        for want, got in zip(wanted, made, strict=True):
+        results = _results(copy.deepcopy(ours), x, enter, dtype)
+        for want, got in zip(wanted, results, strict=True):
             assert (want is None) == (got is None), where
             if want is None:
                 continue
             assert (want.shape, want.dtype) == (got.shape, got.dtype), where
         bad = ~wanted[0].isfinite()
-        assert torch.equal(bad & made[0].isfinite(), torch.zeros_like(bad)), where
+        assert torch.equal(bad & results[0].isfinite(), torch.zeros_like(bad)), where
         if all(want is None or want.isfinite().all() for want in wanted) and name != "huge":
-            error = (wanted[0].float() - made[0].float()).norm()
+            error = (wanted[0].float() - results[0].float()).norm()
             assert error <= 0.15 * wanted[0].float().norm() + 1e-20, where

@@ -47,8 +47,8 @@ class CastOptions(NamedTuple):
         columnwise: bool,
     ) -> "CastOptions":
         """Build the options of a cast to the format and granularity of `spec`."""
-        how = (spec.format.dtype, spec.granularity, spec.power_of_two)
-        return cls(*how, rowwise, columnwise, scale, amax)
+        as_payload = (spec.format.dtype, spec.granularity, spec.power_of_two)
+        return cls(*as_payload, rowwise, columnwise, scale, amax)
 
     @property
     def needs_amax(self) -> bool:
@@ -74,10 +74,10 @@ class CastOptions(NamedTuple):
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
         by_row: tuple[Tensor | None, Tensor | None] = (None, None)
         by_col, by_tensor = by_row, self.granularity == "tensorwise"
-        how = (self.dtype, self.granularity)
+        as_payload = (self.dtype, self.granularity)
         if self.rowwise:
             scale = None if by_tensor else new_scales(x, rows, cols, self.granularity)
-            by_row = new_payload(x, rows, cols, *how), scale
+            by_row = new_payload(x, rows, cols, *as_payload), scale
         if self.columnwise:
             scale = None if by_tensor else new_scales(x, cols, rows, self.granularity)
             size = (cols, padded_rows(rows, self.granularity))

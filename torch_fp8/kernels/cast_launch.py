@@ -122,18 +122,18 @@ def scale_source(options: CastOptions | None, unused: Tensor) -> Tensor:
 
 
 def fused_flags(
-    options: CastOptions | None, made: Sequence[Tensor | None], whole: bool = False
+    options: CastOptions | None, layouts: Sequence[Tensor | None], whole: bool = False
 ) -> dict[str, object]:
     """Return the compile-time arguments of a kernel that computes and casts its result.
 
     Args:
-        options: the cast; None: the first of `made` gets the plain result, if it exists.
-        made: the layouts to fill.
+        options: the cast; None: the first of `layouts` gets the plain result, if it exists.
+        layouts: the layouts to fill.
         whole: whether one tile holds the whole result; required if the amax is not known.
     """
     if options is None:
         plain = {"SCALE": "plain", "GROUP": BLOCK, "E5M2": False, "POWER_OF_TWO": False}
-        return {**plain, "ROW": made[0] is not None, "COL": False}
+        return {**plain, "ROW": layouts[0] is not None, "COL": False}
     assert whole == options.needs_amax
     if whole:
         source = "whole"

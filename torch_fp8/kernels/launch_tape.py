@@ -102,11 +102,11 @@ class Tape(NamedTuple):
 
 
 class _Event(NamedTuple):
-    """A launch of `kernel`, or the operator call that returned the tensor `made`."""
+    """A launch of `kernel`, or the operator call that returned the tensor `result`."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
-    made: Tensor | None = None
+    result: Tensor | None = None
     kernel: Any = None
 
 
@@ -138,39 +138,39 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         others = [*(x for x in args if not isinstance(x, Tensor)), *kwargs.values()]
         if (
-            not isinstance(made, Tensor)
+            not isinstance(result, Tensor)
             or func._schema.is_mutable
             or not _DATA_DEPENDENT.isdisjoint(func.tags)
             or any(isinstance(y, Tensor) for x in others for y in (x if type(x) is list else [x]))
         ):
             self._fits = False
         elif func in _ALLOCATE:
-            how = {"dtype": made.dtype, "device": made.device}
-            again = functools.partial(torch.empty_strided, made.shape, made.stride(), **how)
-            self._on_demand[id(made)] = _Event(again, (), made)
+            factory = {"dtype": result.dtype, "device": result.device}
+            again = functools.partial(torch.empty_strided, result.shape, result.stride(), **factory)
+            self._on_demand[id(result)] = _Event(again, (), result)
         elif func in _SAME_ADDRESS and not kwargs:
-            self._on_demand[id(made)] = _Event(func, args, made)
+            self._on_demand[id(result)] = _Event(func, args, result)
         else:
             run = functools.partial(_METHODS.get(func, func), **kwargs)
-            self._events.append(_Event(run, args, made))
-        return made
+            self._events.append(_Event(run, args, result))
+        return result
 
-    def launched(self, kernel: Any, args: Sequence[Any], found: Any) -> None:
+    def launched(self, kernel: Any, args: Sequence[Any], runner: Any) -> None:
         """Record a launch.
 
         Args:
             kernel: Triton kernel that was launched.
             args: tensors and numbers of the launch.
-            found: function that runs the binary, and the constants that follow `args`; None if the
+            runner: function that runs the binary, and the constants that follow `args`; None if the
                 binary is not known.
         """
-        if found is None:
+        if runner is None:
             self._fits = False
         else:
-            run, constants = found
+            run, constants = runner
             bases = [self._base(x) for x in args]
             self._events.append(_Event(run, (*bases, *constants), None, kernel))
 
@@ -180,10 +180,10 @@ class Recording(TorchDispatchMode):
             x = self._on_demand[id(x)].args[0]
         return x
 
-    def tape(self, made: Any) -> Tape | None:
-        """Return the tape of a call that returned `made`, or None if it cannot be replayed."""
-        several = type(made) is tuple
-        results = made if several else (made,)
+    def tape(self, result: Any) -> Tape | None:
+        """Return the tape of a call that returned `result`, or None if it cannot be replayed."""
+        several = type(result) is tuple
+        results = result if several else (result,)
         if not self._fits or not all(x is None or isinstance(x, Tensor) for x in results):
             return None
         every = [*self._events, *self._on_demand.values()]
@@ -225,8 +225,8 @@ class _Writer:
 
     def add(self, event: _Event) -> None:
         choose = _chooser([self.place(x) for x in event.args], True)
-        if event.made is not None:
-            self._places[id(event.made)] = self._initial + len(self.steps)
+        if event.result is not None:
+            self._places[id(event.result)] = self._initial + len(self.steps)
         self.steps.append(Step(_METHODS.get(event.run, event.run), choose))
 
 
@@ -288,10 +288,10 @@ class Replayed:
 
     def _record(self, known: tuple[Any, ...], tensors: list[Tensor], args: tuple[Any, ...]) -> Any:
         with Recording(tensors) as seen:
-            made = self._launcher(*args)
-        tape = seen.tape(made)
+            result = self._launcher(*args)
+        tape = seen.tape(result)
         self._tapes[known] = False if tape is None else tape
-        return made
+        return result
 
 
 def forget_recordings() -> None:

@@ -30,8 +30,8 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
 
-        def launch(*args: Any, **how: Any) -> None:
-            parts: list[Any] = [grid, args[0].get_device(), *how, *how.values()]
+        def launch(*args: Any, **options: Any) -> None:
+            parts: list[Any] = [grid, args[0].get_device(), *options, *options.values()]
             add = parts.append
             for a in args:  # no function call for numbers: a block has a hundred
                 kind = a.__class__
@@ -43,15 +43,15 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 else:
                     add(float if kind is float else a)
             key = tuple(parts)
-            found = None if self.pre_run_hooks else known.get(key)
-            if found is None:
-                found = self._first(key, grid, args, how)
+            runner = None if self.pre_run_hooks else known.get(key)
+            if runner is None:
+                runner = self._first(key, grid, args, options)
             else:
-                run, constants = found
+                run, constants = runner
                 run(*args, *constants)
             recorder = recording()
             if recorder is not None:
-                recorder.launched(self, args, found)
+                recorder.launched(self, args, runner)
 
         return launch
 
@@ -60,18 +60,18 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         key: tuple[Any, ...],
         grid: tuple[int, ...],
         args: tuple[Any, ...],
-        how: dict[str, Any],
+        options: dict[str, Any],
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """Launch through Triton; remember and return its binary's runner and constants."""
-        kernel = self.run(*args, grid=grid, warmup=False, **how)
+        kernel = self.run(*args, grid=grid, warmup=False, **options)
         if self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
             return None  # a hook sees the launch, or has replaced it
         known: dict[Any, Any] = self.__dict__["_launches"]
         if len(known) >= _MOST:
             known.clear()
-        constants = tuple(how[name] for name in self.arg_names[len(args) :])
-        known[key] = found = _runner(kernel, (*grid, 1, 1)[:3]), constants
-        return found
+        constants = tuple(options[name] for name in self.arg_names[len(args) :])
+        known[key] = runner = _runner(kernel, (*grid, 1, 1)[:3]), constants
+        return runner
 
 
 def _runner(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:

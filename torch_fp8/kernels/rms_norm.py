@@ -110,12 +110,12 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
     if not fits_tiles(options, norm.x):
         return quantize_2d(rms_norm(norm), options)
-    made = options.new_layouts(norm.x)
-    _tiles(norm, options, made)
-    return made
+    layouts = options.new_layouts(norm.x)
+    _tiles(norm, options, layouts)
+    return layouts
 
 
-def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> None:
+def _tiles(norm: NormWithRstd, options: CastOptions | None, layouts: Layouts) -> None:
     """Fill the layouts; without `options`, write the plain result into the first of them."""
     x, weight, rstd, offset, out_dtype = norm
     rows, cols = x.shape
@@ -130,7 +130,7 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> No
             weight,
             rstd,
             scale_source(options, x),
-            *pointers((slot, *made), x),
+            *pointers((slot, *layouts), x),
             *x.stride(),
             weight.stride(0),
             rstd.stride(0),
@@ -139,7 +139,7 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> No
             offset,
             OUT=TYPES[out_dtype],
             AMAX=slot is not None,
-            **fused_flags(options, made),
+            **fused_flags(options, layouts),
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,
@@ -180,7 +180,7 @@ def _bands(
     """Compute and cast bands of whole rows, or all rows in the single tile `whole`."""
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
-    made, saved = options.new_layouts(x), saved_outputs(x, save)
+    layouts, saved = options.new_layouts(x), saved_outputs(x, save)
     rstd, slot = x.new_empty(rows, dtype=torch.float32), amax_slot(options)
     band = BAND_ROWS[options.granularity]
     narrow = band != BLOCK and x.element_size() > 2
@@ -192,7 +192,7 @@ def _bands(
         rstd,
         *pointers((slot, *saved), x),
         scale_source(options, x),
-        *pointers(made, x),
+        *pointers(layouts, x),
         *x.stride(),
         weight.stride(0),
         rows,
@@ -201,7 +201,7 @@ def _bands(
         eps,
         offset,
         OUT=TYPES[out_dtype],
-        **fused_flags(options, made, whole is not None),
+        **fused_flags(options, layouts, whole is not None),
         SAVE=save,
         AMAX=slot is not None,
         BLOCK_R=band,
@@ -210,7 +210,7 @@ def _bands(
         maxnreg=registers(warps) if whole else None,
         enable_fp_fusion=False,
     )
-    return (*made, rstd, *saved)
+    return (*layouts, rstd, *saved)
 
 
 def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:

@@ -58,20 +58,20 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
     if not is_fused(options, x):
         return quantize_2d((x.float() * factors).contiguous(), options)
     rows, cols = x.shape
-    made = options.new_layouts(x)
+    layouts = options.new_layouts(x)
     block_r, warps = tile(options)
     quantize_columns_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
         x,
         factors,
         scale_source(options, x),
-        *pointers((amax_slot(options), *made), x),
+        *pointers((amax_slot(options), *layouts), x),
         *x.stride(),
         rows,
         cols,
         AMAX=options.raises_amax,
-        **fused_flags(options, made),
+        **fused_flags(options, layouts),
         BLOCK_R=block_r,
         BLOCK_C=BLOCK,
         num_warps=warps,
     )
-    return made
+    return layouts

@@ -66,8 +66,8 @@ def swiglu_quantize(
         known = options._replace(amax=amax)
         return (*swiglu_quantize(gate, up, smooth, known, False)[:4], *saved)
     if fused:
-        made, slot = options.new_layouts(gate), amax_slot(options)
-        return (*made, *_launch(gate, up, smooth, options, save, made, slot, whole))
+        layouts, slot = options.new_layouts(gate), amax_slot(options)
+        return (*layouts, *_launch(gate, up, smooth, options, save, layouts, slot, whole))
     h = gate.new_empty(gate.shape)
     saved = _launch(gate, up, smooth, None, save, (h, None, None, None), None)
     return (*quantize_2d(h, options), *saved)
@@ -79,15 +79,15 @@ def _launch(
     smooth: Tensor | None,
     options: CastOptions | None,
     save: bool,
-    made: Layouts,
+    layouts: Layouts,
     largest: Tensor | None,
     whole: Tile | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Fill the layouts and raise the amaxes in one launch; return the saved gate and up.
 
     Args:
-        made: layouts to fill; without `options`, the first is the plain result, (R, C) contiguous,
-            or None.
+        layouts: layouts to fill; without `options`, the first is the plain result, (R, C)
+            contiguous, or None.
         largest: int32 bits of the amax, (), or of the columns' amaxes, (C,); or None.
         whole: tile that holds the whole result, or None.
     """
@@ -101,7 +101,7 @@ def _launch(
             up,
             *pointers((smooth, largest, *saved), gate),
             scale_source(options, gate),
-            *pointers(made, gate),
+            *pointers(layouts, gate),
             *gate.stride(),
             *up.stride(),
             0 if smooth is None else smooth.stride(0),
@@ -111,7 +111,7 @@ def _launch(
             SMOOTH=smooth is not None,
             SAVE=save,
             AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
-            **fused_flags(options, made, whole is not None),
+            **fused_flags(options, layouts, whole is not None),
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,

@@ -57,9 +57,9 @@ def swiglu_backward_quantize(
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
     grad, casts = inputs.grad, options.of_gradients(dup_scale, dup_amax)
     if _casts_at_once(inputs, options):
-        made = tuple(t for cast in casts for t in cast.new_layouts(grad))
-        _cast_gradients(inputs, casts, made)
-        return made
+        layouts = tuple(t for cast in casts for t in cast.new_layouts(grad))
+        _cast_gradients(inputs, casts, layouts)
+        return layouts
     gradients = swiglu_backward(inputs)
     return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in quantize_2d(d, cast))
 
@@ -88,11 +88,11 @@ def gate_up_backward_quantize(
     whole = options.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
     if not (whole and _casts_at_once(inputs, options)):
         return quantize_2d(gate_up_backward(inputs, gate_first), options)
-    made = options.new_layouts(grad, 2 * grad.shape[1])
-    halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
+    layouts = options.new_layouts(grad, 2 * grad.shape[1])
+    halves = [_halves(t, dim, gate_first) for t, dim in zip(layouts, (1, 1, 0, 0), strict=True)]
     dgate, dup = zip(*halves, strict=True)
     _cast_gradients(inputs, (options, options), (*dgate, *dup), joined=True)
-    return made
+    return layouts
 
 
 def _halves(x: Any, dim: int, gate_first: bool) -> tuple[Any, Any]:
@@ -149,14 +149,15 @@ def _store_gradients(
 def _cast_gradients(
     inputs: BackwardInputs,
     casts: Sequence[CastOptions],
-    made: Sequence[Tensor | None],
+    layouts: Sequence[Tensor | None],
     joined: bool = False,
 ) -> None:
     """Fill the layouts of both gradients, and raise their amaxes if the options have slots.
 
     Args:
         casts: cast options of dgate and dup, which differ only in scale and amax.
-        made: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, views of those of one matrix.
+        layouts: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, views of those of one
+            matrix.
         joined: whether both gradients are parts of one matrix.
     """
     grad = inputs.grad
@@ -165,12 +166,12 @@ def _cast_gradients(
     swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
         *pointers(operands, grad),
         *(scale_source(cast, grad) for cast in casts),
-        *pointers((*(amax_slot(cast) for cast in casts), *made), grad),
+        *pointers((*(amax_slot(cast) for cast in casts), *layouts), grad),
         *strides,
         rows,
         cols,
         AMAX=casts[0].raises_amax,
-        **fused_flags(casts[0], made),
+        **fused_flags(casts[0], layouts),
         **flags,
     )
 

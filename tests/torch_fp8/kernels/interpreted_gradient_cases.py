@@ -92,13 +92,13 @@ def results():
             yield f"{name}, {str(dtype).removeprefix('torch.')}", failures
     shifted = torch.randn(1 + 9 * 512)[1:].view(9, 512)
     want = grad_codec.quantize_gradient(shifted, (1, 2))
-    found = difference(encoded(shifted, (1, 2)), want)
-    yield "address of an odd element", [found] if found else []
+    distance = difference(encoded(shifted, (1, 2)), want)
+    yield "address of an odd element", [distance] if distance else []
     x = just_rounded_up(64, 512, (1, 2))
     want = grad_codec.quantize_gradient(x, (1, 2))
     up = grad_codec.decode_gradient(want, x.dtype) >= x
-    found = difference(encoded(x, (1, 2)), want)
-    yield "just rounded up", [found] * bool(found) + ["by the reference"] * (not up.all())
+    distance = difference(encoded(x, (1, 2)), want)
+    yield "just rounded up", [distance] * bool(distance) + ["by the reference"] * (not up.all())
 
 
 json.dump(dict(results()), sys.stdout)

@@ -347,14 +347,14 @@ def gate_up_backward(x, gate_first, more=False):
         arguments = BackwardInputs(grad, *inputs, columns(x.shape[1]), x.dtype)
         dgate, dup = backward_kernels.swiglu_backward(arguments)
         want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
-        made = backward_kernels.gate_up_backward(arguments, gate_first)
-        yield f"{what} gradient", differs(made, want)
+        by_kernel = backward_kernels.gate_up_backward(arguments, gate_first)
+        yield f"{what} gradient", differs(by_kernel, want)
         amax = tensor_amax(want)
         yield f"{what} amax", differs(backward_kernels.gate_up_backward_amax(arguments), amax)
         every = more and what == "saved"
         for name, cast in casts(amax, every):
-            made = backward_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
-            yield from compare_cast(f"{what} {name}", made, want, cast)
+            by_kernel = backward_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
+            yield from compare_cast(f"{what} {name}", by_kernel, want, cast)
 
 
 def smoothing(gate, more):

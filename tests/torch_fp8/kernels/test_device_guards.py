@@ -90,8 +90,8 @@ def test_every_launch_is_on_the_card_of_its_tensors():
 
 
 def test_the_registry_calls_launchers_with_a_guard():
-    found = re.findall(r"with torch\.cuda\.device_of\(first\).*\n +return getattr\(", _registry())
-    assert len(found) == _registry().count("getattr(_module(")
+    guards = re.findall(r"with torch\.cuda\.device_of\(first\).*\n +return getattr\(", _registry())
+    assert len(guards) == _registry().count("getattr(_module(")
 
 
 def _registry():
