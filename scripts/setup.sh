@@ -59,7 +59,7 @@ wait_for_pythons() {
 
 setup_pythons() {
   local version wanted
-  export PIP_COMPILE=0  # a third of the time, for files of which few are imported
+  export PIP_COMPILE=0
   wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
   for version in ${PYTHONS:-$(sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)}; do
     is_python "${PYTHON:-python3}" "$version" && continue  # that of .venv

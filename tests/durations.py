@@ -3,8 +3,8 @@
 The measure is processor time, that of the processes a test starts and waits for included, so that
 what else the machine does hardly counts. A test that takes more than `LIMIT_S` with its set-up must
 have the marker ``long``; ``scripts/test.sh --fast`` leaves those out, but for the ones marked
-``smoke``. Of a parametrized test that is in the record it runs `samples`; the other items become
-``long``.
+``smoke``. Of a parametrized test that is in the record, ``scripts/test.sh`` runs the `samples`; the
+other items get the marker ``combination`` and run with ``--all``, or if you name the file.
 
 Every run with ``--junit-xml=FILE`` writes the seconds into FILE. ``python -m tests.durations FILE``
 makes durations.json of it. With that, pytest-xdist is handed the longest files first: files stay
@@ -85,33 +85,38 @@ def function_of(nodeid: str) -> str:
 
 
 def samples(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """A few items of one parametrized test that together have each value of each parameter."""
+    """A few items of one parametrized test that together have each value of each parameter.
+
+    Those marked ``smoke`` are among them.
+    """
     missing = {item: {(k, id(v)) for k, v in item.callspec.params.items()} for item in items}
+    smoke = [item for item in items if item.get_closest_marker("smoke")]
     chosen = []
-    while any(missing.values()):
-        item = max(missing, key=lambda item: len(missing[item]))  # the first of equals
-        values = missing.pop(item)
+    while smoke or any(missing.values()):
+        item = smoke.pop(0) if smoke else max(missing, key=lambda item: len(missing[item]))
+        values = missing.pop(item)  # of the first of equals
         chosen.append(item)
         missing = {other: rest - values for other, rest in missing.items()}
     return chosen
 
 
-def mark_samples(items: Sequence[pytest.Item], recorded: dict[str, float]) -> None:
-    """Gives ``long`` to all but the samples of a parametrized test that `recorded` has."""
+def mark_combinations(items: Sequence[pytest.Item], recorded: dict[str, float]) -> None:
+    """Marks all but the samples of a parametrized test that `recorded` has."""
     functions = defaultdict(list)
     for item in items:
         function = function_of(item.nodeid)
-        if function in recorded and hasattr(item, "callspec") and not is_long(item):
+        ordinary = not (item.get_closest_marker("slow") or item.get_closest_marker("gpu"))
+        if function in recorded and hasattr(item, "callspec") and ordinary:
             functions[function].append(item)
     for parametrized in functions.values():
         for item in set(parametrized) - set(samples(parametrized)):
-            item.add_marker("long")
+            item.add_marker("combination")
 
 
 def pytest_collection_modifyitems(config, items):
     """Before pytest selects by markers."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    mark_samples(items, recorded)
+    mark_combinations(items, recorded)
     if hasattr(config, "workerinput"):
         items[:] = longest_first(items, recorded)
 

@@ -54,6 +54,11 @@ def letter(request): return request.param
 @pytest.mark.parametrize("other", ["x", "y"])
 def test_costly(letter, other, number, twice): pass
 
+@pytest.mark.long
+@pytest.mark.parametrize("other", ["x", pytest.param("y", marks=pytest.mark.smoke), "z"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_smoke(number, other): pass
+
 @pytest.mark.parametrize("other", ["x", "y"])
 def test_cheap(letter, other): pass
 
@@ -64,7 +69,7 @@ import sys, pytest
 from pathlib import Path
 from tests import durations
 durations.RECORD = Path(sys.argv[1])
-pytest.main(["-q", "--collect-only", "-m", "not long", sys.argv[2]], plugins=[durations])
+pytest.main(["-q", "--collect-only", "-m", "not combination", sys.argv[2]], plugins=[durations])
 """
 
 
@@ -84,16 +89,19 @@ def test_a_long_test_without_the_marker_fails(tmp_path):
     assert seconds["test_short"] < 0.3
 
 
-def test_of_a_costly_test_the_short_run_has_each_value_of_each_parameter(tmp_path):
+def test_of_a_costly_test_a_run_has_each_value_of_each_parameter(tmp_path):
     file, record = tmp_path / "test_some.py", tmp_path / "durations.json"
     file.write_text(PARAMETRIZED)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  long: as in the project\n")
-    record.write_text('{"test_some.py::test_costly": 1, "test_some.py::test_plain": 1}')
+    markers = "".join(f"  {name}: as in the project\n" for name in ("long", "smoke", "combination"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
+    record.write_text('{"test_some.py::test_costly": 1, "test_some.py::test_plain": 1, "test_some.py::test_smoke": 1}')
     command = [sys.executable, "-c", COLLECT, str(record), str(file)]
     printed = subprocess.check_output(command, cwd=ROOT, text=True)
     names = [line.partition("::test_")[2] for line in printed.splitlines() if "::" in line]
     cheap = [f"cheap[{letter}-{other}]" for letter in "abc" for other in "xy"]
-    assert names == ["costly[a-x-0]", "costly[b-y-1]", "costly[c-x-0]", *cheap, "plain"]
+    costly = ["costly[a-x-0]", "costly[b-y-1]", "costly[c-x-0]"]
+    smoke = ["smoke[0-y]", "smoke[1-y]", "smoke[0-x]", "smoke[0-z]"]
+    assert sorted(names) == sorted([*costly, *smoke, *cheap, "plain"])
 
 
 def test_files_are_handed_out_longest_first_and_stay_whole():
