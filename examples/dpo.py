@@ -72,7 +72,7 @@ def main() -> None:
             options.output,
             beta=options.beta,
             learning_rate=5e-4 if options.quick else 1e-6,
-            max_steps=30 if options.quick else -1,
+            max_steps=12 if options.quick else -1,
             num_train_epochs=1,
             per_device_train_batch_size=8,
             max_length=1024,

@@ -63,7 +63,7 @@ def main() -> None:
         args=GRPOConfig(
             options.output,
             learning_rate=1e-3 if options.quick else 1e-6,
-            max_steps=12 if options.quick else -1,
+            max_steps=8 if options.quick else -1,
             num_train_epochs=1,
             per_device_train_batch_size=16,
             num_generations=8,

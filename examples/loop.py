@@ -69,7 +69,7 @@ def main() -> None:
     train = DataLoader(rows[held_out:], 8, shuffle=True)
     test = DataLoader(rows[:held_out], 8)
 
-    rate, steps = (1e-3, 30) if options.quick else (1e-5, len(train))
+    rate, steps = (1e-3, 20) if options.quick else (1e-5, len(train))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     model, optimizer, train, test, schedule = accelerator.prepare(

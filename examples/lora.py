@@ -68,7 +68,7 @@ def main() -> None:
         SFTConfig(
             options.output,
             learning_rate=5e-3 if options.quick else 2e-4,
-            max_steps=30 if options.quick else -1,
+            max_steps=20 if options.quick else -1,
             num_train_epochs=1,
             per_device_train_batch_size=8,
             max_length=1024,

@@ -67,7 +67,7 @@ def main() -> None:
     prompts = [f"{a}{b}" for a in "abcdefgh" for b in "stuvwxyz"]
     if not options.quick:
         prompts = Path(options.data).read_text().splitlines()
-    steps, new, rate = (10, 16, 1e-3) if options.quick else (len(prompts) // 16, 128, 1e-6)
+    steps, new, rate = (6, 16, 1e-3) if options.quick else (len(prompts) // 16, 128, 1e-6)
     trained = [*policy.parameters(), *value.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=rate)
     loader = torch.utils.data.DataLoader(prompts, 16, shuffle=True, drop_last=True)

@@ -76,7 +76,7 @@ def main() -> None:
         TrainingArguments(
             options.output,
             learning_rate=1e-3 if options.quick else 1e-5,
-            max_steps=30 if options.quick else -1,
+            max_steps=20 if options.quick else -1,
             num_train_epochs=1,
             per_device_train_batch_size=8,
             warmup_steps=5,

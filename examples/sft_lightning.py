@@ -97,7 +97,7 @@ def main() -> None:
     trainer = L.Trainer(
         precision=options.precision,
         max_epochs=1,
-        max_steps=30 if options.quick else -1,
+        max_steps=20 if options.quick else -1,
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,

@@ -372,7 +372,9 @@ def test_module_object_made_by_hand_is_not_extended(host, finder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", ["accelerate", "lightning.fabric", "torch"])
+@pytest.mark.parametrize(
+    "first", ["accelerate", pytest.param("lightning.fabric", marks=pytest.mark.slow), "torch"]
+)
 def test_real_hosts_are_extended_whichever_is_imported_first(first):
     # `import accelerate` has accelerate.accelerator half imported when torch loads us.
     code = f"""

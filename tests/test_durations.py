@@ -94,7 +94,9 @@ def test_of_a_costly_test_a_run_has_each_value_of_each_parameter(tmp_path):
     file.write_text(PARAMETRIZED)
     markers = "".join(f"  {name}: as in the project\n" for name in ("long", "smoke", "combination"))
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
-    record.write_text('{"test_some.py::test_costly": 1, "test_some.py::test_plain": 1, "test_some.py::test_smoke": 1}')
+    record.write_text(
+        '{"test_some.py::test_costly": 1, "test_some.py::test_plain": 1, "test_some.py::test_smoke": 1}'
+    )
     command = [sys.executable, "-c", COLLECT, str(record), str(file)]
     printed = subprocess.check_output(command, cwd=ROOT, text=True)
     names = [line.partition("::test_")[2] for line in printed.splitlines() if "::" in line]

@@ -42,7 +42,7 @@ def test_thresholds_of_an_element_are_spread_evenly():
             assert ((quarter == q).sum(0) - 16).abs().max() <= 3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_rounds_by_the_sequence_within_alone():
     losses = []
     for name in (bench.RANDOM, bench.SEQUENCE, bench.RANDOM):

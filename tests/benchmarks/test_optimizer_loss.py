@@ -95,7 +95,7 @@ def test_a_failed_run_says_why_and_leaves_no_row(monkeypatch, tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [None, "O1", "O2", "O3"])
 def test_the_pretraining_learns_on_every_level(monkeypatch, level):
     """On a stream that repeats itself; bytes per parameter tell that the level was applied."""

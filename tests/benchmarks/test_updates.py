@@ -31,7 +31,7 @@ def test_recorded_masters_without_residual_show_why():
     assert float(recorded["fp16_nearest", 1e-6]["projection"]) < 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_smaller_matrix_meets_the_targets():
     """All 2,000 steps, of 64 x 64 weights; O2 is O3 with a finer gradient."""
     stores = ["residual_8", "o3_8", "bf16_nearest"]

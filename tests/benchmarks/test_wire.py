@@ -7,9 +7,6 @@ import pytest
 from benchmarks.evidence import wire as bench
 from benchmarks.rows import RESULTS
 
-pytestmark = pytest.mark.long
-
-
 RANKS = pytest.mark.parametrize("ranks", bench.RANKS)
 INPUTS = pytest.mark.parametrize("input_name", bench.INPUTS)
 
@@ -44,6 +41,7 @@ def test_a_sum_in_fp8_is_worse_and_bf16_better(recorded, ranks, input_name, name
     assert bf16 > ours
 
 
+@pytest.mark.slow
 def test_two_ranks_repeat_what_is_recorded(recorded, tmp_path, monkeypatch):
     path = tmp_path / "wire.csv"
     monkeypatch.setattr("sys.argv", ["wire", "--ranks", "2", "--csv", str(path)])
