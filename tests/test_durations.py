@@ -95,7 +95,7 @@ def test_of_a_costly_test_a_run_has_each_value_of_each_parameter(tmp_path):
     markers = "".join(f"  {name}: as in the project\n" for name in ("long", "smoke", "combination"))
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
     record.write_text(
-        '{"test_some.py::test_costly": 1, "test_some.py::test_plain": 1, "test_some.py::test_smoke": 1}'
+        json.dumps({f"test_some.py::test_{name}": 1 for name in ("costly", "plain", "smoke")})
     )
     command = [sys.executable, "-c", COLLECT, str(record), str(file)]
     printed = subprocess.check_output(command, cwd=ROOT, text=True)
