@@ -187,7 +187,7 @@ def make_setup(
         pipeline=pipeline,
         recipe=_AUTO if recipe == "auto" else recipe,
         recipe_is_auto=recipe == "auto",
-        checkpointing=bool(checkpointing),
+        checkpointing=checkpointing,
         method=method,
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,
