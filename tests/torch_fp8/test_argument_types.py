@@ -73,7 +73,7 @@ def test_a_value_that_a_type_cannot_exclude_is_named():
 
 def test_converted_layers_are_not_constructed():
     """`Float8Linear(64, 64)` was a layer without a state, and failed when it was printed."""
-    with pytest.raises(TypeError, match=r"convert_to_float8\(model\) turns an existing layer"):
+    with pytest.raises(TypeError, match=r"convert_to_float8\(model\) turns existing layers"):
         torch_fp8.Float8Linear(64, 64)
 
 
@@ -87,7 +87,7 @@ def test_an_input_on_another_device_is_refused_in_forward(recipe, devices):
     for mode in (torch.enable_grad, torch.no_grad):
         with (
             mode(),
-            pytest.raises(ValueError, match=f"on {weight} and its input on {other}"),
+            pytest.raises(ValueError, match=f"on {weight}, but its input is on {other}"),
         ):
             model(torch.ones(16, 64, device=other))
 

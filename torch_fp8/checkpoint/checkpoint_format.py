@@ -233,7 +233,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     return config if isinstance(config, dict) else {}
 
 

@@ -44,6 +44,6 @@ def check_input(fp8: Any, input: Tensor, weight: Tensor) -> None:
         )
     if input.device != weight.device:
         raise ValueError(
-            f"FP8 linear '{fp8.name}' is on {weight.device} and its input on {input.device}; move "
-            "one of them"
+            f"FP8 linear '{fp8.name}' is on {weight.device}, but its input is on {input.device}; "
+            "move one of them"
         )

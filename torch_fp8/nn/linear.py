@@ -88,8 +88,8 @@ class Float8Layer(FrozenStorage):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise TypeError(
-            f"{type(self).__name__} is not constructed: torch_fp8.convert_to_float8(model) turns "
-            "an existing layer, such as nn.Linear(in_features, out_features), into one"
+            f"{type(self).__name__} cannot be created directly: torch_fp8.convert_to_float8(model) "
+            "turns existing layers, such as nn.Linear(in_features, out_features), into FP8 layers"
         )
 
     @property

@@ -292,7 +292,7 @@ def test_a_malformed_description_is_named(tmp_path, quantization):
 def test_files_that_are_no_json_are_named(tmp_path):
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(b"\xff\x00")
-    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
         read_format(tmp_path)
     with pytest.raises(ValueError, match=r"index.json is not an index of safetensors files"):
         SafetensorsFiles(tmp_path)

@@ -80,7 +80,7 @@ def test_an_argument_in_place_of_an_optimizer_is_not_ignored():
     ("call", "message"),
     [
         (lambda x: FP8Config.from_json(x), "from_json takes JSON text, the path of a JSON file"),
-        (lambda x: Monitor(nn.Linear(16, 16), (), x), "config is 5, a int"),
+        (lambda x: Monitor(nn.Linear(16, 16), (), x), "config is 5, of type int; pass FP8Config"),
     ],
     ids=["from_json", "monitor"],
 )
