@@ -23,7 +23,6 @@ from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
 from torch_fp8.nn.frozen_storage import FrozenState
-from torch_fp8.nn.input_check import check_input
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.ops.registry import is_watched
 from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
@@ -194,9 +193,8 @@ class LayerFP8:
         bias = layer.bias if layer.fp8_adds_bias else None
         if isinstance(weight, DTensor) or isinstance(input, DTensor):
             input, weight, bias, parts = local_operands(self, input, weight, bias)
-        shape, dtype = input.shape, input.dtype
         check_input(self, input, weight)
-        return Operands(input, weight, bias, shape, dtype, parts)
+        return Operands(input, weight, bias, input.shape, input.dtype, parts)
 
     def options(self, layer: Any, operands: Operands) -> LinearOptions:
         """Return `new_options` in eager code, cached from an earlier forward if possible.
@@ -314,3 +312,39 @@ class LayerFP8:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
+
+
+def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> None:
+    """Check that a layer can multiply an input.
+
+    Args:
+        fp8: state of the layer.
+        input: input of the layer.
+        weight: (N, K), or (K, N) if `fp8.transposed`.
+    Raises:
+        TypeError: input or weight has another dtype, or torchao has quantized the weight.
+        ValueError: the last dimension of the input is not K, or it is on another device.
+    """
+    name, shape = fp8.name, input.shape
+    if input.dtype not in CAST_DTYPES:
+        raise TypeError(
+            f"FP8 linear '{name}' takes float32, bfloat16 or float16 input, got {input.dtype}; "
+            f"cast it, or keep the module in high precision with FP8Config(skip=('{name}',))"
+        )
+    if weight.dtype not in CAST_DTYPES:
+        raise TypeError(
+            f"the weight of FP8 linear '{name}' is {weight.dtype}, as model.double() makes it; FP8 "
+            "GEMMs take float32, bfloat16 or float16: call model.float(), or "
+            "torch_fp8.revert(model) first"
+        )
+    if not torch.compiler.is_compiling() and type(weight).__module__.startswith("torchao."):
+        raise TypeError(
+            f"the weight of FP8 linear '{name}' is torchao's {type(weight).__name__}: call "
+            "torch_fp8.revert(model) before torchao's quantize_(model)"
+        )
+    features = weight.shape[0 if fp8.transposed else 1]
+    if not shape or shape[-1] != features:
+        raise ValueError(f"FP8 linear '{name}' takes inputs (..., {features}), got {tuple(shape)}")
+    if input.device != weight.device:
+        devices = f"is on {weight.device}, but its input is on {input.device}"
+        raise ValueError(f"FP8 linear '{name}' {devices}; move one of them")

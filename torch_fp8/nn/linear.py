@@ -51,8 +51,7 @@ from torch_fp8.nn.delayed_scaling import (
     scaling_buffers,
 )
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.input_check import check_input
-from torch_fp8.nn.layer_fp8 import LayerFP8
+from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor

@@ -27,7 +27,7 @@ from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin, unwrapped_name
 from torch_fp8.nn.delayed_scaling import WEIGHT
-from torch_fp8.nn.input_check import check_input
+from torch_fp8.nn.layer_fp8 import check_input
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor, transposed

@@ -29,8 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.input_check import check_input
-from torch_fp8.nn.layer_fp8 import LayerFP8
+from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
