@@ -307,7 +307,7 @@ def config_or_default(config: object) -> FP8Config:
         way_out = "FP8Config(**options)"
     elif isinstance(config, os.PathLike) or (isinstance(config, str) and set(config) & set("{/.")):
         way_out = "FP8Config.from_json(text_or_path)"
-    raise TypeError(f"config is {config!r}, a {type(config).__name__}; pass {way_out}")
+    raise TypeError(f"config is {config!r}, of type {type(config).__name__}; pass {way_out}")
 
 
 _DEFAULTS: dict[str, Any] = {

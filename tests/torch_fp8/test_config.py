@@ -240,7 +240,7 @@ def test_a_recipes_name_is_a_configuration(name):
         ('{"recipe": "rowwise"}', r"FP8Config.from_json\(text_or_path\)"),
         ("configs/fp8.json", r"FP8Config.from_json\(text_or_path\)"),
         (Path("fp8.json"), r"FP8Config.from_json\(text_or_path\)"),
-        (True, r"a bool; pass FP8Config\(\.\.\.\)"),
+        (True, r"of type bool; pass FP8Config\(\.\.\.\)"),
     ],
     ids=str,
 )

@@ -88,6 +88,15 @@ def read_format(path: str | Path) -> CheckpointFormat | None:
     if not quantization:
         return None
     where = f"the checkpoint {str(path)!r}"
+    try:
+        return _format_of(quantization, where)
+    except (AttributeError, TypeError) as error:  # a list in place of an object, for example
+        raise ValueError(
+            f"{where} has a malformed quantization_config ({error}); {_WAY_OUT}"
+        ) from error
+
+
+def _format_of(quantization: Mapping[str, Any], where: str) -> CheckpointFormat:
     method = str(quantization.get("quant_method", "")).replace("_", "-").lower()
     if not method and quantization.get("load_in_4bit", quantization.get("load_in_8bit")):
         method = "bitsandbytes"
@@ -224,7 +233,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
     return config if isinstance(config, dict) else {}
 
 

@@ -27,6 +27,7 @@ from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, w
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.class_swap import without_compiler
+from torch_fp8.quantization.argument_types import check_arguments
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -122,6 +123,7 @@ def export(
         TypeError: `model` is not a transformers model, or `tokenizer` cannot be saved.
         OSError: the disk is full or not writable.
     """
+    check_arguments(export, locals())
     check_format(format)
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(

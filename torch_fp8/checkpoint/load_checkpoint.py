@@ -24,6 +24,7 @@ from torch_fp8.conversion.frozen_layers import freeze_weights, frozen_recipe
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.residual import split_parts
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.frozen_payload import freeze_tensor
 
 Read: TypeAlias = Tensor | FP8Weight
@@ -76,6 +77,7 @@ def load_trainable(
         TypeError: `cls` does not build a model.
     """
     config = config_or_default(config)
+    check_arguments(load_trainable, locals())
     bits = config.large_residual_bits
 
     def place(name: str, layer: nn.Module, read: Read) -> Tensor:
@@ -118,6 +120,7 @@ def load_frozen(
         TypeError: `cls` does not build a model.
     """
     config = config_or_default(config)
+    check_arguments(load_frozen, locals())
     refuse_kept(config, "load_frozen")
     target = _device(device)
     recipe, emulate = frozen_recipe(config, target)

@@ -92,10 +92,6 @@ class SafetensorsFiles(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.stored)
 
-    def num_bytes(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(stored.num_bytes for stored in self.stored.values())
-
 
 def _files(path: Path) -> list[Path]:
     """Return the files of a checkpoint: those in its index, if it has one."""

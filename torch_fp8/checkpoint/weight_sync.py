@@ -21,6 +21,7 @@ from torch_fp8.checkpoint.plain_dtype import plain_dtype
 from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.base import dequantized
 
 ENGINES = ("bf16", "fp8_per_block", "fine-grained")
@@ -51,6 +52,7 @@ def weights_for_engine(
             finite, sharded or without values (raised when it is reached).
         TypeError: `model` is not a transformers model.
     """
+    check_arguments(weights_for_engine, locals())
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; one of {', '.join(map(repr, ENGINES))}")
     if adapters not in ADAPTERS:

@@ -34,7 +34,6 @@ from torch_fp8.conversion.report import ConversionReport, SkippedModule
 from torch_fp8.conversion.revert import keep_scaling_local
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
-from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
@@ -50,6 +49,7 @@ from torch_fp8.nn.transformer_engine import (
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import Recipe
 
 
@@ -87,7 +87,7 @@ def convert_to_float8(
         RuntimeError: the rank that measures for this one did not finish in time.
     """
     config = config_or_default(config)
-    check_model(model, "convert_to_float8")
+    check_arguments(convert_to_float8, locals())
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
     if _is_te(config) and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -242,7 +242,7 @@ def conversion_report(
     Raises:
         ValueError, TypeError, ImportError, RuntimeError: see `convert_to_float8`.
     """
-    check_model(model, "conversion_report")
+    check_arguments(conversion_report, locals())
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")

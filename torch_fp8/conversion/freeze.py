@@ -23,10 +23,10 @@ from torch_fp8.conversion.frozen_layers import (
 )
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.layer_options import base_config
-from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import guard
+from torch_fp8.quantization.argument_types import check_arguments
 
 
 @torch.inference_mode(False)
@@ -55,7 +55,7 @@ def freeze(
         ValueError, TypeError: see `torch_fp8.convert_to_float8`; also for O1,
             ``frozen_weights="keep"`` or another backend, which leave weights as they are.
     """
-    check_model(model, "freeze")
+    check_arguments(freeze, locals())
     layers = _layers(model)
     if config is not None or not layers:
         config = config_or_default(config)
@@ -86,7 +86,7 @@ def thaw(model: nn.Module) -> int:
     Raises:
         RuntimeError: FSDP2 has sharded a frozen weight.
     """
-    check_model(model, "thaw")
+    check_arguments(thaw, locals())
     count = thaw_weights(model)
     layers = _layers(model)
     if count:

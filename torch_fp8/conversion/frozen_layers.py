@@ -25,6 +25,7 @@ from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
+from torch_fp8.nn.layer_filter import is_peft
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
 from torch_fp8.ops.hardware import runs_natively
@@ -92,11 +93,7 @@ def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool
 
 def proven_frozen(model: nn.Module) -> Callable[[RunsFP8], bool]:
     """Return a function that tells whether PEFT froze a module, so that nothing will train it."""
-    adapted = any(
-        cls.__module__.partition(".")[0] == "peft"
-        for module in model.modules()
-        for cls in type(module).__mro__
-    )
+    adapted = any(map(is_peft, model.modules()))
     return lambda module: adapted and by_hand(module)
 
 

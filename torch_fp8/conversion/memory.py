@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_fp8.nn.argument_types import check_model, check_optimizer
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
@@ -21,6 +20,7 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of, residual_shape
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization import linear_int8, ratio_int4
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.formats import GROUP_SIZE
 from torch_fp8.quantization.payload_shape import scale_shape
@@ -101,14 +101,11 @@ def memory_report(
     Raises:
         TypeError: `model` or `optimizer` has the wrong type.
     """
-    check_model(model, "memory_report")
+    check_arguments(memory_report, locals())
     given = model.parameters() if parameters is None else parameters
     counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
     optimizers = _optimizers(optimizer)
-    for own in optimizers:
-        if not hasattr(own, "state"):  # other classes than torch's have states, too
-            check_optimizer(own, "memory_report")
     states = _by_category(optimizers, counted)
     shards = map(local, counted)
     scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
@@ -278,7 +275,7 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
     """Return one or several optimizers as a list, without wrappers that a host put around them."""
     if optimizer is None:
         return []
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     unwrapped: list[Any] = [getattr(o, "optimizer", o) for o in given]
     return unwrapped
 

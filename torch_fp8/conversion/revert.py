@@ -9,7 +9,6 @@ from torch_fp8.conversion.attention_layers import leave_attention
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.fused_layers import revert_producers
 from torch_fp8.conversion.layer_swap import to_stock
-from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
@@ -17,6 +16,7 @@ from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.grad_hooks import remove_hook
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_weight import join_parameter
 
@@ -34,7 +34,7 @@ def revert(model: nn.Module) -> int:
     Returns:
         The number of modules that were reverted.
     """
-    check_model(model, "revert")
+    check_arguments(revert, locals())
     restore_output_dtype(model)
     stop_merge_aware(model)
     leave_attention(model)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.distributed.links import STATE_KEY, exchanges_state, load_exchanges_state
-from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.quantization.argument_types import check_arguments
 
 _SCALING = ("amax_history", "last_scale")
 
@@ -29,7 +29,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: converted model.
     """
-    check_model(model, "scaling_state_dict")
+    check_arguments(scaling_state_dict, locals())
     exchanges = exchanges_state(model)
     state = {} if exchanges is None else {STATE_KEY: exchanges}
     for name, module in _delayed_modules(model):
@@ -38,7 +38,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore a state from `scaling_state_dict`, so that training continues exactly as before.
 
     An empty `state` (from stock training, or from another recipe) changes nothing.
@@ -51,12 +51,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         ValueError: `state` belongs to another model or history length, or its history contains an
             Inf or NaN. Nothing is loaded in that case.
     """
-    check_model(model, "load_scaling_state_dict")
-    if not isinstance(state, Mapping):
-        got = type(state).__name__
-        raise TypeError(
-            f"load_scaling_state_dict takes scaling_state_dict(model)'s dict, got {got}"
-        )
+    check_arguments(load_scaling_state_dict, locals())
     state = {unwrapped_name(key): value for key, value in state.items()}
     exchanges = state.pop(STATE_KEY, None)
     modules = dict(_delayed_modules(model)) if state else {}

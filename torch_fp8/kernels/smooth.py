@@ -16,11 +16,10 @@ from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import partial_column_amaxes, quantize_2d
 from torch_fp8.kernels.smooth_kernels import quantize_columns_kernel, smooth_factors_kernel
 from torch_fp8.kernels.swiglu import is_fused, swiglu_save, tile
+from torch_fp8.quantization.scaling import SMOOTH_RANGE
 
 FACTORS = 1024
 """Channels that `smooth_factors_kernel` processes at a time."""
-RANGE = 32
-"""See `torch_fp8.ops.smooth.RANGE`."""
 
 
 def column_amax(x: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             inverse,
             smoothed,
             amax.numel(),
-            RANGE=RANGE,
+            RANGE=SMOOTH_RANGE,
             BLOCK=FACTORS,
             num_warps=4,
         )

@@ -45,6 +45,7 @@ from torch_fp8.monitor.parameters import (
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series, is_distributed
 from torch_fp8.monitor.step_hooks import hook_step
+from torch_fp8.quantization.argument_types import check_arguments
 
 
 class Monitor:
@@ -85,6 +86,7 @@ class Monitor:
         name: str = "",
     ) -> None:
         config = config_or_default(config)
+        check_arguments(Monitor.__init__, locals(), "Monitor")
         if not config.monitor:
             raise ValueError("FP8Config(monitor=0) measures nothing; set monitor=100, for example")
         if config.on_loss_spike == "restore" and restore is None:

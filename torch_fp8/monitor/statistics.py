@@ -196,10 +196,10 @@ def alignment_statistics(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([cos.amax(), cos.mean()])
 
 
-def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
+def logit_sharpness(logits: Tensor, grad: Tensor) -> Tensor:
     """Measure how sharp the loss is around the logits of the last token, (1,) float32.
 
-    ``100 (max L(y + z) - L(y)) / (1 + L(y))`` over all ``|z_i| <= eps (|y_i| + 1)`` (arXiv
+    ``100 (max L(y + z) - L(y)) / (1 + L(y))`` over all ``|z_i| <= 0.001 (|y_i| + 1)`` (arXiv
     2405.18710). L, the cross entropy, grows with each logit but the target's, so the maximum is in
     a corner. The target is the only logit whose gradient is negative.
 
@@ -207,7 +207,6 @@ def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
         logits: (..., V).
         grad: the gradient of the loss with respect to the logits; tokens without a gradient don't
             count.
-        eps: the relative size of the perturbation.
     """
     # (..., V) -> (tokens, V)
     logits, grad = logits.reshape(-1, logits.shape[-1]), grad.reshape(-1, grad.shape[-1])
@@ -215,7 +214,7 @@ def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
     counts = torch.arange(1, len(lowest) + 1, device=grad.device) * (lowest < 0)
     last = counts.argmax()
     y, target = logits.index_select(0, last[None])[0].float(), target.take(last)
-    room = eps * (y.abs() + 1)
+    room = 1e-3 * (y.abs() + 1)
     is_target = torch.arange(len(y), device=y.device) == target
     corner = torch.where(is_target, y - room, y + room)
     loss, worst = y.logsumexp(0) - y.take(target), corner.logsumexp(0) - corner.take(target)

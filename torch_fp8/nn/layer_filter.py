@@ -70,10 +70,15 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     for name, module in model.named_modules():
         if _LORA.search(unwrapped_name(name)):
             adapters.add(module)
-        if not _PEFT_CLASSES.isdisjoint(cls.__name__ for cls in type(module).__mro__):
+        if is_peft(module):
             for child_name, child in module.named_children():
                 adapters.update(() if child_name in _WRAPPED else child.modules())
     return adapters
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Return whether PEFT defines a module's class, or one that it derives from."""
+    return not _PEFT_CLASSES.isdisjoint(cls.__name__ for cls in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:

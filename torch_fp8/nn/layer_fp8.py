@@ -187,15 +187,14 @@ class LayerFP8:
         """Return the tensors that this rank multiplies. Only this method unwraps DTensors.
 
         Raises:
-            TypeError, ValueError: see `check` and `torch_fp8.nn.dtensor_layout.local_operands`.
+            TypeError, ValueError: see `check_input`, `torch_fp8.nn.dtensor_layout`.
         """
         weight, parts = layer.weight, None
         bias = layer.bias if layer.fp8_adds_bias else None
         if isinstance(weight, DTensor) or isinstance(input, DTensor):
             input, weight, bias, parts = local_operands(self, input, weight, bias)
-        shape, dtype = input.shape, input.dtype
-        check(self, shape, dtype, weight)
-        return Operands(input, weight, bias, shape, dtype, parts)
+        check_input(self, input, weight)
+        return Operands(input, weight, bias, input.shape, input.dtype, parts)
 
     def options(self, layer: Any, operands: Operands) -> LinearOptions:
         """Return `new_options` in eager code, cached from an earlier forward if possible.
@@ -315,36 +314,37 @@ class LayerFP8:
         return {**self.__dict__, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
 
 
-def check(fp8: LayerFP8, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
-    """Check that the layer can multiply an input.
+def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> None:
+    """Check that a layer can multiply an input.
 
     Args:
         fp8: state of the layer.
-        shape, dtype: shape and dtype of the input.
+        input: input of the layer.
         weight: (N, K), or (K, N) if `fp8.transposed`.
     Raises:
         TypeError: input or weight has another dtype, or torchao has quantized the weight.
-        ValueError: the last dimension of the input is not K.
+        ValueError: the last dimension of the input is not K, or it is on another device.
     """
-    if dtype not in CAST_DTYPES:
+    name, shape = fp8.name, input.shape
+    if input.dtype not in CAST_DTYPES:
         raise TypeError(
-            f"FP8 linear '{fp8.name}' takes float32, bfloat16 or float16 input, got {dtype}; cast "
-            f"it, or keep the module in high precision with FP8Config(skip=('{fp8.name}',))"
+            f"FP8 linear '{name}' takes float32, bfloat16 or float16 input, got {input.dtype}; "
+            f"cast it, or keep the module in high precision with FP8Config(skip=('{name}',))"
         )
     if weight.dtype not in CAST_DTYPES:
         raise TypeError(
-            f"the weight of FP8 linear '{fp8.name}' is {weight.dtype}, as model.double() "
-            "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "
+            f"the weight of FP8 linear '{name}' is {weight.dtype}, as model.double() makes it; FP8 "
+            "GEMMs take float32, bfloat16 or float16: call model.float(), or "
             "torch_fp8.revert(model) first"
         )
-    compiling = torch.compiler.is_compiling()
-    if not compiling and type(weight).__module__.startswith("torchao."):
+    if not torch.compiler.is_compiling() and type(weight).__module__.startswith("torchao."):
         raise TypeError(
-            f"the weight of FP8 linear '{fp8.name}' is torchao's {type(weight).__name__}: call "
+            f"the weight of FP8 linear '{name}' is torchao's {type(weight).__name__}: call "
             "torch_fp8.revert(model) before torchao's quantize_(model)"
         )
     features = weight.shape[0 if fp8.transposed else 1]
     if not shape or shape[-1] != features:
-        raise ValueError(
-            f"FP8 linear '{fp8.name}' takes inputs (..., {features}), got {tuple(shape)}"
-        )
+        raise ValueError(f"FP8 linear '{name}' takes inputs (..., {features}), got {tuple(shape)}")
+    if input.device != weight.device:
+        devices = f"is on {weight.device}, but its input is on {input.device}"
+        raise ValueError(f"FP8 linear '{name}' {devices}; move one of them")

@@ -51,7 +51,7 @@ from torch_fp8.nn.delayed_scaling import (
     scaling_buffers,
 )
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.layer_fp8 import LayerFP8, check
+from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
@@ -73,7 +73,7 @@ class Float8Layer(FrozenStorage):
 
     Raises:
         TypeError: the input is not float32, bfloat16 or float16, or not dense.
-        ValueError: the last dimension of the input is not K.
+        ValueError: the last dimension of the input is not K, or it is on another device.
     """
 
     in_features: int
@@ -84,6 +84,12 @@ class Float8Layer(FrozenStorage):
     fp8_transposed: bool = False
     """Whether the weight is stored as (K, N)."""
     _fp8_class: type[LayerFP8] = LayerFP8
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__} cannot be created directly: torch_fp8.convert_to_float8(model) "
+            "turns existing layers, such as nn.Linear(in_features, out_features), into FP8 layers"
+        )
 
     @property
     def fp8_weights(self) -> tuple[Tensor, ...]:
@@ -252,7 +258,7 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         tensors = rows, operands.weight, operands.bias, rows.shape
         y = linear(*tensors, fp8.new_options(layer, operands), *buffers)
         return operands.output(y.reshape(*shape[:-1], y.shape[-1]))  # (M, N) -> (..., N)
-    check(fp8, x.shape, x.dtype, weight)
+    check_input(fp8, x, weight)
     bias = layer.bias if layer.fp8_adds_bias else None
     if fp8.scaling is not None:
         ready = fp8.scaling.ready

@@ -27,7 +27,7 @@ from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin, unwrapped_name
 from torch_fp8.nn.delayed_scaling import WEIGHT
-from torch_fp8.nn.layer_fp8 import check
+from torch_fp8.nn.layer_fp8 import check_input
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
@@ -184,7 +184,7 @@ def _product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return y (..., N), and x (M, K) in the dtype of y for the adapter's gradients, or None."""
     shape, dtype = x.shape, output_dtype(x)
-    check(layer.fp8, shape, x.dtype, layer.weight)
+    check_input(layer.fp8, x, layer.weight)
     quantizer, observer = layer.fp8.quantizers(layer).input, layer.fp8.observer
     if observer is not None and not wgrad:
         observer = observer.without_gradients(layer.training)

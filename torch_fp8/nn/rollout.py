@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.quantization.argument_types import check_arguments
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def rollout(
             and a later rollout casts the weights into them on entry. With False, discard such
             graphs when the block ends.
     """
-    check_model(model, "rollout")
+    check_arguments(rollout, locals())
     layers = [m for m in model.modules() if isinstance(m, Float8Layer) and _serves(m)]
     trained = [layer for layer in layers if layer.training]
     experts = _expert_caches(model)

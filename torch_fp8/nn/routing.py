@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from torch_fp8.nn.argument_types import check_model
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights
+from torch_fp8.quantization.argument_types import check_arguments
 
 _LEVELS = 6
 """Levels above the experts at which a router is searched, because adapters of PEFT nest."""
@@ -54,10 +54,8 @@ def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a model's fused experts, in module order.
 
     Raises:
-        TypeError: `model` is not an ``nn.Module``.
         ValueError: no router is found beside some experts, or the model has no fused experts.
     """
-    check_model(model, "record_routing or routing_replay")
     model = model.module if isinstance(model, DistributedDataParallel) else model
     routers = []
     for name, module in model.named_modules():
@@ -229,6 +227,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         ValueError: a router cannot be found, or chooses without ``torch.topk``; the message names
             it.
     """
+    check_arguments(record_routing, locals())
     routers = find_routers(model)
     record = RoutingRecord([router.name for router in routers])
 
@@ -268,6 +267,7 @@ def routing_replay(
         TypeError: indices are not integers.
         RuntimeError: a checkpoint runs a router again after the ``with`` block has ended.
     """
+    check_arguments(routing_replay, locals())
     routers = find_routers(model)
     replay = RoutingReplay()
     given = _by_router(routers, indices)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.layer_fp8 import LayerFP8, check
+from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
@@ -43,8 +43,7 @@ NOT_SHARDED = (
     f"{_ASKED} runs on one device and under DDP; for weights sharded by FSDP or tensor parallelism "
     "Transformer Engine would keep a full FP8 copy from forward to backward. Leave backend out"
 )
-# Not installed; a library of CUDA is missing; only the empty meta package; versions that differ.
-_NOT_LOADED = (ImportError, OSError, RuntimeError, AssertionError)
+_NOT_LOADED = (ImportError, OSError, RuntimeError, AssertionError)  # missing, without CUDA, empty
 RECIPES = {
     "tensorwise": ("is_fp8_available", "Float8CurrentScaling"),
     "delayed": ("is_fp8_available", "DelayedScaling"),
@@ -245,7 +244,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
             return self._in_high_precision(input)
         if isinstance(input, DTensor) or isinstance(self.weight, DTensor):
             raise ValueError(f"FP8 linear '{self.fp8.name}' got a DTensor: {NOT_SHARDED}")
-        check(self.fp8, input.shape, input.dtype, self.weight)
+        check_input(self.fp8, input, self.weight)
         rows = input.reshape(-1, self.in_features)  # (M, K)
         multiple, num_rows = alignment(self.fp8.recipe), rows.shape[0]
         padding = -num_rows % multiple if num_rows else multiple

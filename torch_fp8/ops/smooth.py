@@ -21,9 +21,8 @@ from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_inp
 from torch_fp8.ops.quantize import Payloads, as_layouts
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.swiglu import swiglu
+from torch_fp8.quantization.scaling import SMOOTH_RANGE
 
-RANGE = 32
-"""The powers of two below the largest channel at which all channels count as equally small."""
 _BIAS, _MANTISSA = 127, 23
 
 
@@ -70,9 +69,9 @@ def _factors_fake(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``s = 2^-floor(floor(log2 amax) / 2)``, its reciprocal, and ``max(amax s)``.
 
-    Channels smaller than the largest by more than `RANGE` powers of two, including zero channels,
-    get the factor of a channel that is smaller by exactly `RANGE`. A channel that is not finite
-    keeps its values.
+    Channels smaller than the largest by more than `SMOOTH_RANGE` powers of two, including zero
+    channels, get the factor of a channel that is smaller by exactly that. A channel that is not
+    finite keeps its values.
 
     Args:
         amax: (C,) float32, one for each channel.
@@ -82,7 +81,7 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     exponent = (amax.view(torch.int32) >> _MANTISSA) - _BIAS
     is_finite = exponent <= _BIAS
     largest = torch.where(is_finite, exponent, -_BIAS).amax() if amax.numel() else exponent
-    half = torch.maximum(exponent, largest - RANGE) >> 1
+    half = torch.maximum(exponent, largest - SMOOTH_RANGE) >> 1
     half = torch.where(is_finite, half, 0)
     s, inverse = (
         (_BIAS + e << _MANTISSA).to(torch.int32).view(torch.float32) for e in (-half, half)

@@ -4,23 +4,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torch_fp8.nn.argument_types import check_optimizer
+from torch_fp8.config import FP8Config
 from torch_fp8.nn.optimizer_checks import refuse_training
 
 
-def check_arguments(optimizer: object, model: object) -> None:
-    """Check the arguments `optimizer` and `model` of `torch_fp8.convert_optimizer`.
+def check_trained(optimizer: Optimizer, config: FP8Config, model: nn.Module | None) -> None:
+    """Check that an optimizer can be converted as configured, and that it trains the model.
 
-    Args:
-        optimizer: the argument that should be an ``Optimizer``.
-        model: the argument that should be the ``nn.Module`` it trains, or None.
     Raises:
-        TypeError: an argument has another type.
+        TypeError: the optimizer is not one of torch.
         ValueError: the optimizer has none of the model's parameters, or it has a frozen weight or
-            one created inside ``torch.inference_mode()``.
+            one created inside ``torch.inference_mode()``; or O3 needs the model.
     """
-    check_optimizer(optimizer, "convert_optimizer")
-    assert isinstance(optimizer, Optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} does not derive from torch.optim.Optimizer, and "
+            "convert_optimizer only converts those that do; train with it as it is"
+        )
     refuse_training(optimizer)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.is_inference() for p in held if not is_lazy(p)):
@@ -29,12 +29,12 @@ def check_arguments(optimizer: object, model: object) -> None:
             "and autograd cannot train them; create the model outside it"
         )
     if model is None:
+        if config.opt_level == "O3":
+            raise ValueError(
+                "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
+                "convert_optimizer(optimizer, config, model=model)"
+            )
         return
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"convert_optimizer(model=...) takes an nn.Module, got {type(model).__name__}; pass "
-            "the model that the optimizer trains"
-        )
     own = set(model.parameters())
     if held and own and own.isdisjoint(held):
         raise ValueError(

@@ -14,10 +14,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.nn.argument_types import check_optimizer
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.optim.arguments import check_arguments
+from torch_fp8.optim.arguments import check_trained
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
@@ -32,6 +31,7 @@ from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.option_values import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
@@ -76,12 +76,8 @@ def convert_optimizer(
         TypeError: an argument has the wrong type.
     """
     config = config_or_default(config)
-    check_arguments(optimizer, model)
-    if config.opt_level == "O3" and model is None:
-        raise ValueError(
-            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model, "
-            "convert_optimizer(optimizer, config, model=model)"
-        )
+    check_arguments(convert_optimizer, locals())
+    check_trained(optimizer, config, model)
     check_model(config, model)
     if config.opt_level != "O1":
         config = adopt_stable_adamw(optimizer, config)
@@ -246,7 +242,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
     """
-    check_optimizer(optimizer, "restore_weights")
+    check_arguments(restore_weights, locals())
     if not isinstance(optimizer, ConvertedOptimizer):
         return 0
     detach_hooks(optimizer)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8.nn.argument_types import check_model, check_optimizer
 from torch_fp8.optim.residual import join_weight, residual_of
+from torch_fp8.quantization.argument_types import check_arguments
 
 
 @torch.no_grad()
@@ -35,8 +35,10 @@ def merged_state_dict(
     Returns:
         A dict with the keys of ``model.state_dict()`` and plain CPU tensors.
     Raises:
-        ValueError: the model is sharded; gather it with torch.distributed.checkpoint.state_dict.
+        ValueError: the model is on the meta device; or it is sharded: gather it with
+            torch.distributed.checkpoint.state_dict.
     """
+    check_arguments(merged_state_dict, locals())
     owner, joined = _owners(optimizer), dict[Tensor, Tensor]()
     merged = {}
     for name, value in _state(model).items():
@@ -66,6 +68,7 @@ def stream_state_dict(
     Raises:
         ValueError: see `merged_state_dict`.
     """
+    check_arguments(stream_state_dict, locals())
     owner = _owners(optimizer)
     for name, value in _state(model).items():
         with torch.no_grad():
@@ -76,7 +79,6 @@ def stream_state_dict(
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    check_model(model, "merged_state_dict")
     module = model.module if isinstance(model, DistributedDataParallel) else model
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():
@@ -85,13 +87,13 @@ def _state(model: nn.Module) -> dict[str, Any]:
                 f"{name!r} is sharded; gather the model's and the optimizer's state with "
                 "torch.distributed.checkpoint.state_dict instead"
             )
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values; load them first")
     return state
 
 
 def _owners(optimizer: Optimizer | Iterable[Optimizer]) -> dict[Tensor, Optimizer]:
     optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    for one in optimizers:
-        check_optimizer(one, "merged_state_dict")
     return {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
 
 

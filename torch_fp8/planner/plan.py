@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch_fp8.planner.experts import (
 from torch_fp8.planner.layouts import family_of, period
 from torch_fp8.planner.models import make_model, stages
 from torch_fp8.planner.setup import BF16, DEFAULT_SKIP, LEVELS, TRAINED, Setup, make_setup
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import unknown_options
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
@@ -107,7 +109,7 @@ class Plan:
         return plain_text(self)
 
 
-def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Plan:
+def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) -> Plan:
     """Plan the memory, network traffic and step time of a training run, without a GPU.
 
     Weights, gradients and optimizer states are counted exactly: the real conversion runs on the
@@ -154,7 +156,7 @@ def plan_beside(
     counted: dict[tuple[str, str, int], StepBytes],
     model: Any,
     *,
-    levels: tuple[str, ...] = LEVELS,
+    levels: Sequence[str] | str = LEVELS,
     **options: Any,
 ) -> Plan:
     """Plan as `plan` does, and reuse step counts of other plans.
@@ -164,9 +166,10 @@ def plan_beside(
             role, level and degree of FSDP2. This plan adds its own.
         model, levels, options: see `plan`.
     """
+    check_arguments(plan_beside, locals(), "plan")
     if isinstance(levels, str):
         levels = (levels,)
-    for level in levels:
+    for level in levels or ("",):
         if level not in LEVELS:
             raise ValueError(f"level {level!r} is unknown; one of {', '.join(LEVELS)}")
     known = [name for name in inspect.signature(make_setup).parameters if name != "model"]
@@ -178,7 +181,7 @@ def plan_beside(
 
 
 def _plan(
-    setup: Setup, levels: tuple[str, ...], counted: dict[tuple[str, str, int], StepBytes]
+    setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
 ) -> Plan:
     plans = {level: _plan_level(setup, level, counted) for level in levels}
     rows, faster = _experts_of(setup)

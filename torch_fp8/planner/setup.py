@@ -1,5 +1,7 @@
 """`Setup`: the run to plan, checked for contradictions."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import check_card
 from torch_fp8.planner.cards import Card, card_named
 from torch_fp8.planner.layouts import num_layers, read_config
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
 
@@ -109,7 +112,7 @@ def make_setup(
     recipe: str = "auto",
     checkpointing: bool = False,
     method: str = "full",
-    roles: tuple[str, ...] = ROLES,
+    roles: Sequence[str] | str = ROLES,
     rank: int = 16,
     save_attention: str = "bf16",
     moment_bits: int = 8,
@@ -119,6 +122,7 @@ def make_setup(
     Raises:
         ValueError, TypeError, ImportError: see `torch_fp8.plan`.
     """
+    check_arguments(make_setup, locals(), "plan")
     config = read_config(model)
     chosen = card_named(card)
     counts = {
@@ -128,13 +132,11 @@ def make_setup(
     given = {"data": data, "fsdp": fsdp, "sequence": sequence}
     counts |= {name: value for name, value in given.items() if value is not None}
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 1 <= value < 2**31:
+            raise ValueError(f"{name} must be at least 1 and below 2**31, got {value}")
     memory = chosen.memory if memory is None else memory
-    if not memory > 0:
-        raise ValueError(f"memory must be above 0 GiB, got {memory}")
+    if not 0 < memory < math.inf:
+        raise ValueError(f"memory must be finite and above 0 GiB, got {memory}")
     if data is None:
         data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
     others = data * tensor * pipeline
@@ -185,7 +187,7 @@ def make_setup(
         pipeline=pipeline,
         recipe=_AUTO if recipe == "auto" else recipe,
         recipe_is_auto=recipe == "auto",
-        checkpointing=bool(checkpointing),
+        checkpointing=checkpointing,
         method=method,
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,

@@ -1,8 +1,7 @@
 """Error metrics of quantized tensors for tests, benchmarks and monitoring.
 
 A global SQNR alone can mislead: with rows spread over 2^-8..2^8, tensorwise E4M3 reads 31.5 dB in
-all while its worst row has 10.9 dB and 3.5 % of the elements are flushed to zero
-(benchmarks/results/numerics.csv). So report the worst row and the flushed fraction as well.
+all while its worst row has 10.9 dB (benchmarks/results/numerics.csv). So report the worst row, too.
 """
 
 import torch
@@ -24,12 +23,6 @@ def worst_row_sqnr_db(reference: Tensor, actual: Tensor) -> float:
     signal, noise = _power(reference, actual)
     signal, noise = signal.flatten(0, -2).sum(-1), noise.flatten(0, -2).sum(-1)
     return _db(signal, noise)[signal > 0].min().item()
-
-
-def underflow_fraction(reference: Tensor, actual: Tensor) -> float:
-    """Compute the share of the non-zero elements of `reference` that are zero in `actual`."""
-    nonzero = reference != 0
-    return ((actual == 0) & nonzero).sum().item() / max(nonzero.sum().item(), 1)
 
 
 def _power(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:

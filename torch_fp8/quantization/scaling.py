@@ -22,6 +22,9 @@ With 2^12, an outlier that stays in the history leaves 5.8 of E4M3's 17.8 powers
 2^-9) to the values that were usual before.
 """
 
+SMOOTH_RANGE = 32
+"""Powers of two below the largest channel at which Smooth-SwiGLU's channels are equally small."""
+
 _MANTISSA_MASK = 0x007FFFFF
 _EXPONENT_MASK = 0x7F800000
 

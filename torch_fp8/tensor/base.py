@@ -10,7 +10,7 @@ plain tensor of the advertised dtype.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -175,14 +175,6 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
     if type(value) is dict:
         return {k: map_tensors(v, function) for k, v in value.items()}
     return function(value)
-
-
-def written_values(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """Yield the arguments that an operator writes, and each of a list of them."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from value if isinstance(value, (list, tuple)) else [value]
 
 
 def dequantized(value: Any) -> Any:

@@ -75,8 +75,8 @@ def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Decode an operator's arguments, call it, and encode the tensors that it wrote."""
     written: list[tuple[Any, Tensor]] = []
     schema = func._schema.arguments
-    by_name = {a.name: _writes(a) for a in schema}
-    plain_args = [_dense(a, _writes(s), written) for a, s in zip(args, schema, strict=False)]
+    by_name = {a.name: is_written(a) for a in schema}
+    plain_args = [_dense(a, is_written(s), written) for a, s in zip(args, schema, strict=False)]
     plain_kwargs = {n: _dense(a, by_name.get(n, False), written) for n, a in kwargs.items()}
     if written and torch.Tag.inplace_view in func.tags:
         raise RuntimeError(
@@ -89,7 +89,8 @@ def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _originals(result, written)
 
 
-def _writes(argument: Any) -> bool:
+def is_written(argument: Any) -> bool:
+    """Return whether an operator writes to an argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

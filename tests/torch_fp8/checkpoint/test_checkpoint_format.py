@@ -255,3 +255,44 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
 def test_a_folder_without_a_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no \*.safetensors file"):
         SafetensorsFiles(tmp_path)
+
+
+def _groups(groups):
+    return compressed("tensor") | {"config_groups": groups}
+
+
+MALFORMED = {
+    "a list": ([1], "a malformed quantization_config"),
+    "a text": ("fp8", "a malformed quantization_config"),
+    "groups that are a list": (_groups([]), "a malformed quantization_config"),
+    "no groups": (_groups(None), "a malformed quantization_config"),
+    "a group that is a text": (_groups({"0": "float"}), "a malformed quantization_config"),
+    "weights that are a text": (
+        _groups({"0": {"weights": "x"}}),
+        "a malformed quantization_config",
+    ),
+    "another strategy": (compressed("spiral"), "weights of strategy 'spiral'; supported: tensor"),
+    "another format": (compressed("tensor") | {"format": "naive"}, "checkpoint of 'naive'"),
+    "groups of words": (compressed("group", group_size="x"), r"blocks of \(1, 'x'\); two sizes"),
+    "a block of words": (FINE_GRAINED | {"weight_block_size": "x"}, r"blocks of \[0, 0\]"),
+    "E5M2": (FINE_GRAINED | {"fmt": "e5m2"}, "fmt 'e5m2'; supported: E4M3"),
+}
+
+
+@pytest.mark.parametrize("quantization", MALFORMED)
+def test_a_malformed_description_is_named(tmp_path, quantization):
+    """Lists and texts in place of objects raised an AttributeError."""
+    value, message = MALFORMED[quantization]
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": value}))
+    with pytest.raises(ValueError, match=message) as error:
+        read_format(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_files_that_are_no_json_are_named(tmp_path):
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(b"\xff\x00")
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+        read_format(tmp_path)
+    with pytest.raises(ValueError, match=r"index.json is not an index of safetensors files"):
+        SafetensorsFiles(tmp_path)

@@ -176,7 +176,7 @@ def test_bad_calls_are_refused_and_leave_nothing(tmp_path):
     for message, call in cases.items():
         with pytest.raises(ValueError, match=message):
             export(*call)
-    with pytest.raises(ValueError, match=r"format \['fine-grained'\] is unknown"):
+    with pytest.raises(TypeError, match=r"export\(format=...\) takes a str, got list"):
         export(model, tmp_path / "out", ["fine-grained"])
     with pytest.raises(TypeError, match=r"tokenizer='gpt2' has no save_pretrained"):
         export(model, tmp_path / "out", tokenizer="gpt2")

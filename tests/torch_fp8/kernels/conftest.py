@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import kernel_code
 from tests.cubin import usage
-from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
+from tests.kernel_cases.states import matrix_differences, optimizer_matrix
 from tests.unwritten_registers import unwritten_registers
 from torch_fp8.quantization.stochastic_rounding import random_words
 
@@ -238,12 +238,6 @@ def pytest_collection_modifyitems(items):
 def make_matrix():
     """`optimizer_matrix`."""
     return optimizer_matrix
-
-
-@pytest.fixture
-def move_matrix():
-    """`moved`."""
-    return moved
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+from tests.kernel_cases.comparison import same_bits
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops import swiglu as ops
 from torch_fp8.ops import swiglu_backward as backward
@@ -24,14 +25,6 @@ def inputs(rows, cols, dtype=BF16):
     """gate, up, smooth: rows of every size, factors that are powers of two or not."""
     gate = torch.randn(rows, cols) * 2.0 ** torch.randint(-6, 5, (rows, 1))
     return gate.to(dtype), torch.randn(rows, cols).to(dtype), torch.rand(cols) + 0.25
-
-
-def same_bits(a, b):
-    """NaN equals NaN."""
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    assert a.stride() == b.stride()
-    return bool(((a.float() == b.float()) | (a.float().isnan() & b.float().isnan())).all())
 
 
 def quantize_2d(x, options):
@@ -75,13 +68,14 @@ def test_bytes_are_those_of_the_product_and_a_cast(granularity, shape):
         options = CastOptions(dtype, granularity, True, row, col, *tensors_of(known, amax))
         made = ops.swiglu_quantize(gate, up, smooth, options, True)
         if options.raises_amax:
-            assert same_bits(options.amax, amax)
+            same_bits(options.amax, amax)
         want = (*quantize_2d(h, options), *saved)
-        assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
+        for a, b in zip(made, want, strict=True):
+            same_bits(a, b)
         without = ops.swiglu_quantize(gate, up, smooth, options, False)
         assert [t.shape for t in without[4:]] == [(0,)] * 4
     *nothing, alone = ops.swiglu_save(gate, up, None, False)
-    assert same_bits(alone, ops.swiglu_save(gate, up, None)[4])
+    same_bits(alone, ops.swiglu_save(gate, up, None)[4])
     assert [t.shape for t in nothing] == [(0,)] * 4
 
 
@@ -149,9 +143,10 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
         made = backward.swiglu_backward_quantize(tensors, options, *of_dup)
         each = options.of_gradients(*of_dup)
         if options.raises_amax:
-            assert same_bits(torch.stack([how.amax for how in each]), amax)
+            same_bits(torch.stack([how.amax for how in each]), amax)
         want = [t for g, how in zip(gradients, each, strict=True) for t in quantize_2d(g, how)]
-        assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
+        for a, b in zip(made, want, strict=True):
+            same_bits(a, b)
 
 
 def test_strides_do_not_matter():
@@ -163,7 +158,7 @@ def test_strides_do_not_matter():
             ops.swiglu_save(gate.contiguous(), up.contiguous(), None),
             strict=True,
         ):
-            assert same_bits(strided, plain)
+            same_bits(strided, plain)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -254,4 +249,4 @@ def test_compiles_with_shapes_that_change():
     for shape in ((20, 140), (33, 129)):
         arguments = inputs(*shape)
         for a, b in zip(compiled(*arguments), everything(*arguments), strict=True):
-            assert same_bits(a, b)
+            same_bits(a, b)

@@ -5,7 +5,6 @@ import torch
 
 from torch_fp8.quantization.metrics import (
     sqnr_db,
-    underflow_fraction,
     worst_row_sqnr_db,
 )
 
@@ -28,9 +27,3 @@ def test_worst_row_ignores_rows_of_zeros():
     x = torch.zeros(2, 4)
     x[1] = 1
     assert worst_row_sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
-
-
-def test_the_fraction_that_is_flushed_to_zero():
-    x = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    assert underflow_fraction(x, torch.tensor([0.0, 0.0, 2.0, 3.0])) == pytest.approx(1 / 3)
-    assert underflow_fraction(torch.zeros(3), torch.zeros(3)) == 0

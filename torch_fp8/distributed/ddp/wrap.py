@@ -39,6 +39,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.grad_hooks import attach_hooks
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import average_beside
 
@@ -70,6 +71,7 @@ def ddp_options(
     Raises:
         ValueError: gradient release is on; ranks have converted different weights.
     """
+    check_arguments(ddp_options, locals())
     settings = {"gradient_as_bucket_view": True, **(options or {})}
     ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
     if any(o.fp8_config.gradient_release for o in ours):
@@ -125,11 +127,17 @@ def connect_ddp(
     Returns:
         A report on how gradients are averaged.
     Raises:
+        TypeError: an argument has the wrong type.
         ValueError: ranks have different configurations, versions or FP8 layers; DDP has an option
             that `ddp_options` was not given.
     """
+    check_arguments(connect_ddp, locals())
     ddp = without_compiler(ddp)
-    assert isinstance(ddp, DistributedDataParallel)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"connect_ddp(ddp=...) takes a DistributedDataParallel, got {type(ddp).__name__}; pass "
+            "DistributedDataParallel(model, **ddp_options(model, optimizers))"
+        )
     optimizers = list(optimizers)
     config = config or _config_of(optimizers)
     names = _unignore(ddp.module)

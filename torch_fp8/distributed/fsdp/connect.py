@@ -39,6 +39,7 @@ from torch_fp8.distributed.links import Exchanges, choose_exchanges
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.wording import by_reason, first_of
 
 
@@ -96,6 +97,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
         ValueError: the backend is Transformer Engine; ranks have different versions, configurations
             or models, or have converted or sharded them differently.
     """
+    check_arguments(connect_fsdp, locals())
     refuse_sharding(config)
     _disconnect(model)
     every_group = fsdp_groups(model)

@@ -21,6 +21,7 @@ from torch_fp8.optim.convert import OptimizerReport, convert_optimizer
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.grad_hooks import detach_hooks
 from torch_fp8.optim.state import is_large
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_shard import SplitShard
@@ -44,6 +45,7 @@ def split_sharded(
         ValueError: the states cannot follow a parameter's sharding
             (`torch_fp8.optim.state_sharding`); see also `torch_fp8.convert_optimizer`.
     """
+    check_arguments(split_sharded, locals())
     optimizers = list(optimizers)
     reports = [convert_optimizer(o, config, model=model) for o in optimizers]
     bits = config.large_residual_bits
@@ -100,6 +102,7 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     Returns:
         The number of joined shards.
     """
+    check_arguments(join_sharded, locals())
     reshard(model)
     gathered = {param.sharded_param: param for param in fsdp_params(model)}
     split = [p for p in model.parameters() if isinstance(local(p), SplitShard)]

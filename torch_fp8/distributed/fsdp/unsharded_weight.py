@@ -18,7 +18,8 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.base import Payloads, QuantizableTensor, written_values
+from torch_fp8.tensor.base import Payloads, QuantizableTensor
+from torch_fp8.tensor.readable import is_written
 
 _EXPONENT_SHIFT = 23
 
@@ -136,8 +137,10 @@ class UnshardedFloat8Weight(QuantizableTensor):
 
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
-        values = written_values(func, args, kwargs)
-        if any(isinstance(value, UnshardedFloat8Weight) for value in values):
+        values = {s.name: a for s, a in zip(func._schema.arguments, args, strict=False)} | kwargs
+        written = [values.get(s.name) for s in func._schema.arguments if is_written(s)]
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in written]
+        if any(isinstance(value, UnshardedFloat8Weight) for each in lists for value in each):
             raise RuntimeError(
                 f"{func._schema.name} writes to an unsharded FP8 weight, which is a copy; "
                 "write to the sharded parameter, outside forward, backward and unshard()"

@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_fp8.distributed.tensor_parallel.redistribute import reduce, refuse_gather, replicate
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.transformer_engine import NOT_SHARDED, TransformerEngineLinear
+from torch_fp8.quantization.argument_types import check_arguments
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -51,6 +52,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def __init__(self, *, gather_in_backward: bool = False, **options: Any) -> None:
+        check_arguments(Float8ColwiseParallel.__init__, locals(), type(self).__name__)
         super().__init__(**options)
         self.gather_in_backward = gather_in_backward
 
@@ -121,6 +123,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     """
 
     def __init__(self, *, gather_in_backward: bool = False, **options: Any) -> None:
+        check_arguments(PrepareFloat8ModuleInput.__init__, locals(), type(self).__name__)
         super().__init__(**options)
         self.gather_in_backward = gather_in_backward
         self._module: nn.Module | None = None

@@ -1,0 +1,122 @@
+"""`check_arguments` compares what a user passes to a public function with its annotations."""
+
+import functools
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_ACCEPTED = {
+    int: (int,),
+    float: (int, float),
+    Path: (os.PathLike,),
+    torch.device: (torch.device, int),
+}
+"""The classes of valid values, where they are not the annotated class alone."""
+_TEXTS: dict[Any, str] = {
+    nn.Module: "an nn.Module",
+    Optimizer: "a torch.optim.Optimizer",
+    torch.Tensor: "a Tensor",
+    type(None): "None",
+    float: "a number",
+    Path: "a path",
+}
+
+
+def check_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], name: str = ""
+) -> None:
+    """Check the arguments of a public function against its annotations.
+
+    Annotations with ``Any`` are not checked, nor is a `config` that may be the name of a recipe,
+    because `torch_fp8.config.config_or_default` checks it.
+
+    Args:
+        function: annotated function.
+        arguments: values by name; ``locals()`` at the start of the function.
+        name: public name of the function; empty: its own.
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is not a device or not a floating-point dtype.
+    """
+    for argument, members in _annotations(function).items():
+        value = arguments[argument]
+        place = f"{name or function.__name__}({argument}=...)"
+        if not any(_fits(value, member) for member in members):
+            got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+            valid = " or ".join(map(_text, members))
+            raise TypeError(f"{place} takes {valid}, got {got}{_hint(place, value)}")
+        if torch.device in members and value is not None:
+            try:
+                torch.device(value)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{place} takes a device of torch, got {value!r}: {error}"
+                ) from None
+        if isinstance(value, torch.dtype) and not value.is_floating_point:
+            raise ValueError(f"{place} takes a floating-point dtype, got {value}")
+
+
+@functools.cache
+def _annotations(function: Callable[..., Any]) -> dict[str, list[Any]]:
+    """Return the members of the annotation of each argument that is checked, by its name."""
+    members = {
+        name: list(typing.get_args(hint)) if _is_union(hint) else [hint]
+        for name, hint in typing.get_type_hints(inspect.unwrap(function)).items()
+        if name != "return"
+    }
+    return {n: ms for n, ms in members.items() if Any not in ms and not _is_config_or_recipe(ms)}
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _is_config_or_recipe(members: list[Any]) -> bool:
+    return str in members and any(getattr(m, "__name__", "") == "FP8Config" for m in members)
+
+
+def _fits(value: object, member: Any) -> bool:
+    """Return whether a value, and each item of a container, has the annotated type."""
+    origin, items = typing.get_origin(member) or member, typing.get_args(member)
+    if origin is Optimizer:  # hosts also pass wrappers, which derive from no class of torch
+        return hasattr(value, "param_groups") and not isinstance(value, type)
+    if not isinstance(value, _ACCEPTED.get(origin, origin)):
+        return False
+    if isinstance(value, (bool, str, bytes)):
+        return origin in (bool, str)
+    is_read = isinstance(value, Iterator) or not issubclass(origin, Iterable)
+    if is_read or issubclass(origin, Mapping) or not items:
+        return True
+    kinds = typing.get_args(items[0]) if _is_union(items[0]) else items[:1]
+    return all(any(_fits(item, kind) for kind in kinds) for item in value)
+
+
+def _text(member: Any) -> str:
+    """Name an annotated type in an error."""
+    origin, items = typing.get_origin(member) or member, typing.get_args(member)
+    article = "an" if origin.__name__[0].lower() in "aeiou" else "a"
+    text = _TEXTS.get(origin, f"{article} {origin.__name__}")
+    if items and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
+        return f"{text} of {getattr(items[0], '__name__', items[0])}"
+    return text
+
+
+def _hint(place: str, value: object) -> str:
+    """Return what else to call or pass; empty if the valid types say it."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return "; pass an instance of the class"
+    if isinstance(value, Optimizer) and place.startswith(
+        ("convert_to_float8", "conversion_report")
+    ):
+        return "; torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
+    if isinstance(value, nn.Module) and place.startswith("convert_optimizer(optimizer"):
+        return "; torch_fp8.convert_to_float8(model, config) converts a model"
+    return ""
