@@ -15,11 +15,12 @@ variant in turn, from the same weights on the same tokens.
 * ``loss``: of the last step; ``loss_difference``: of the mean over the measured steps, against
   bf16-mixed in the same host and mode.
 * ``speedup``: over bf16-mixed in the same host and mode, ``speedup_over_compiled``: over compiled
-  bf16-mixed, at equal batch.
+  bf16-mixed, at equal batch; of adapters (``LoRA``) over those of bf16-mixed.
 * ``recipe``: of our linears (``fp8-mixed`` alone has ``auto`` measure and choose; it may leave some
   in BF16: see ``fp8_linears``), and ``floor_ms`` is that recipe's.
 * ``peak_mib``: of the measured steps; ``run_peak_mib``: with everything before them.
-* ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py).
+* ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py);
+  adapters have none.
 * ``--largest``: each variant at the largest batch that fits, too, found from its peaks at 1 and 2.
 """
 
@@ -60,7 +61,7 @@ COLUMNS = (
     *("peak_mib", "run_peak_mib", "peak_share", "fp8_linears", "recipe"),
     *("loss", "loss_difference", "steps", *GRAPHS, "note"),
 )
-BF16, FP8 = "bf16-mixed", "fp8-mixed"
+BF16, FP8, LORA = "bf16-mixed", "fp8-mixed", "bf16-mixed, LoRA"
 VARIANTS = {
     BF16: Variant(BF16),
     FP8: Variant(FP8, optimizer_bytes=12.1),
@@ -86,6 +87,8 @@ VARIANTS = {
     "Transformer Engine delayed": Variant(BF16, peer="Transformer Engine delayed"),
     "Transformer Engine blockwise": Variant(BF16, peer="Transformer Engine blockwise"),
     "bf16-true": Variant("bf16-true", optimizer_bytes=14.0),
+    LORA: Variant(BF16, lora=16),
+    "fp8-mixed, LoRA": Variant(FP8, lora=16),
 }
 # (host, mode, variant), the most telling first: a budget that runs out leaves out the last ones.
 CASES = [
@@ -97,6 +100,8 @@ CASES = [
     ("lightning", "compiled", "torchao rowwise"),
     ("lightning", "eager", BF16),
     ("lightning", "eager", "fp8-mixed, O3, release"),
+    ("lightning", "eager", LORA),
+    ("lightning", "eager", "fp8-mixed, LoRA"),
     ("accelerate", "compiled", BF16),
     ("accelerate", "compiled", FP8),
     ("lightning", "compiled", "torchao rowwise, AdamW8bit"),
@@ -287,20 +292,13 @@ class Bench:
         runs, variant = self.runs[case], VARIANTS[case.variant]
         samples = [ms for run in runs for ms in run.milliseconds]
         timing = timing_of([ms["step"] for ms in samples])
-        baseline = self.runs.get(case._replace(variant=BF16))
-        compiled = self.runs.get(case._replace(variant=BF16, mode="compiled"))
-        tokens, parameters = case.batch * self.sequence, parameter_count(**self.layout)
-        used = _traffic(case.variant, variant, runs[-1].recipe)
-        optimizer_bytes = variant.optimizer_bytes * parameters
-        floor = 1e3 * step_seconds(
-            tokens, self.sequence, self.layout, self.rates, used, optimizer_bytes
-        )
+        stock = case._replace(variant=LORA if variant.lora else BF16)
+        baseline, compiled = (self.runs.get(c) for c in (stock, stock._replace(mode="compiled")))
+        tokens = case.batch * self.sequence
         for phase in PHASES:
             row[f"{phase}_ms"] = round(statistics.median(ms[phase] for ms in samples), 3)
         row |= timing.columns() | {
             "tokens_per_s": round(tokens / timing.median * 1e3),
-            "floor_ms": round(floor, 3),
-            "floor_share": round(floor / timing.median, 3),
             "peak_mib": round(max(run.peak_mib for run in runs), 1),
             "run_peak_mib": round(max(run.run_peak_mib for run in runs), 1),
             "fp8_linears": runs[-1].num_fp8_linears,
@@ -308,6 +306,11 @@ class Bench:
             "loss": round(runs[-1].losses[-1], 5),
             "steps": len(samples),
         }
+        if not variant.lora:
+            used = _traffic(case.variant, variant, runs[-1].recipe)
+            moved = variant.optimizer_bytes * parameter_count(**self.layout)
+            floor = 1e3 * step_seconds(tokens, self.sequence, self.layout, self.rates, used, moved)
+            row |= {"floor_ms": round(floor, 3), "floor_share": round(floor / timing.median, 3)}
         for column, others in (("speedup", baseline), ("speedup_over_compiled", compiled)):
             if others:
                 theirs = [ms["step"] for run in others for ms in run.milliseconds]

@@ -1,8 +1,9 @@
 """The GPU tests as `benchmarks.run_gpu` runs them: a plugin of pytest for their order and a CSV.
 
-The first case of each test function comes first, from the kernels to the hosts, then the other
-cases: when time runs out, every function has run once. The CSV has a row for each test from the
-beginning, "not run", and is written again whenever one has ended.
+What has passed on a card before, by benchmarks/results/gpu_tests.csv, comes last. Of the rest, and
+of these, the first case of each test function comes first, from the kernels to the hosts, then the
+other cases: when time runs out, every function has run once. The CSV has a row for each test from
+the beginning, "not run", and is written again whenever one has ended.
 """
 
 import csv
@@ -13,16 +14,19 @@ from typing import Any
 import pytest
 
 from benchmarks.measurement import ENVIRONMENT, default_device, environment, write_rows
+from benchmarks.rows import RESULTS, read_rows
 
 ORDER = (
     *("quantize_gpu", "producers_gpu", "adamw_gpu", "grad_codec_gpu", "messages_gpu"),
     *("experts_gpu",),
-    *("replayed_gpu", "triton_gemm", "torch_fp8/test_cuda", "layer_benchmark", "autotune"),
+    *("replayed_gpu", "mechanisms_gpu", "triton_gemm", "torch_fp8/test_cuda", "layer_benchmark"),
+    "autotune",
     *("entries", "trl_frozen", "fsdp/test_cuda", "tensor_parallel", "transformer_engine"),
 )
 """Parts of the files' names: kernels, GEMMs, layers and steps, conversion, hosts, several ranks."""
 COLUMNS = ("test", "result", "seconds", "note", *ENVIRONMENT)
 NOT_RUN = "not run"
+COMMITTED = RESULTS / "gpu_tests.csv"
 
 
 class Results:
@@ -69,13 +73,14 @@ def pytest_configure(config: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    cases: Counter[str] = Counter()
+    passed = {row["test"] for row in read_rows(COMMITTED) if row["result"] == "passed"}
+    cases: Counter[tuple[bool, str]] = Counter()
     keys = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        cases[function] += 1
+        function, again = item.nodeid.partition("[")[0], item.nodeid in passed
+        cases[again, function] += 1
         rank = next((i for i, name in enumerate(ORDER) if name in function), len(ORDER))
-        keys[item] = cases[function] > 1, rank
+        keys[item] = again, cases[again, function] > 1, rank
     items.sort(key=keys.__getitem__)
 
 

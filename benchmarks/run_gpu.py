@@ -65,6 +65,10 @@ PARTS = {
 """The estimated seconds of each part on an H100 with 16 cores, in the order in which they run."""
 TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
 """The tests that each part of tests runs."""
+CHECKS = ("kernels", "recipes", "speed", "exchange")
+"""The engine's parts of the self-test. Hosts and their flag need an installed package, and `step`
+trains in them.
+"""
 GRACE = 20.0
 """The seconds before the end of its time in which a part begins nothing new."""
 LEAST = 0.5
@@ -157,9 +161,9 @@ def command_of(name: str, results: Path) -> list[str]:
     """Return the command of a part; without a card the GPU tests are only collected."""
     if name == "self-test":
         report = str((results / "self_test.txt").resolve())
-        only = [] if torch.cuda.is_available() else ["--only", "kernels"]
+        only = CHECKS if torch.cuda.is_available() else CHECKS[:1]
         command = [sys.executable, "-m", "torch_fp8", "env", "--self-test", "--report", report]
-        return [*command, *only]
+        return [*command, "--only", *only]
     csv = str((results / f"{name}.csv").resolve())
     if name not in TESTS:
         return [sys.executable, "-m", f"benchmarks.bench_{name}", "--csv", csv]

@@ -44,6 +44,7 @@ class Variant:
         optimizer: ``AdamW`` (fused on a GPU) or one of `peers.TORCHAO_OPTIMIZERS`.
         optimizer_bytes: that its step reads and writes per parameter: weight and states twice,
             gradient once.
+        lora: rank of adapters of all linear layers; 0: every weight is trained.
     """
 
     precision: str
@@ -51,6 +52,7 @@ class Variant:
     peer: str = ""
     optimizer: str = "AdamW"
     optimizer_bytes: float = 28.0
+    lora: int = 0
 
 
 class Marks:
@@ -184,11 +186,18 @@ def causal_lm(layout: dict[str, Any], variant: Variant, device: torch.device) ->
         return peers.torchao(model, recipe)
     if name == "Transformer Engine":
         return peers.TransformerEngine(model, recipe)
+    if variant.lora:
+        import peft
+
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=variant.lora, target_modules="all-linear")
+        )
     return model
 
 
 def optimizer_of(variant: Variant, parameters: Any, device: torch.device) -> torch.optim.Optimizer:
     """Return the variant's AdamW."""
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if variant.optimizer == "AdamW":
         fused = device.type == "cuda"
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)

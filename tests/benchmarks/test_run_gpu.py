@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_tests, run_gpu
-from benchmarks.rows import OUTPUT
+from benchmarks.rows import OUTPUT, read_rows
 from benchmarks.shapes import TOY_LLAMA, parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,8 +223,12 @@ def test_every_part_is_drawn(results):
 @pytest.mark.long
 def test_every_gpu_test_has_a_row_before_it_runs(results):
     """Every function comes before the second case of any, kernels before layers before hosts."""
-    tests = [row["test"].partition("[")[0] for row in rows(results, "tests.csv")]
+    passed = {r["test"] for r in read_rows(gpu_tests.COMMITTED) if r["result"] == "passed"}
+    every = [row["test"] for row in rows(results, "tests.csv")]
     assert {row["result"] for row in rows(results, "tests.csv")} == {"not run"}
+    new = [test not in passed for test in every]
+    assert new == sorted(new, reverse=True)
+    tests = [test.partition("[")[0] for test in every[: sum(new)]]
     functions = list(dict.fromkeys(tests))
     assert tests[: len(functions)] == functions
     files = list(dict.fromkeys(test.partition("::")[0] for test in functions))
@@ -234,7 +238,7 @@ def test_every_gpu_test_has_a_row_before_it_runs(results):
     )
     ran = {row["part"]: row["result"] for row in rows(results, "gpu_run.csv")}
     assert list(ran) == list(run_gpu.PARTS)
-    assert ran["tests"] == f"done, {len(tests)} not run"
+    assert ran["tests"] == f"done, {len(every)} not run"
     assert "not run no card" in " ".join((results / "self_test.txt").read_text().split())
 
 
@@ -316,6 +320,16 @@ def test_a_test_that_did_not_end_is_not_run(tmp_path):
     assert run_gpu.tests_told(path) == ", 1 passed, 1 failed, 1 skipped, 1 not run"
 
 
+def test_what_a_card_has_passed_comes_last(tmp_path, monkeypatch):
+    path = tmp_path / "gpu_tests.csv"
+    path.write_text("test,result\na.py::f[0],passed\na.py::f[1],failed\na.py::g,not run\n")
+    monkeypatch.setattr(gpu_tests, "COMMITTED", path)
+    names = ["a.py::f[0]", "a.py::f[1]", "a.py::f[2]", "a.py::g", "test_quantize_gpu.py::h"]
+    items = [type("Item", (), {"nodeid": name})() for name in names]
+    gpu_tests.pytest_collection_modifyitems(items)
+    assert [names.index(item.nodeid) for item in items] == [4, 1, 3, 2, 0]
+
+
 def test_the_files_with_gpu_tests_are_all_that_is_collected():
     """The others need packages that a machine with a card may lack: an error when collecting."""
     files = {Path(path).relative_to(ROOT).as_posix() for path in run_gpu.gpu_tests("tests")}
@@ -334,6 +348,8 @@ def test_tests_run_side_by_side_but_those_that_compare_times(monkeypatch):
     assert tests[tests.index("-m", 3) + 1] == "gpu and not alone"
     assert tests[-2:] == ["-n", "12"]
     assert timing[timing.index("-m", 3) + 1] == "gpu and alone"
+    test = run_gpu.command_of("self-test", ROOT)
+    assert test[test.index("--only") + 1 :] == ["kernels", "recipes", "speed", "exchange"]
     assert "-n" not in timing
     monkeypatch.setattr(run_gpu.importlib.util, "find_spec", lambda name: None)
     assert "-n" not in run_gpu.command_of("tests", ROOT)

@@ -22,7 +22,7 @@ from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
 UNKNOWN = "fused expert weights in an unsupported layout"
 STACKED = "3-D parameter, neither of a linear layer nor of experts"
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
+_FLAGS = ("has_gate", "has_bias", "is_transposed")
 _BATCHED = "Llama4TextExperts"
 _LEFT = "experts_implementation={!r} computes them"
 ROUTER = "router of experts"

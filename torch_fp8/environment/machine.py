@@ -35,10 +35,9 @@ def describe(options: argparse.Namespace) -> int:
     results: list[Result] = []
     interrupted = False
     try:
-        for describe in (versions, cards, autoload):
+        of_hosts = (autoload, hosts) if "hosts" in (options.only or ["hosts"]) else ()
+        for describe in (versions, cards, *of_hosts):
             results += _guarded(describe)
-        if not options.only or "hosts" in options.only:
-            results += _guarded(hosts)
         with contextlib.closing(run_checks(checks)) as running:
             for done, result in enumerate(running, 1):
                 results.append(result)

@@ -78,7 +78,8 @@ class Float8Experts(FrozenStorage):
     num_experts: int
     has_gate: bool
     has_bias: bool
-    has_post_expert_norm: bool
+    has_post_expert_norm: bool = False
+    """Attribute that transformers 5.17 and earlier do not set."""
     is_transposed: bool
     act_fn: Any
     post_expert_norm: Any

@@ -26,10 +26,6 @@ from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import half
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_HIDES_IN_GRAPHS = torch.__version__ >= "2.12"
-"""Whether Dynamo can trace `HalfWeight` with `WholeWeights`. If it would break the graph, compiled
-code joins the halves of the weight instead, and autocast rounds the result.
-"""
 _KEY = -1
 """Key of `WholeWeights` among the hooks of a module. torch.compile guards on the keys of hooks that
 run even after an error, and torch's keys are different in each module, so that it would compile
@@ -42,9 +38,11 @@ class Hook:
 
     Attributes:
         handle: torch's handle, which removes the hook.
+        hides_in_graphs: whether a hook that hides weights does so in compiled code, too.
     """
 
     handle: Any
+    hides_in_graphs = True
 
 
 class Float32Output(Hook):
@@ -63,14 +61,17 @@ class HalfWeight(Hook):
 
     It does nothing outside autocast, where a stock layer would multiply in float32, within
     `torch_fp8.high_precision`, in torch.func transforms, and in traces for programs without this
-    package.
+    package. In a graph of torch 2.11, which it would break, it does nothing either: the halves of
+    the weight are joined, and autocast rounds the result.
     """
+
+    hides_in_graphs = torch.__version__ >= "2.12"
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         weight = module._parameters.get("weight")
         if not isinstance(weight, SplitWeight) or getattr(module, "runs_fp8", False):
             return
-        if in_high_precision() or (torch.compiler.is_compiling() and not _HIDES_IN_GRAPHS):
+        if in_high_precision() or (torch.compiler.is_compiling() and not self.hides_in_graphs):
             return
         if isinstance(module, _EMBEDDINGS) or torch.is_autocast_enabled(weight.device.type):
             # The attribute hides the Parameter of this name, which stays where it is.
@@ -78,9 +79,18 @@ class HalfWeight(Hook):
 
 
 class WholeWeights(Hook):
-    """A forward hook that shows hidden Parameters again, even if the forward raised an error."""
+    """A forward hook that shows hidden Parameters again, even if the forward raised an error.
+
+    Args:
+        in_graphs: whether any are hidden in compiled code.
+    """
+
+    def __init__(self, in_graphs: bool) -> None:
+        self.in_graphs = in_graphs
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() and not self.in_graphs:
+            return
         for name in module._parameters:
             module.__dict__.pop(name, None)
 
@@ -93,7 +103,7 @@ def hide_weights(module: nn.Module, before: Hook) -> bool:
     """
     if _hooks(module):
         return False
-    after = WholeWeights()
+    after = WholeWeights(before.hides_in_graphs)
     before.handle = module.register_forward_pre_hook(before)
     after.handle = handle = module.register_forward_hook(after, always_call=True)
     for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):

@@ -60,6 +60,17 @@ def test_every_layout_computes_what_transformers_does(layout, wgrad):
     assert all(torch.equal(again[name], value) for name, value in want.items())
 
 
+def test_releases_without_post_norms_set_no_flag_for_them():
+    """As transformers 5.17."""
+    experts, batch = _experts(), _batch(48)
+    twin = copy.deepcopy(experts)
+    del experts.has_post_expert_norm
+    for module in (twin, experts):
+        assert len(convert_to_float8(module, FP8Config(recipe="rowwise")).experts) == 2
+    want, got = (_run(module, *batch) for module in (twin, experts))
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
 @pytest.mark.parametrize("rows", [1, 3, 16, 64, 512])
 def test_gradients_keep_their_bits_for_few_and_many_rows(rows):
     hidden = 256

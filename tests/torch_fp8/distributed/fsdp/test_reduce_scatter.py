@@ -52,7 +52,7 @@ def test_a_parameter_does_not_scale_the_next_one():
 def test_factors_of_the_reductions_that_fsdp_asks_for():
     assert factor_of(dist.ReduceOp.SUM, 4) == 1
     assert factor_of(dist.ReduceOp.AVG, 4) == 0.25
-    assert factor_of(dist.ReduceOp.PREMUL_SUM(0.125), 4) == 0.125
+    assert factor_of(dist._make_nccl_premul_sum(0.125), 4) == 0.125
     with pytest.raises(ValueError, match="sum or an average"):
         factor_of(dist.ReduceOp.MAX, 4)
 
