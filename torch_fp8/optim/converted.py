@@ -62,8 +62,8 @@ class ConvertedOptimizer(Optimizer):
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
         """Return whether a hook quantizes the gradient as soon as autograd has accumulated it."""
-        hook = hook_of(parameter)
-        return hook is not None and hook.quantize
+        hook = hook_of(parameter)  # a weight that was frozen meanwhile still has one
+        return hook is not None and hook.quantize and parameter.requires_grad
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return (index, group, parameter) for each parameter; the index keys the rounding."""

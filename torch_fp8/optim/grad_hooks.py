@@ -168,9 +168,9 @@ def attach_hooks(optimizer: Any) -> int:
         if hook is not None and not hook.belongs_to(optimizer):
             remove_hook(parameter)
             hook = None
-        if not (quantize or release or take_out or averaged) or not parameter.requires_grad:
+        if not (quantize or release or take_out or averaged):
             remove_hook(parameter)
-        elif hook is None:
+        elif hook is None and parameter.requires_grad:
             hook = GradientHook(optimizer, index)
             parameter.register_post_accumulate_grad_hook(hook)
             missing += quantize or release
