@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 
@@ -45,11 +46,11 @@ def _counts(path: Path) -> dict[tuple[str, str], int]:
             continue
         reader = dcp.FileSystemReader(part)
         keys = sorted(reader.read_metadata().state_dict_metadata)
-        wanted = dict.fromkeys((key for key in keys if _KEY.search(key)), 0)
+        wanted = {key: torch.zeros(1, dtype=torch.int64) for key in keys if _KEY.search(key)}
         if wanted:
             dcp.load(wanted, storage_reader=reader)
         for key, count in wanted.items():
             match = _KEY.search(key)
             assert match is not None
-            counts[str(part), match["optimizer"] or ""] = count
+            counts[str(part), match["optimizer"] or ""] = int(count)
     return counts

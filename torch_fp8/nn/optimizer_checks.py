@@ -122,6 +122,7 @@ def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:
         for layer in sorted(layers, key=lambda layer: layer.fp8.name)
         if layer.fp8.config.backend == "torch"
         and layer.weight in parameters
+        and layer.weight.requires_grad  # one that was frozen has its last gradient
         and stored_grad(layer.weight) is not None
     ]
 

@@ -14,6 +14,8 @@ from torch_fp8.config import FP8Config
 from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
 from torch_fp8.optim.residual import known_residual, set_residual
 from torch_fp8.optim.state import is_large
+from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.halves import EXACT_BITS
 from torch_fp8.tensor.split_weight import SplitWeight, halves_of, split_parameter
 
@@ -56,14 +58,15 @@ class ConvertedOptimizer(Optimizer):
 
     @property
     def fp8_gradients(self) -> set[Tensor]:
-        """The current Parameters that get 8-bit gradients."""
+        """The current Parameters that get 8-bit gradients, also those that are frozen for now."""
         layers = (layer for ref in self.fp8_layers if isinstance(layer := ref(), RunsFP8))
-        return {w for layer in layers for w in layer.fp8_weights if is_large(w)}
+        weights = (w for layer in layers for w in layer.fp8_weights if is_large(w))
+        return {w for w in weights if not isinstance(local(w), Float8FrozenWeight)}
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
         """Return whether a hook quantizes the gradient as soon as autograd has accumulated it."""
-        hook = hook_of(parameter)
-        return hook is not None and hook.quantize
+        hook = hook_of(parameter)  # a frozen weight has one, too
+        return hook is not None and hook.quantize and parameter.requires_grad
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return (index, group, parameter) for each parameter; the index keys the rounding."""

@@ -168,15 +168,23 @@ def attach_hooks(optimizer: Any) -> int:
         if hook is not None and not hook.belongs_to(optimizer):
             remove_hook(parameter)
             hook = None
-        if not (quantize or release or take_out or averaged) or not parameter.requires_grad:
+        if not (quantize or release or take_out or averaged):
             remove_hook(parameter)
-        elif hook is None:
+        elif hook is None and (quantize or parameter.requires_grad):
             hook = GradientHook(optimizer, index)
-            parameter.register_post_accumulate_grad_hook(hook)
+            _register(parameter, hook)
             missing += quantize or release
         if hook is not None:
             hook.index, hook.quantize, hook.release = index, quantize, release
     return missing
+
+
+def _register(parameter: Tensor, hook: GradientHook) -> None:
+    """Register a hook, also for a frozen weight, which may be trained later."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trained)
 
 
 def detach_hooks(optimizer: Optimizer) -> None:

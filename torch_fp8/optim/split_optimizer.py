@@ -15,7 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -89,18 +91,29 @@ class SplitOptimizer(ConvertedOptimizer):
             "seed": self.fp8_config.seed,
             "steps": self.fp8_steps,
         }
-        sharded = any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"])
-        if sharded and self.fp8_steps:  # torch.distributed.checkpoint saves only states and groups
+        if self._meshes() and self.fp8_steps:
+            # torch.distributed.checkpoint saves only states and groups. Of what an optimizer does
+            # not have before its first step, it loads 1-D tensors alone.
             for group in packed["param_groups"]:
-                group[STEPS] = self.fp8_steps
+                group[STEPS] = torch.tensor([self.fp8_steps], dtype=torch.int64)
         return packed
+
+    def _meshes(self) -> set[DeviceMesh]:
+        """Return the meshes of sharded parameters."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return {p.device_mesh for p in parameters if isinstance(p, DTensor)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of the user's original optimizer."""
         options = state_dict.get(OPTIONS_KEY, {})
         super().load_state_dict({k: v for k, v in state_dict.items() if k != OPTIONS_KEY})
-        counts = [group.pop(STEPS) for group in self.param_groups if STEPS in group]
+        counts = [int(group.pop(STEPS)) for group in self.param_groups if STEPS in group]
         self.fp8_steps = options.get("steps", max(counts, default=self.fp8_steps))
+        for mesh in self._meshes():  # a whole checkpoint may be read by one rank
+            count = torch.tensor(self.fp8_steps, dtype=torch.int64, device=mesh.device_type)
+            for group in mesh.get_all_groups():
+                dist.all_reduce(count, dist.ReduceOp.MAX, group)
+            self.fp8_steps = int(count)
         seed = options.get("seed", self.fp8_config.seed)
         self.fp8_config = replace(self.fp8_config, seed=seed)
 

@@ -39,7 +39,8 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     vars(parameter).update(attributes)
     vars(other).clear()
     vars(other).update(parts)  # an earlier graph may read it
-    other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
+    if other.requires_grad:  # else an earlier graph delivers nothing
+        other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
     if hooks is not None:
         for key, hook in hooks.items():
             hook = hook.hook if isinstance(hook, WideHook) else hook

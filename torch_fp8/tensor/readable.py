@@ -83,6 +83,9 @@ def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func._schema.name} changes the shape or strides in place of a tensor that is stored "
             "in another form; use a view or a copy, x.t() or x.clone()"
         )
+    if any(target.dtype != value.dtype for target, value in written):
+        plain_args = [_widened(a, written) for a in plain_args]
+        plain_kwargs = {name: _widened(a, written) for name, a in plain_kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
     for target, value in written:
         target.finish_write(value, func)
@@ -104,6 +107,15 @@ def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]], wide: bool =
     if isinstance(x, (list, tuple)):
         return [_dense(y, writes, written, wide) for y in x]
     return x
+
+
+def _widened(x: Any, written: list[tuple[Any, Tensor]]) -> Any:
+    """Cast what an operator reads as what it writes was decoded: ``lerp_`` takes no other dtype."""
+    if isinstance(x, (list, tuple)):
+        return [_widened(y, written) for y in x]
+    if not isinstance(x, Tensor) or any(x is value for _, value in written):
+        return x
+    return x.to({target.dtype: value.dtype for target, value in written}.get(x.dtype, x.dtype))
 
 
 def _originals(result: Any, written: list[tuple[Any, Tensor]]) -> Any:

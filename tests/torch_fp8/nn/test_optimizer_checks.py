@@ -187,3 +187,11 @@ def test_a_gradient_that_another_rank_has_made_is_no_sign(level):
     assert warnings_of(*converted(model, level), steps=12, run=others) == []
     model = Model(lambda layer, x: F.linear(x, layer.weight, layer.bias))
     assert len(warnings_of(*converted(model, level), steps=12)) == 1
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_a_weight_that_was_frozen_after_its_backward_is_no_sign():
+    model, optimizer = converted(Model(lambda layer, x: F.linear(x, layer.weight, layer.bias)))
+    backward(model)
+    model.a.requires_grad_(False)
+    assert warnings_of(model, optimizer) == []

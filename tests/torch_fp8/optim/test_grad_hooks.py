@@ -15,6 +15,7 @@ from torch_fp8.optim.convert import OptimizerReport, gradients_report
 from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.released_grad import ReleasedGrad
 from torch_fp8.tensor.wide_grad import WideGrad
 
 O3 = FP8Config(opt_level="O3")
@@ -239,6 +240,32 @@ def test_tied_frozen_unused_and_small_weights():
     optimizer.step()
     _backward(model, 3)
     assert type(model.frozen.weight.grad) is Float8Grad
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_weight_that_was_frozen_for_some_steps_has_the_gradients_that_it_had(release):
+    model, optimizer, _ = _converted(FP8Config(opt_level="O3", gradient_release=release))
+    weight = model[0].weight
+    for trained in (True, False, True):
+        weight.requires_grad_(trained)
+        assert optimizer.has_fp8_gradient(weight) == trained
+        _backward(model, 0)
+        if trained and release:
+            assert type(weight.grad) is ReleasedGrad
+        else:
+            assert type(weight.grad) is (Float8Grad if trained else type(None))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_weight_that_is_frozen_at_first_has_an_8_bit_gradient_at_once():
+    model = _model()
+    model[0].requires_grad_(False)
+    model, _, report = _converted(model=model)
+    assert report.num_fp8_gradients == 2
+    model[0].requires_grad_(True)
+    _backward(model, 0)
+    assert type(model[0].weight.grad) is Float8Grad
 
 
 def test_clipping_and_accumulation_in_a_loop():

@@ -84,6 +84,34 @@ def test_what_is_written_is_quantized_anew(name, spec):
     assert not torch.equal(expected, before)
 
 
+_STRICT = {
+    "lerp_": lambda p, x: p.lerp_(x, 0.5),
+    "foreach lerp": lambda p, x: torch._foreach_lerp_([p], [x], 0.5),
+    "index_copy_": lambda p, x: p.index_copy_(0, torch.tensor([1, 3]), x[:2]),
+    "index_put_": lambda p, x: p.index_put_((torch.tensor([1, 3]),), x[:2]),
+    "scatter_": lambda p, x: p.scatter_(1, torch.zeros(4, 4, dtype=torch.int64), x),
+    "masked_scatter_": lambda p, x: p.masked_scatter_(p > 0, x),
+    "addmm_": lambda p, x: p.addmm_(x[:, :8], x[:8]),
+    "view": lambda p, x: p.view(-1).lerp_(x.view(-1), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", _STRICT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_operators_that_take_one_dtype_write_it(name, dtype):
+    """Averages by ``lerp_`` of a frozen base, in its dtype and in that of the model it was in."""
+    p, write = frozen(), _STRICT[name]
+    plain = dequantize(p.payload.quantized)
+    x = torch.randn(p.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    with torch.no_grad():
+        write(p, x)
+        write(plain, x.float())
+    assert p.dtype == torch.bfloat16
+    assert torch.equal(
+        dequantize(p.payload.quantized), dequantize(requantized(plain, p.payload.spec))
+    )
+
+
 def mix(p, other, alpha):
     """As TRL's `sync_ref_model` writes a reference."""
     p.data.mul_(1.0 - alpha).add_(other, alpha=alpha)

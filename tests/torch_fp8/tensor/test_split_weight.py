@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torch_fp8 import revert
 from torch_fp8.optim.embedding_dtype import multiply_half
 from torch_fp8.quantization.split_float import join
 from torch_fp8.tensor.exchange import stored_grad
@@ -775,6 +776,32 @@ def test_hooks_references_and_graphs_from_before_the_exchange_go_on():
     parameter.grad = None
     after.backward()
     torch.testing.assert_close(parameter.grad, 2 * SQUARE, rtol=2**-15, atol=0)
+
+
+_WAYS_OUT = {
+    "join": lambda layer: join_parameter(layer.weight),
+    "revert": revert,
+    "bfloat16": lambda layer: layer.to(torch.bfloat16),
+    "data": lambda layer: setattr(layer.weight, "data", torch.zeros(2, 2)),
+}
+
+
+@pytest.mark.parametrize("way", _WAYS_OUT)
+def test_a_weight_that_is_frozen_after_training_leaves_its_halves(way):
+    weight, plain = twins()
+    layer, stock = linear(weight), linear(plain)
+    before = weight.square().sum()
+    for module in (layer, stock):
+        module.requires_grad_(False)
+        _WAYS_OUT[way](module)
+    assert type(weight) is nn.Parameter
+    assert weight.dtype == plain.dtype
+    assert not weight.requires_grad
+    assert same(weight, plain)
+    before.backward()
+    assert weight.grad is None
+    split_parameter(weight := nn.Parameter(SQUARE.clone(), requires_grad=False), 16)
+    assert same(weight, SQUARE)
 
 
 def test_a_hook_that_is_removed_after_the_exchange_is_gone():
