@@ -85,8 +85,8 @@ def _check_transformer_engine(config: Any) -> None:
         names.append("amax_history_len=1")
     if names:
         raise ValueError(
-            f"FP8Config: Transformer Engine does not support {', '.join(names)}; leave out either "
-            "that or backend"
+            f"FP8Config: Transformer Engine does not support {', '.join(names)}; remove "
+            "these options, or backend"
         )
 
 
@@ -114,6 +114,6 @@ def _check_monitor(config: Any) -> None:
         )
     if config.monitor and config.backend == "transformer-engine":
         raise ValueError(
-            "FP8Config: Transformer Engine casts internally and does not support monitor; leave "
-            "out one of the two"
+            "FP8Config: Transformer Engine casts internally and does not support monitor; "
+            "remove monitor, or backend"
         )
