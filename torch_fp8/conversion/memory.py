@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.optim.arguments import without_wrapper
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.muon import MuonOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
@@ -276,8 +277,7 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
     if optimizer is None:
         return []
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    unwrapped: list[Any] = [getattr(o, "optimizer", o) for o in given]
-    return unwrapped
+    return [without_wrapper(o) for o in given]
 
 
 def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:

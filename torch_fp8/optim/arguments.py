@@ -1,4 +1,6 @@
-"""Checks of the arguments of `torch_fp8.convert_optimizer`, before it changes anything."""
+"""Optimizers as users pass them: wrapped by a host, or wrong."""
+
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -6,6 +8,11 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.optimizer_checks import refuse_training
+
+
+def without_wrapper(optimizer: Any) -> Any:
+    """Return the optimizer within the wrapper of a host (Accelerate, Fabric), or itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def check_trained(optimizer: Optimizer, config: FP8Config, model: nn.Module | None) -> None:

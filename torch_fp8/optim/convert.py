@@ -16,7 +16,7 @@ from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.optim.arguments import check_trained
+from torch_fp8.optim.arguments import check_trained, without_wrapper
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
@@ -243,6 +243,7 @@ def restore_weights(optimizer: Optimizer) -> int:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
     """
     check_arguments(restore_weights, locals())
+    optimizer = without_wrapper(optimizer)
     if not isinstance(optimizer, ConvertedOptimizer):
         return 0
     detach_hooks(optimizer)

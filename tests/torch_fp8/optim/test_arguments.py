@@ -65,6 +65,18 @@ def test_a_function_of_a_model_names_another_argument(function):
             function(argument)
 
 
+def test_weights_of_an_optimizer_that_a_host_wrapped_are_restored():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    model = nn.Linear(128, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_to_float8(model)
+    convert_optimizer(optimizer, model=model)
+    assert restore_weights(Wrapper(optimizer)) == 1
+
+
 def test_an_argument_in_place_of_an_optimizer_is_not_ignored():
     """`restore_weights(model)` changed nothing and returned 0."""
     model = nn.Linear(128, 64)
