@@ -362,12 +362,12 @@ WRITES = {
 
 def case_written_after_it_is_averaged():
     """Whether averages are equal that the loop writes to, each in another way."""
-    ddp, _, _ = wrapped(model=model_of(0, width=128))
+    ddp, optimizer, _ = wrapped(model=model_of(0, width=128))
     weights = [p for p in ddp.parameters() if p.numel() >= 4096]
     results = {}
     for micro_batches in (1, 2):
         for name, write in WRITES.items():
-            ddp.zero_grad()
+            optimizer.zero_grad()
             for i in range(micro_batches):
                 backward(ddp, i)
             for weight in weights:
