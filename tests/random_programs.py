@@ -139,8 +139,10 @@ def draw(seed: int) -> Program:
     dtype = rng.choice(("float32", "float32", "float32", "bfloat16"))
     options, optimizer = _options(rng), _optimizer(rng)
     loop = _loop(rng, "gradient_release" in options)
-    if loop.get("event") in ("restore", "revert"):  # frozen weights would not be split again
-        loop.pop("freeze", None)
+    if loop.get("event") in ("convert", "pickle", "restore", "revert"):
+        loop.pop("freeze", None)  # what is split then depends on what is frozen then
+    if loop.get("event") == "functional" and options["recipe"] == "delayed":
+        loop.pop("event")  # a forward in training mode is recorded
     if loop.get("event") == "pickle" and model in OF_HOST:  # its checkpoints cannot be pickled
         loop.pop("event")
     if loop.get("event") == "high precision" and model == "images":  # it counts batches

@@ -11,7 +11,7 @@ from tests.random_programs import draw
 from tests.random_properties import check
 
 QUICK = (3067, 3072, 3074, 3106, 3110, 3116)
-"""All levels, five recipes, adapters, tied weights, checkpoints, averages, freezing, and Muon."""
+"""All levels, five recipes, adapters, tied weights, checkpoints, averages, and Muon."""
 
 
 @pytest.fixture(autouse=True)

@@ -43,8 +43,8 @@ class Rounding:
         rank: the rank whose gradient it is. Ranks round their own sums with different bits, so that
             the noise averages out, and averages with the same bits.
     Attributes:
-        count: the number of roundings since the gradient was zero.
-        exchanges: the number of averages over ranks since then.
+        count: the number of roundings since the gradient was zero, or the last average over ranks.
+        exchanges: the number of averages over ranks since it was zero.
     """
 
     def __init__(
@@ -61,14 +61,21 @@ class Rounding:
         self.count = self.exchanges = 0
 
     def next(self) -> Keys:
-        """Return the keys of the next rounding."""
+        """Return the keys of the next rounding; those of an average are equal on all ranks."""
         self.count += 1
+        if self.exchanges:
+            return self._keys(-1, self.exchanges, self.count)
         return self._keys(self.rank, self.count)
 
     def next_exchanged(self) -> Keys:
         """Return the keys for rounding an average over ranks, equal on all of them."""
-        self.exchanges += 1
+        self.exchange()
         return self._keys(-1, self.exchanges)
+
+    def exchange(self) -> None:
+        """Count an average over ranks, which is rounded with other keys."""
+        self.exchanges += 1
+        self.count = 0
 
     def _keys(self, *which: int) -> Keys:
         return shifted_keys(stream_keys(*self.counters(), *which), self.offset)

@@ -48,7 +48,7 @@ class GradientBucket:
         self._numels = [rows * num_groups(cols) * GROUP_SIZE for rows, cols in shapes]
         layout = messages.split_layout(sum(self._numels), len(parameters), self._world_size)
         self._layout = layout
-        keys = _rounding(parameters[0]).next_exchanged()
+        keys = _rounding(parameters[0]).copy().next_exchanged()
         self._keys = shifted_keys(keys, dist.get_rank(group) * layout.num_values)
         device = parameters[0].device
         size = (self._world_size, layout.num_bytes)
@@ -101,6 +101,7 @@ class GradientBucket:
             _take(codes, values, grad.qdata, GROUP_SIZE)
             _take(scales, groups, grad.scale, 1)
             grad.multiplier.fill_(1.0)
+            grad.rounding.exchange()
             if not keeps_8_bits(parameter):
                 parameter.grad = grad.dequantize(gradient_dtype(parameter))
 

@@ -349,6 +349,34 @@ def case_rounding():
     return [float(errors[0].norm() / exact.norm()), float(mean)]
 
 
+WRITES = {
+    "clip_grad_value_": lambda p: nn.utils.clip_grad_value_(p, 1e-4),
+    "add_": lambda p: p.grad.add_(p.detach(), alpha=1e-2),
+    "foreach add": lambda p: torch._foreach_add_([p.grad], [p.detach()], alpha=1e-2),
+    "centred": lambda p: p.grad.sub_(p.grad.mean(1, keepdim=True)),
+    "masked_fill_": lambda p: p.grad.masked_fill_(p.detach() > 0, 1e-3),
+    "view": lambda p: p.grad.view(-1)[7:99].mul_(3.3),
+    "data": lambda p: setattr(p.grad, "data", p.grad * 1.1 + 1e-3),
+}
+
+
+def case_written_after_it_is_averaged():
+    """Whether averages are equal that the loop writes to, each in another way."""
+    ddp, optimizer, _ = wrapped(model=model_of(0, width=128))
+    weights = [p for p in ddp.parameters() if p.numel() >= 4096]
+    results = {}
+    for micro_batches in (1, 2):
+        for name, write in WRITES.items():
+            optimizer.zero_grad()
+            for i in range(micro_batches):
+                backward(ddp, i)
+            for weight in weights:
+                write(weight)
+            eight = all(isinstance(w.grad, Float8Grad) for w in weights)
+            results[f"{name} {micro_batches}"] = eight and equal_on_ranks(w.grad for w in weights)
+    return results
+
+
 @contextlib.contextmanager
 def collectives():
     """Collect the collectives that this rank begins: name, number of elements, process group."""

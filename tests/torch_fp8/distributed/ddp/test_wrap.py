@@ -195,6 +195,11 @@ def test_without_synchronization_gradients_stay_local(case):
     assert case("no_sync") == [{"equal": False, "8-bit": 3}] * 2
 
 
+def test_averages_that_the_loop_writes_to_stay_equal(case):
+    for results in case("written_after_it_is_averaged"):
+        assert [name for name, equal in results.items() if not equal] == []
+
+
 def test_reentrant_checkpoints(case):
     for value in case("reentrant"):
         assert value == {"equal": True, "as without": True}
