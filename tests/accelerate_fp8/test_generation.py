@@ -115,6 +115,16 @@ def test_generate_is_a_scope_by_itself(casts: list[int]) -> None:
     assert len([place for place in casts if place in weights]) == 2 * len(weights)
 
 
+def test_assisted_generation_returns_the_greedy_tokens() -> None:
+    """The policy checks several proposed tokens in one forward, and none changes another's scale.
+
+    With one scale per tensor this row gets other tokens.
+    """
+    model, assistant = policy("rowwise").eval(), tiny_llama(num_hidden_layers=1, pad_token_id=0)
+    greedy = model.generate(IDS[1:2], **COMMON)
+    assert torch.equal(model.generate(IDS[1:2], assistant_model=assistant, **COMMON), greedy)
+
+
 @pytest.mark.parametrize(
     ("way", "recipe"),
     [
