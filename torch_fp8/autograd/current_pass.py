@@ -75,9 +75,17 @@ class RunsFP8(nn.Module):
     @property
     def runs_fp8(self) -> bool:
         """Whether a forward would run in FP8 now; callers also check `is_transformed`."""
-        if requested or torch.compiler.is_exporting():
+        if requested or is_exporting():
             return False
         return self.training or bool(self.fp8_config.eval_fp8)
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export is at work, in graphs, too.
+
+    In Dynamo of torch 2.11 ``torch.compiler.is_exporting()`` is true in every graph.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def in_high_precision() -> bool:
@@ -85,7 +93,7 @@ def in_high_precision() -> bool:
 
     A converted module checks both conditions itself; see `RunsFP8.runs_fp8`.
     """
-    if requested or torch.compiler.is_exporting():
+    if requested or is_exporting():
         return True
     return not torch.compiler.is_compiling() and is_transformed()
 
@@ -157,7 +165,7 @@ def warn_of_halves_in_program() -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if torch.jit.is_tracing() or is_exporting():
         _warn_of_halves_in_program()
 
 

@@ -34,6 +34,8 @@ TOKENS = (256, 99)
 FEW_TOKENS = (99, 16, 1)
 LARGE = (4096, 4096)
 """The features of the layers checked with few tokens, because a GPU refuses GEMMs by their size."""
+EXACT_DB = 12.0
+"""The dB over a floor that no FP8 product reaches: two bits of mantissa."""
 TIMED_TOKENS, TIMED_FEATURES = 8192, 4096
 
 
@@ -193,6 +195,8 @@ def _measured(layer: nn.Linear, run: Callable[[Tensor], Tensor], recipe: str) ->
         if all_ < floor or row < floor - ROW_ALLOWANCE_DB:
             wanted = f"{floor:.1f} dB (row {floor - ROW_ALLOWANCE_DB:.1f})"
             raise RuntimeError(f"{name} is below its floor of {wanted}: {text}")
+        if all_ > floor + EXACT_DB:
+            raise RuntimeError(f"{name} is more exact than FP8, so it ran without: {text}")
     return text
 
 

@@ -98,7 +98,7 @@ class Float8Layer(FrozenStorage):
     @property
     def runs_fp8(self) -> bool:
         fp8 = self.fp8
-        if current_pass.requested or torch.compiler.is_exporting() or fp8.paused:
+        if current_pass.requested or current_pass.is_exporting() or fp8.paused:
             return False
         return self.training or fp8.config.eval_fp8
 

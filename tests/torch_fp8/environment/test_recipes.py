@@ -167,3 +167,9 @@ def test_a_step_that_did_nothing_is_told(loss, message):
     evidence.look(model)
     with pytest.raises(RuntimeError, match=message):
         evidence.verdict("O1", loss)
+
+
+def test_a_layer_that_does_not_run_in_fp8_fails():
+    layer, _ = recipes._layer("rowwise")
+    with pytest.raises(RuntimeError, match="ran without"):
+        recipes._measured(layer, lambda x: torch.nn.functional.linear(x, layer.weight), "rowwise")
