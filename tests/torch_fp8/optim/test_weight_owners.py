@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
+from torch_fp8.optim.embedding_dtype import HalfWeight
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 
@@ -168,6 +169,7 @@ def test_an_output_layer_outside_autocast_computes_in_float32(keyword, compiled)
     assert model.lm_head.weight is weight
 
 
+@pytest.mark.skipif(not HalfWeight.hides_in_graphs, reason="its gradient is float32 in the graph")
 def test_an_output_layer_under_autocast_is_no_break_in_a_compiled_graph():
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))  # 8 is too few for FP8
     _converted(model)
