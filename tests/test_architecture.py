@@ -48,6 +48,8 @@ VAGUE = {"made", "kept", "how", "here", "found"}
 """Names of local variables that say nothing of what they hold."""
 MOST_VAGUE, MOST_PREPOSITIONS = 10, 0
 """Bounds that only fall: vague locals, and descriptions that begin with "of", "by" or "that"."""
+WRONG_IN_A_TORCH = {"torch.compiler.is_exporting": "true in every graph of Dynamo 2.11"}
+"""Names that a supported torch computes wrongly, which a test on the newest torch does not see."""
 MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8", "_fp8_points"},
     "lightning_fp8": {
@@ -94,6 +96,17 @@ def _sources(package):
     ("package", "floors"),
     [("torch_fp8", FLOORS), ("torch_fp8.distributed", FLOORS_OF_DISTRIBUTED)],
 )
+def test_nothing_relies_on_what_a_supported_torch_gets_wrong():
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            used = {
+                ast.unparse(n)
+                for n in ast.walk(ast.parse(path.read_text()))
+                if isinstance(n, ast.Attribute)
+            }
+            assert not used & set(WRONG_IN_A_TORCH), path
+
+
 def test_packages_import_only_from_those_above(package, floors):
     order = {name: i for i, names in enumerate(floors) for name in names}
     depth = package.count(".") + 1
