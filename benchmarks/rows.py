@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_fp8.checkpoint.whole_folder import whole_file
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OUTPUT = ROOT / "runs" / "benchmarks"
@@ -70,14 +72,12 @@ def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = [*(column for column in columns if column != CODE), CODE]
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", newline="") as file:
+    with whole_file(path) as partial, partial.open("w", newline="") as file:
         writer = csv.DictWriter(
             file, columns, restval="", extrasaction="ignore", lineterminator="\n"
         )
         writer.writeheader()
         writer.writerows({**row, CODE: row.get(CODE) or _AT_START} for row in rows)
-    partial.replace(path)
 
 
 def tell_kept(path: Path) -> None:

@@ -202,6 +202,21 @@ def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_device_is_written_to_and_a_link_stays(tmp_path):
+    """A rename would put a regular file in the place of ``/dev/null``."""
+    device, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(device)
+    with whole_file(device) as partial:
+        assert partial == device
+    assert device.is_fifo()
+    target.write_text("old")
+    link.symlink_to(target)
+    with whole_file(link) as partial:
+        partial.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
 def test_a_table_has_a_line_for_each_result_and_their_number():
     detail = "pip install torch-fp8[lightning]"
     text = display.plain_text([Result("hosts", "[red]trl", "failed", detail)])
