@@ -193,8 +193,7 @@ class LayerFP8:
         bias = layer.bias if layer.fp8_adds_bias else None
         if isinstance(weight, DTensor) or isinstance(input, DTensor):
             input, weight, bias, parts = local_operands(self, input, weight, bias)
-        check_input(self, input, weight)
-        return Operands(input, weight, bias, input.shape, input.dtype, parts)
+        return Operands(input, weight, bias, *check_input(self, input, weight), parts)
 
     def options(self, layer: Any, operands: Operands) -> LinearOptions:
         """Return `new_options` in eager code, cached from an earlier forward if possible.
@@ -314,8 +313,8 @@ class LayerFP8:
         return {**self.__dict__, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
 
 
-def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> None:
-    """Check that a layer can multiply an input.
+def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Check that a layer can multiply an input; return its shape and dtype, each read once.
 
     Args:
         fp8: state of the layer.
@@ -325,10 +324,10 @@ def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> None:
         TypeError: input or weight has another dtype, or torchao has quantized the weight.
         ValueError: the last dimension of the input is not K, or it is on another device.
     """
-    name, shape = fp8.name, input.shape
-    if input.dtype not in CAST_DTYPES:
+    name, shape, dtype = fp8.name, input.shape, input.dtype
+    if dtype not in CAST_DTYPES:
         raise TypeError(
-            f"FP8 linear '{name}' takes float32, bfloat16 or float16 input, got {input.dtype}; "
+            f"FP8 linear '{name}' takes float32, bfloat16 or float16 input, got {dtype}; "
             f"cast it, or keep the module in high precision with FP8Config(skip=('{name}',))"
         )
     if weight.dtype not in CAST_DTYPES:
@@ -348,3 +347,4 @@ def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> None:
     if input.device != weight.device:
         devices = f"is on {weight.device}, but its input is on {input.device}"
         raise ValueError(f"FP8 linear '{name}' {devices}; move one of them")
+    return shape, dtype

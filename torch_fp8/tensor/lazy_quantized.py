@@ -51,6 +51,10 @@ class LazyQuantizedTensor(QuantizableTensor):
     is_nested = is_quantized = False
     layout = torch.strided
 
+    @property
+    def device(self) -> torch.device:
+        return self.production.sources[0].device
+
     @staticmethod
     def __new__(
         cls, production: LazySource, shape: Sequence[int], dtype: torch.dtype
