@@ -61,7 +61,7 @@ COMMANDS = [
     (block, line.partition(" #")[0].strip())
     for block in BLOCKS
     if block.language == "bash"
-    for line in block.code.splitlines()
+    for line in block.code.replace("\\\n", " ").splitlines()
     if line.strip()
 ]
 
@@ -165,7 +165,8 @@ def _split(command):
 def test_commands_exist(block, line):
     for command in line.split(" && "):
         variables, words = _split(command)
-        assert set(variables) <= {"TORCH_FP8_CONFIG", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+        known = {"TORCH_FP8_CONFIG", "TORCH_FP8_REPLAY", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+        assert set(variables) <= known
         if "TORCH_FP8_CONFIG" in variables and not _of_file(block):
             FP8Config.from_json(variables["TORCH_FP8_CONFIG"])
         _check(words)
@@ -210,6 +211,10 @@ def _check(words):
 
 def _check_source(path, options):
     """Each option is in the program, or in what it takes its parser from."""
+    if "--" in options:  # what follows goes to the part that is named
+        end, part = options.index("--"), options[options.index("--parts") + 1]
+        _check_source(ROOT / "benchmarks" / f"bench_{part}.py", options[end + 1 :])
+        options = options[:end]
     text = path.read_text() + (ROOT / "benchmarks" / "measurement.py").read_text()
     for option in options:
         if option.startswith("--"):

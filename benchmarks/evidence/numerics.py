@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.rows import add_csv, write_rows
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul
-from torch_fp8.quantization.metrics import sqnr_db, underflow_fraction, worst_row_sqnr_db
+from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 COLUMNS = ("recipe", "input", "operand", "sqnr_db", "worst_row_db", "flushed")
@@ -55,6 +55,12 @@ def measure(recipe_name: str, input_name: str) -> Iterator[dict[str, str | float
     yield _row(recipe_name, input_name, "fprop", x @ w.t(), y)
 
 
+def flushed(exact: Tensor, actual: Tensor) -> float:
+    """Return the share of the non-zero elements that are zero once quantized."""
+    nonzero = exact != 0
+    return ((actual == 0) & nonzero).sum().item() / max(nonzero.sum().item(), 1)
+
+
 def _row(
     recipe: str, input_name: str, operand: str, exact: Tensor, actual: Tensor
 ) -> dict[str, str | float]:
@@ -64,7 +70,7 @@ def _row(
         "operand": operand,
         "sqnr_db": round(sqnr_db(exact, actual), 2),
         "worst_row_db": round(worst_row_sqnr_db(exact, actual), 2),
-        "flushed": round(underflow_fraction(exact, actual), 5),
+        "flushed": round(flushed(exact, actual), 5),
     }
 
 

@@ -126,7 +126,7 @@ def test_time_on_the_host():
     at_o3 = [float(rows["training, O3", recipe]["ratio"]) for recipe in recipes]
     trouble = re.sub(r"\s+", " ", (ROOT / "docs" / "troubleshooting.md").read_text())
     for ratios, words in (
-        (training, "FP8 takes {} to {} times the host's time of BF16 at O2"),
+        (training, "the host needs {} to {} times as long as for BF16 at O2"),
         (at_o3, "and {} to {} times at O3"),
     ):
         least, most = f"{min(ratios):.1f}", f"{max(ratios):.1f}"

@@ -92,7 +92,9 @@ def test_the_page_has_the_figures_of_the_example():
         for scenario in ("ppo example, 4.2M", "ppo example, 7.1M", "ppo")
     )
     assert larger >= 46
-    assert f"{small:.1f} and {larger:.1f} % less here, and {at_7b:.1f} % less at 7B" in page
+    assert (
+        f"{small:.1f} and {larger:.1f} % less in these models, and {at_7b:.1f} % less at 7B" in page
+    )
     sums = [
         sum(int(written["ppo", variant, "all"][kind]) for kind in rlhf_bytes.BYTES) / 2**30
         for variant in (rlhf_bytes.BF16, rlhf_bytes.FP8)

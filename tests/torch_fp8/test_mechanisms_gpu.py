@@ -118,6 +118,7 @@ def test_on_a_card_auto_times_experts():
     assert (len(report.experts) == 2) == (speedup >= 1.05)
 
 
+@pytest.mark.long
 def test_exchanges_are_timed(device, group):
     """As ``communication="auto"`` does on several ranks; one is enough to run them."""
     times = links._measured(dict.fromkeys(links.KINDS, group), device)

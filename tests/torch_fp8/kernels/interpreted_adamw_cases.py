@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from conftest import matrix_differences, moved, optimizer_matrix
 from triton.runtime import interpreter
 
 from tests.interpreter import mend
+from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.kernels import adamw, block_scaled, fast_math
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
