@@ -21,7 +21,7 @@ class Run:
     """One run of a program, on one process.
 
     Args:
-        program: what is trained.
+        program: random program to train.
         fp8: whether the model and the optimizers are converted.
         changes: entries of the loop in place of the program's own; None leaves one out.
     """

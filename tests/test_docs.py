@@ -211,7 +211,7 @@ def _check(words):
 
 def _check_source(path, options):
     """Each option is in the program, or in what it takes its parser from."""
-    if "--" in options:  # what follows goes to the part that is named
+    if "--" in options:  # options behind it belong to the part
         end, part = options.index("--"), options[options.index("--parts") + 1]
         _check_source(ROOT / "benchmarks" / f"bench_{part}.py", options[end + 1 :])
         options = options[:end]

@@ -31,7 +31,7 @@ def test_scaling_state_resumes_exactly():
         return model
 
     convert_to_float8(model, config)
-    whole = train(copy.deepcopy(model), batches)
+    uninterrupted = train(copy.deepcopy(model), batches)
     half = train(model, batches[:3])
     weights, scaling = half.state_dict(), torch_fp8.scaling_state_dict(half)
     assert all(type(t) is torch.Tensor and t.dtype == torch.float32 for t in scaling.values())
@@ -40,9 +40,9 @@ def test_scaling_state_resumes_exactly():
     resumed.load_state_dict(weights)
     torch_fp8.load_scaling_state_dict(resumed, scaling)
     train(resumed, batches[3:])
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+    for a, b in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
-    histories = [model.layers[0]["up"].fp8_amax_history for model in (whole, resumed)]
+    histories = [model.layers[0]["up"].fp8_amax_history for model in (uninterrupted, resumed)]
     assert torch.equal(*histories)
 
 
