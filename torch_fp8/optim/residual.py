@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
 from torch_fp8.quantization.split_float import pack, split, stored_cols, unpack
-from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.halves import EXACT_BITS, empty_residual, join_matrix
 from torch_fp8.tensor.split_weight import halves_of
@@ -180,13 +180,9 @@ def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int)
 
 def shard_of(parameter: Tensor, saved: Tensor) -> Tensor:
     """Return this rank's part of a residual saved whole; a sharded one is returned as is."""
-    if not isinstance(parameter, DTensor) or isinstance(saved, DTensor):
+    if not isinstance(parameter, DTensor) or isinstance(saved, DTensor) or not saved.numel():
         return saved
     rows = parameter.shape[0]
-    if not rows or local(parameter).shape == parameter.shape:
+    if local(parameter).shape == parameter.shape:
         return saved
-    whole = saved.contiguous().view(torch.int8).view(rows, -1)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(
-        whole.to(local(parameter).device), mesh, placements, src_data_rank=None
-    )
+    return part_of(parameter, saved.contiguous().view(torch.int8).view(rows, -1))

@@ -34,7 +34,7 @@ from torch_fp8.optim.encoded_states import (
 )
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import MIN_NUMEL, matrix_shape
-from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 from torch_fp8.tensor.quantized_state import QuantizedState
@@ -183,6 +183,9 @@ def from_checkpoint(
         large: whether its moments have 8 bits.
         ratio: whether its first moment has 4 bits.
     """
+    entry = {
+        name: part_of(parameter, x) if isinstance(x, Tensor) else x for name, x in entry.items()
+    }
     step = entry["step"]
     step = (
         step.detach().float().cpu().clone()

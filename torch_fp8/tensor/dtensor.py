@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -34,6 +34,22 @@ def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None
         shape=tensor.shape if shape is None else torch.Size(shape),
         stride=stride,
     )
+
+
+def part_of(parameter: Tensor, saved: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that was saved whole, without communication.
+
+    Args:
+        parameter: parameter that the tensor belongs to.
+        saved: tensor whose rows are those of the parameter; a part is returned as it is.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(saved, DTensor) or not saved.ndim:
+        return saved
+    shard = local(parameter)
+    if saved.shape[0] != parameter.shape[0] or shard.shape in (parameter.shape, saved.shape):
+        return saved
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(saved.to(shard.device), mesh, placements, src_data_rank=None)
 
 
 def waited(x: Tensor) -> Tensor:

@@ -1,0 +1,22 @@
+"""Mistakes that the tests have to notice, by room: ``python -m tests.planted`` plants and runs them."""
+
+import importlib
+
+from tests.planted.fault import Fault
+
+ROOMS = (
+    "quantization",
+    "ops",
+    "kernels",
+    "tensor",
+    "nn",
+    "optim",
+    "distributed",
+    "conversion",
+    "checkpoint",
+    "monitor",
+    "hosts",
+)
+FAULTS: dict[str, list[Fault]] = {
+    room: importlib.import_module(f"tests.planted.{room}").FAULTS for room in ROOMS
+}
