@@ -5,7 +5,9 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.batched_muon import SingleDeviceMuon
 from tests.steps import train_steps
@@ -244,3 +246,37 @@ def test_bytes_with_other_options(options, size):
     assert memory_report(model, optimizer).bytes_per_param == pytest.approx(size, abs=1e-3)
     if "split_weights" in options:
         assert str(report) == ("Muon keeps its own states: its int8 momentum needs split weights")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False},
+        {"momentum": 0.5},
+        {"weight_decay": 0.5},
+        {"ns_steps": 2},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"ns_coefficients": (3.0, -3.5, 1.5)},
+    ],
+    ids=str,
+)
+def test_shards_have_the_updates_of_stock(single_process_group, options):
+    """Each option changes an update by more than the 8 bits of the gathered codes do."""
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    stock = nn.Parameter(weight.clone())
+    sharded = nn.Parameter(DTensor.from_local(weight.clone(), mesh, [Shard(0)]))
+    optimizers = [torch.optim.Muon([p], lr=0.1, **options) for p in (stock, sharded)]
+    convert_optimizer(optimizers[1], FP8Config())
+    for _ in range(3):
+        gradient = torch.randn(96, 64)
+        stock.grad = gradient.clone()
+        sharded.grad = DTensor.from_local(gradient.clone(), mesh, [Shard(0)])
+        before = stock.detach().clone(), sharded.to_local().detach().clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        wanted = stock.detach() - before[0]
+        error = sharded.to_local().detach() - before[1] - wanted
+        assert error.norm() < 0.03 * wanted.norm()
