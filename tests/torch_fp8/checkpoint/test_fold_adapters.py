@@ -24,6 +24,23 @@ def _stored(folder):
     return load_file(folder / "model.safetensors")
 
 
+def _merged(model, adapters):
+    """Return a model without adapters whose weights have the adapters' deltas, in FP8."""
+    merged = tiny_llama()
+    with torch.no_grad():
+        for name, layer in model.base_model.model.named_modules():
+            deltas = [
+                layer.get_delta_weight(adapter).float()
+                for adapter in adapters
+                if adapter in getattr(layer, "lora_A", ())
+            ]
+            if deltas:
+                total = sum(deltas, layer.base_layer.weight.dequantize().float())
+                merged.get_submodule(name).weight.copy_(total)  # rounded to BF16 once
+    convert_to_float8(merged, FP8Config(recipe="blockwise"))
+    return merged
+
+
 def _same(a, b):
     return a.keys() == b.keys() and all(
         torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a
@@ -53,18 +70,26 @@ def test_folded_in_they_give_the_bytes_of_the_merged_model(tmp_path, use_rslora)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     export(model, tmp_path / "folded", adapters="merge")
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    merged = tiny_llama()
-    with torch.no_grad():
-        for name, layer in model.base_model.model.named_modules():
-            if hasattr(layer, "get_delta_weight"):
-                base = layer.base_layer.weight.dequantize().float()
-                total = base + layer.get_delta_weight("default").float()
-                merged.get_submodule(name).weight.copy_(total)  # rounded to BF16 once
-    convert_to_float8(merged, FP8Config(recipe="blockwise"))
+    merged = _merged(model, ["default"])
     export(merged, tmp_path / "merged")
     assert _same(_stored(tmp_path / "folded"), _stored(tmp_path / "merged"))
     export(model, tmp_path / "apart", adapters="apart")
     assert not _same(_stored(tmp_path / "folded"), _stored(tmp_path / "apart"))
+
+
+def test_all_active_adapters_are_folded_in_and_no_other(tmp_path):
+    model = _adapted()
+    for name in ("second", "third"):
+        model.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B.second" in name or "lora_B.third" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    for active in (["default"], ["second"], ["default", "second"]):
+        model.base_model.set_adapter(active)
+        export(model, tmp_path / "-".join(active), adapters="merge")
+        export(_merged(model, active), tmp_path / "-".join(["merged", *active]))
+        folders = tmp_path / "-".join(active), tmp_path / "-".join(["merged", *active])
+        assert _same(*map(_stored, folders))
 
 
 def test_trained_copies_of_modules_are_taken_or_left(tmp_path):

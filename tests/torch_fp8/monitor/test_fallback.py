@@ -99,6 +99,18 @@ def test_the_state_goes_through_json_and_is_applied():
     assert resumed.monitor.step == 5
 
 
+def test_a_state_that_is_loaded_is_saved_again_as_it_was():
+    watched = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=9)
+    _outlier_channel(watched)
+    for _ in range(20):
+        watched.step()
+    state = json.loads(json.dumps(watched.monitor.state_dict()))
+    assert all(state[name] for name in ("step", "losses", "fallen", "times"))
+    resumed = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=9)
+    resumed.monitor.load_state_dict(state)
+    assert json.loads(json.dumps(resumed.monitor.state_dict())) == state
+
+
 @pytest.mark.parametrize("action", ["skip", "bf16"])
 def test_after_a_spike(action):
     watched = Watched(monitor=100, on_loss_spike=action, fallback_steps=4)

@@ -157,6 +157,18 @@ def test_padding_is_left_to_the_router(model):
     assert torch.equal(got[0][rows:], torch.arange(top_k).expand(LENGTH - 3, -1))
 
 
+@pytest.mark.parametrize("missing", [0, -1])
+def test_a_token_whose_experts_are_given_in_part_is_left_to_the_router(model, missing):
+    other = _perturbed(model)
+    own = _selections(other, _ids())
+    top_k = own[0].shape[1]
+    part = torch.arange(top_k).repeat(BATCH, LENGTH, len(own), 1)
+    part[..., missing] = -1
+    with routing_replay(other, part) as replay:
+        assert all(map(torch.equal, _selections(other, _ids()), own))
+    assert not any(map(int, replay.decisions.values()))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_take_them_in_both_passes(model, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
