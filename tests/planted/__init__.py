@@ -1,4 +1,4 @@
-"""Mistakes that the tests have to notice, by room: ``python -m tests.planted`` plants and runs them."""
+"""Mistakes that the tests have to notice, by room; ``python -m tests.planted`` plants them."""
 
 import importlib
 

@@ -4,9 +4,9 @@
     python -m tests.planted tensor optim       these rooms
     python -m tests.planted tensor -k stale    faults whose name contains a word
 
-The copy is installed in an environment of its own, because the processes that some tests start import
-the installed package. Tests that fail without a fault are reported first. Exit status 1: a fault was
-missed.
+The copy is installed in an environment of its own, because the processes that some tests start
+import the installed package. Tests that fail without a fault are reported first. Exit status 1: a
+fault was missed.
 """
 
 import argparse

@@ -218,9 +218,16 @@ def test_an_optimizer_may_have_the_frozen_base_below_adapters():
     model = nn.Sequential(nn.Linear(64, 64))
     freeze(model)
     model[0] = nn.ModuleDict({"base_layer": model[0], "lora_A": nn.Linear(64, 4)})
-    optimizer = torch.optim.AdamW(model.parameters())
+    base, adapter = model[0]["base_layer"].weight, model[0]["lora_A"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer.step()
     convert_optimizer(optimizer)
+    before = base.dequantize(), adapter.detach().clone()
+    adapter.grad = torch.ones_like(adapter)
+    optimizer.step()
+    assert torch.equal(base.dequantize(), before[0])
+    assert not torch.isclose(adapter, before[1]).any()
+    assert list(optimizer.state) == [adapter]
 
 
 def test_weights_that_were_frozen_together_warn_once_of_lost_changes():
