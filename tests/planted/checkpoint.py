@@ -1,0 +1,63 @@
+"""Faults in checkpoints that are read, exported and sent to engines."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8/checkpoint"
+FAULTS = [
+    Fault(
+        "of several active adapters the last alone is folded in",
+        "torch_fp8/checkpoint/fold_adapters.py",
+        "            folded = folded + delta.float()",
+        "            folded = dequantized(weight).detach().float() + delta.float()",
+        f"{_TESTS}/test_fold_adapters.py",
+    ),
+    Fault(
+        "an exponent scale is read as a number",
+        "torch_fp8/checkpoint/checkpoint_format.py",
+        "    if scale.dtype == torch.uint8:\n        scale = scale.view(torch.float8_e8m0fnu)\n",
+        "",
+        f"{_TESTS}/test_checkpoint_format.py {_TESTS}/test_load_checkpoint.py",
+    ),
+    Fault(
+        "a scale of zero in a file is accepted",
+        "torch_fp8/checkpoint/checkpoint_format.py",
+        "    if not bool((value > 0).all()):",
+        "    if not bool((value >= 0).all()):",
+        f"{_TESTS}/test_checkpoint_format.py {_TESTS}/test_load_checkpoint.py",
+    ),
+    Fault(
+        "blocks of a single scale are those of the whole weight",
+        "torch_fp8/checkpoint/checkpoint_format.py",
+        "if grid == expected or (expected == (1, 1) and math.prod(grid) == 1):",
+        "if grid == expected or math.prod(grid) == 1:",
+        f"{_TESTS}/test_checkpoint_format.py {_TESTS}/test_load_checkpoint.py",
+    ),
+    Fault(
+        "a shard may be one tensor too large",
+        "torch_fp8/checkpoint/safetensors_writer.py",
+        "        if shard and size + group.num_bytes > most:",
+        "        if shard and size > most:",
+        f"{_TESTS}/test_export.py",
+    ),
+    Fault(
+        "an engine gets the weights without Smooth-SwiGLU's factors",
+        "torch_fp8/checkpoint/weight_sync.py",
+        "            value = value if smooth is None else smooth.weight(module, value)\n",
+        "",
+        f"{_TESTS}/test_weight_sync.py",
+    ),
+    Fault(
+        "queries and keys of a fused projection are cut at equal sizes",
+        "torch_fp8/checkpoint/export_layers.py",
+        "return [heads * size, of_keys * size, rows - (heads + of_keys) * size]",
+        "return [heads * size, heads * size, rows - 2 * heads * size]",
+        f"{_TESTS}/test_export.py",
+    ),
+    Fault(
+        "step counts of a folder go to the optimizers in reverse",
+        "torch_fp8/checkpoint/adopt_steps.py",
+        "zip(split, counts, strict=False)",
+        "zip(split, reversed(counts), strict=False)",
+        "tests/torch_fp8/distributed/fsdp/test_checkpoint.py tests/torch_fp8/checkpoint",
+    ),
+]

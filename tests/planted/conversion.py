@@ -1,0 +1,56 @@
+"""Faults in what is converted, and in what a report says."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8/conversion"
+FAULTS = [
+    Fault(
+        "of two patterns the earlier one wins",
+        "torch_fp8/conversion/layer_options.py",
+        "options = {} if is_high_precision(given) else {**options, **given}",
+        "options = {} if is_high_precision(given) else {**given, **options}",
+        f"{_TESTS}/test_layer_options.py",
+    ),
+    Fault(
+        "the first pattern says whether a layer is in high precision",
+        "torch_fp8/conversion/layer_options.py",
+        "if matching and is_high_precision(config.overrides[matching[-1]]):",
+        "if matching and is_high_precision(config.overrides[matching[0]]):",
+        f"{_TESTS}/test_layer_options.py",
+    ),
+    Fault(
+        "adapters are converted beside their base",
+        "torch_fp8/conversion/selection.py",
+        "    kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)\n",
+        "",
+        f"{_TESTS}/test_selection.py tests/accelerate_fp8/test_adapters.py",
+    ),
+    Fault(
+        "a history with a NaN is loaded",
+        "torch_fp8/conversion/scaling_state.py",
+        "        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():",
+        "        if False:",
+        f"{_TESTS}/test_scaling_state.py",
+    ),
+    Fault(
+        "the gradient of a frozen weight counts as a product",
+        "torch_fp8/conversion/matmul_flops.py",
+        "        total += (2 + trained) * numel",
+        "        total += 3 * numel",
+        f"{_TESTS}/test_report.py {_TESTS}/test_convert.py",
+    ),
+    Fault(
+        "experts count with all of them, not with those of a token",
+        "torch_fp8/conversion/matmul_flops.py",
+        "                numel = parameter.numel() * share\n",
+        "                numel = parameter.numel() * 1.0\n",
+        f"{_TESTS} tests/torch_fp8/test_mixture_of_experts.py",
+    ),
+    Fault(
+        "an expert's rows in a benchmark are those of all tokens",
+        "torch_fp8/conversion/expert_choice.py",
+        "rows = tokens if is_batched(module) else -(-tokens * top_k // count)",
+        "rows = tokens",
+        f"{_TESTS}/test_expert_choice.py",
+    ),
+]

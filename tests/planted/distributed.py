@@ -1,0 +1,70 @@
+"""Faults in the exchanges between ranks."""
+
+from tests.planted.fault import Fault
+
+_DDP, _FSDP = "tests/torch_fp8/distributed/ddp", "tests/torch_fp8/distributed/fsdp"
+FAULTS = [
+    Fault(
+        "a rank that has joined writes the averages of the others",
+        "torch_fp8/distributed/ddp/fp8_grad_reducer.py",
+        "        for parameter, grad in stored:\n            parameter.grad = grad\n",
+        "",
+        f"{_DDP}/test_wrap.py",
+    ),
+    Fault(
+        "a missing gradient becomes zeros on a rank where none had one",
+        "torch_fp8/distributed/ddp/fp8_grad_bucket.py",
+        "                if not bool(flags.reshape(-1)[i]):\n                    continue\n",
+        "",
+        f"{_DDP}/test_wrap.py",
+    ),
+    Fault(
+        "ranks round an average with bits of their own part in the whole's place",
+        "torch_fp8/distributed/ddp/fp8_grad_bucket.py",
+        "self._keys = shifted_keys(keys, dist.get_rank(group) * layout.num_values)",
+        "self._keys = keys",
+        f"{_DDP}/test_wrap.py",
+    ),
+    Fault(
+        "sums after an average are rounded as if there had been none",
+        "torch_fp8/distributed/ddp/fp8_grad_bucket.py",
+        "            grad.rounding.exchange()\n",
+        "",
+        f"{_DDP}/test_wrap.py",
+    ),
+    Fault(
+        "gradients that have no 8-bit form are summed, not averaged",
+        "torch_fp8/distributed/ddp/comm_hook.py",
+        "        buffer.div_(self.world_size)\n        work = dist.all_reduce",
+        "        work = dist.all_reduce",
+        f"{_DDP}/test_comm_hook.py",
+    ),
+    Fault(
+        "residuals of ranks stay different at the start",
+        "torch_fp8/distributed/ddp/join.py",
+        "                tensors += parameter.halves.tensors\n",
+        "                tensors.append(parameter.halves.high)\n",
+        f"{_DDP}/test_wrap.py",
+    ),
+    Fault(
+        "a cached weight outlives the broadcast that wrote it",
+        "torch_fp8/distributed/ddp/join.py",
+        "                parameter.halves.version = next(VERSIONS)\n",
+        "",
+        f"{_DDP}/test_wrap.py",
+    ),
+    Fault(
+        "a run that would start within a group joins the one before",
+        "torch_fp8/distributed/averaging.py",
+        " and (not in_groups or (last.stop - last.start) % GROUP_SIZE == 0)\n",
+        "\n",
+        f"{_DDP}/test_comm_hook.py {_FSDP}/test_replicas.py",
+    ),
+    Fault(
+        "an Inf of one rank's weight is lost in the common scale",
+        "torch_fp8/distributed/fsdp/all_gather.py",
+        "        amax = torch.where(amax.isfinite(), amax, torch.inf)\n",
+        "",
+        f"{_FSDP}/test_connect.py {_FSDP}/test_unsharded_weight.py",
+    ),
+]

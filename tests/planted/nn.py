@@ -1,0 +1,63 @@
+"""Faults in layers and their autograd functions."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8/nn"
+FAULTS = [
+    Fault(
+        "the bias gradient is summed in BF16 in high precision",
+        "torch_fp8/nn/linear_function.py",
+        "grad_bias = matrix(grad).sum(0, dtype=torch.float32).to(ctx.dtypes[2])",
+        "grad_bias = None",
+        "tests/torch_fp8/autograd/test_high_precision.py",
+    ),
+    Fault(
+        "the weight's gradient is not divided by the smoothing factors",
+        "torch_fp8/nn/linear_function.py",
+        "grad_weight.mul_(inverse[:, None] if for_weight.transposed else inverse)\n",
+        "pass\n",
+        f"{_TESTS}/test_smooth_swiglu.py",
+    ),
+    Fault(
+        "evaluation records amaxes in a delayed layer's history",
+        "torch_fp8/nn/delayed_scaling.py",
+        "return sources[:3] if layer.training else (*sources[3:], sources[GRAD_OUTPUT])",
+        "return sources[:3]",
+        f"{_TESTS}/test_delayed_layers.py",
+    ),
+    Fault(
+        "a layer that moves keeps the rounded histories",
+        "torch_fp8/nn/delayed_scaling.py",
+        "                setattr(layer, name, buffer.to(moved.device))\n",
+        "                pass\n",
+        f"{_TESTS}/test_delayed_layers.py tests/torch_fp8/test_default_dtype.py",
+    ),
+    Fault(
+        "gradients of B of a merged adapter lack the scaling",
+        "torch_fp8/nn/merge_aware.py",
+        "(x @ a.to(x.dtype).t())).to(b.dtype) * ctx.scaling",
+        "(x @ a.to(x.dtype).t())).to(b.dtype)",
+        f"{_TESTS}/test_merge_aware.py",
+    ),
+    Fault(
+        "a merged weight is kept while its adapter's scaling changes",
+        "torch_fp8/nn/merge_aware.py",
+        "version = (*versions, frozen.payload.version, adapter, self.scaling[adapter])",
+        "version = (*versions, frozen.payload.version, adapter)",
+        f"{_TESTS}/test_merge_aware.py",
+    ),
+    Fault(
+        "a token whose experts are given in part is replayed whole",
+        "torch_fp8/nn/routing.py",
+        "replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)",
+        "replayed = (given >= 0).any(1, keepdim=True)  # (T, 1)",
+        f"{_TESTS}/test_routing.py",
+    ),
+    Fault(
+        "the rows of a token are not added up in experts' backward",
+        "torch_fp8/nn/grouped_linear_function.py",
+        "        return combine_rows(grad, row), None, None  # (R, K) -> (T, K)",
+        "        return grad[row[:, 0].clamp(min=0).long()], None, None",
+        f"{_TESTS}/test_experts.py {_TESTS}/test_expert_edges.py",
+    ),
+]

@@ -1,0 +1,49 @@
+"""Faults in operators and their references."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8/ops"
+FAULTS = [
+    Fault(
+        "sums of ranks round with the bits of their first message",
+        "torch_fp8/ops/messages.py",
+        "index = element_index(x.shape[0], x.shape[1], first, 0, GROUP_SIZE, x.device)",
+        "index = element_index(x.shape[0], x.shape[1], 0, 0, GROUP_SIZE, x.device)",
+        f"{_TESTS}/test_messages.py",
+    ),
+    Fault(
+        "an average over ranks is rounded with the bits of the last one",
+        "torch_fp8/ops/grad_codec.py",
+        "        self.exchange()\n        return self._keys(-1, self.exchanges)",
+        "        self.exchange()\n        return self._keys(-1, 1)",
+        "tests/torch_fp8/tensor/test_float8_grad.py tests/torch_fp8/optim/test_moments.py",
+    ),
+    Fault(
+        "a sum of micro-batches is rounded with the same bits each time",
+        "torch_fp8/ops/grad_codec.py",
+        "        return self._keys(self.rank, self.count)",
+        "        return self._keys(self.rank, 1)",
+        "tests/torch_fp8/tensor/test_float8_grad.py",
+    ),
+    Fault(
+        "weight decay of Adam is added to a gradient that is maximized before it",
+        "torch_fp8/ops/adamw.py",
+        "    if scalars.maximize:\n        grad = -grad\n    return grad + weight * scalars",
+        "    if scalars.maximize:\n        weight = -weight\n    return grad + weight * scalars",
+        f"{_TESTS}/test_adamw.py tests/torch_fp8/optim/test_optimizer.py",
+    ),
+    Fault(
+        "the smoothing factor is left out of SwiGLU's backward",
+        "torch_fp8/ops/swiglu_backward.py",
+        "dh = grad.float() if smooth is None else grad.float() * smooth",
+        "dh = grad.float()",
+        f"{_TESTS}/test_smooth.py tests/torch_fp8/nn/test_smooth_swiglu.py",
+    ),
+    Fault(
+        "gate and up change places in the joined gradient",
+        "torch_fp8/ops/swiglu_backward.py",
+        "torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=1)",
+        "torch.cat([dgate, dup], dim=1)",
+        f"{_TESTS}/test_gate_up.py",
+    ),
+]

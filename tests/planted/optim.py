@@ -1,0 +1,57 @@
+"""Faults in optimizers, their states and their checkpoints."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8/optim"
+FAULTS = [
+    Fault(
+        "what user code writes is rounded with the same bits in each step",
+        "torch_fp8/optim/step.py",
+        'keys = stream_keys(seed, -1 - int(state["step"]), index)',
+        "keys = stream_keys(seed, -1, index)",
+        f"{_TESTS}/test_rounding_streams.py",
+    ),
+    Fault(
+        "8-bit gradients of all shards round alike",
+        "torch_fp8/optim/grad_hooks.py",
+        "return Rounding(self._counters, row * row_length + col, rank)",
+        "return Rounding(self._counters, 0, rank)",
+        f"{_TESTS}/test_rounding_streams.py",
+    ),
+    Fault(
+        "shards of Muon are stepped without nesterov",
+        "torch_fp8/optim/muon.py",
+        'update = grad.lerp(buffer, beta) if group["nesterov"] else buffer',
+        "update = buffer",
+        f"{_TESTS}/test_muon.py",
+    ),
+    Fault(
+        "a step count that is no tensor is loaded as zero",
+        "torch_fp8/optim/state.py",
+        'else torch.tensor(float(step), device="cpu", dtype=torch.float32)',
+        'else torch.zeros((), device="cpu", dtype=torch.float32)',
+        f"{_TESTS}/test_state_forms.py",
+    ),
+    Fault(
+        "the momentum of an unsplit weight stays float32",
+        "torch_fp8/optim/muon.py",
+        "    if not is_large(parameter) or momentum.shape != parameter.shape:\n        return\n",
+        "    if not hasattr(parameter, 'halves') or momentum.shape != parameter.shape:\n"
+        "        return\n",
+        f"{_TESTS}/test_state_forms.py",
+    ),
+    Fault(
+        "a whole residual gives all shards the first rows",
+        "torch_fp8/optim/residual.py",
+        "    return part_of(parameter, saved.contiguous().view(torch.int8).view(rows, -1))",
+        "    return saved.contiguous().view(torch.int8).view(rows, -1)[: len(local(parameter))]",
+        f"{_TESTS}/test_state_forms.py",
+    ),
+    Fault(
+        "a loaded seed is ignored",
+        "torch_fp8/optim/optimizer.py",
+        'self.fp8_config = dataclasses.replace(self.fp8_config, seed=options["seed"])',
+        "pass",
+        f"{_TESTS}/test_checkpoint.py {_TESTS}/test_optimizer.py",
+    ),
+]

@@ -1,0 +1,65 @@
+"""Faults in tensor subclasses and caches."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8/tensor"
+FAULTS = [
+    Fault(
+        "a payload is kept after its producer's input was written",
+        "torch_fp8/tensor/producer.py",
+        "        if self.written_by is not None:\n            self._check_written()\n"
+        "        slot = quantizer",
+        "        slot = quantizer",
+        f"{_TESTS}/test_lazy_quantized.py",
+    ),
+    Fault(
+        "the second reader's slot is not raised",
+        "torch_fp8/tensor/producer.py",
+        "            quantizer.source.record(self.amax())\n            self.raised.append(slot)",
+        "            self.raised.append(slot)",
+        f"{_TESTS}/test_lazy_quantized.py tests/torch_fp8/nn/test_delayed_producers.py",
+    ),
+    Fault(
+        "one scale serves every rank's own input",
+        "torch_fp8/tensor/producer.py",
+        "if scale is None and quantizer.group is not None:",
+        "if False:",
+        "tests/torch_fp8/distributed/tensor_parallel",
+    ),
+    Fault(
+        "a frozen weight's copy keeps the old scale",
+        "torch_fp8/tensor/frozen_weight.py",
+        "        payload.scale.copy_(source.scale)\n    return weight",
+        "    return weight",
+        f"{_TESTS}/test_frozen_weight.py",
+    ),
+    Fault(
+        "a frozen weight's copy writes the memory that another model shares",
+        "torch_fp8/tensor/frozen_weight.py",
+        "        payload.take_own_memory()\n        payload.version",
+        "        payload.version",
+        f"{_TESTS}/test_frozen_weight.py tests/torch_fp8/conversion/test_share_frozen.py",
+    ),
+    Fault(
+        "a clamp of an 8-bit gradient exceeds its bound",
+        "torch_fp8/tensor/float8_grad.py",
+        "    grad.store(grad.dequantize().div_(unit).clamp_(*relative))\n"
+        "    grad.multiplier.fill_(unit)",
+        "    grad.store(grad.dequantize().clamp_(min, max))",
+        f"{_TESTS}/test_float8_grad.py",
+    ),
+    Fault(
+        "an 8-bit gradient that is copied shares the copy's random bits",
+        "torch_fp8/tensor/float8_grad.py",
+        "return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())",
+        "return Float8Grad(parts, self.shape, self.dtype, self.rounding)",
+        f"{_TESTS}/test_float8_grad.py",
+    ),
+    Fault(
+        "the refilled payload of a weight is that of the step before",
+        "torch_fp8/tensor/payload_cache.py",
+        "            self._keep(None, *self._cast(weight, spec, self.between_steps))",
+        "            pass",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+]
