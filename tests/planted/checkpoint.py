@@ -44,7 +44,7 @@ FAULTS = [
         "torch_fp8/checkpoint/weight_sync.py",
         "            value = value if smooth is None else smooth.weight(module, value)\n",
         "",
-        f"{_TESTS}/test_weight_sync.py",
+        f"{_TESTS}/test_fold_smooth.py {_TESTS}/test_weight_sync.py",
     ),
     Fault(
         "queries and keys of a fused projection are cut at equal sizes",

@@ -76,6 +76,15 @@ def test_one_scale_may_have_any_shape_of_one_element(tmp_path, dtype):
         assert torch.equal(read_weight(files, key, *scales[key]).dequantize(), qdata.float() / 2)
 
 
+def test_one_scale_for_a_weight_of_several_blocks_is_refused(tmp_path):
+    expected = _written(tmp_path)
+    file = tmp_path / "model.safetensors"
+    key = next(key for key, (_, scale, _) in expected.items() if scale.numel() > 1)
+    save_file({**load_file(file), f"{key}_scale_inv": torch.ones(1, 1)}, file)
+    with pytest.raises(ValueError, match=r"shape \(1, 1\), which does not match a weight"):
+        check_scales(SafetensorsFiles(file), read_format(tmp_path))
+
+
 def test_exponents_that_are_stored_as_bytes_are_powers_of_two(tmp_path):
     expected = _written(tmp_path)
     config = {"quantization_config": FINE_GRAINED | {"scale_fmt": "ue8m0"}}

@@ -107,6 +107,17 @@ def test_copies_are_plain_and_aliases_are_not():
     assert pickle.loads(pickle.dumps(parameter)).grad is None
 
 
+def test_a_copy_rounds_as_the_original_would_have():
+    """What is added to the copy changes nothing of what the original stores later."""
+    x = torch.randn(64, 96)
+    first, second = (Float8Grad.quantize(x) for _ in range(2))
+    copied = copy.deepcopy(first)
+    copied.add_(torch.ones(copied.shape))
+    for grad in (first, second):
+        grad.add_(torch.full(grad.shape, 0.01))
+    assert torch.equal(first.qdata, second.qdata)
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_clipping_by_norm_moves_the_multiplier_alone(foreach, monkeypatch):
     parameters = [_parameter(_grad(size=s)) for s in (1, 5)] + [nn.Parameter(torch.randn(50))]

@@ -50,6 +50,14 @@ def test_quantizing_what_it_reads_as_gives_the_same_values(spec):
     assert torch.equal(dequantize(again), dequantize(p.payload.quantized))
 
 
+@SPECS
+def test_a_copy_of_another_frozen_weight_has_its_scales(spec):
+    p = frozen(spec=spec)
+    other = frozen_parameter(freeze_tensor(torch.randn(160, 200) * 64, spec, "other"))
+    p.copy_(other)
+    assert torch.equal(p.dequantize(), other.dequantize())
+
+
 WRITES = {
     "add_": lambda p: p.add_(1.0),
     "data": lambda p: p.data.mul_(3.0),
