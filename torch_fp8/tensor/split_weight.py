@@ -28,6 +28,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
+from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.swap import swappable
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook
 
@@ -164,7 +165,7 @@ class SplitWeight(SplitTensor):
             or type(self.halves.high) is not Tensor
         ):
             return None
-        known = self.halves.copy
+        known = None if in_shared_memory(self.halves.high) else self.halves.copy
         copy = known[1]() if known is not None and known[0] == self.halves.version else None
         if copy is None:
             copy = self.dequantize()
