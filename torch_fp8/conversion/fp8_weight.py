@@ -157,7 +157,7 @@ def known_bytes(weight: Tensor) -> FP8Weight | None:
         The bytes and scales; None if there are no scales, or the weight has changed since.
     """
     scales = vars(weight).pop(_SCALES, None)
-    return None if scales is None else bytes_behind(weight.detach(), *scales)
+    return None if scales is None else bytes_behind(weight.data, *scales)
 
 
 def _spread(weight: FP8Weight, rows: slice) -> Tensor:

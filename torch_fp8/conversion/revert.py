@@ -16,9 +16,9 @@ from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.grad_hooks import remove_hook
+from torch_fp8.optim.split_weights import join_parameters
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.split_weight import join_parameter
 
 
 @torch.inference_mode(False)
@@ -27,7 +27,8 @@ def revert(model: nn.Module) -> int:
 
     Weights stored in two halves become plain float32 Parameters, one at a time, and weights stored
     as FP8 only get their dtype back. Parameters stay the same objects. A model that is not sharded
-    keeps nothing of this package; its optimizer keeps its 8-bit moments.
+    keeps nothing of this package, except for weights that torch.profiler refers to (see
+    `restore_weights`); its optimizer keeps its 8-bit moments.
 
     Args:
         model: module that `convert_to_float8` converted, or any other.
@@ -48,12 +49,13 @@ def revert(model: nn.Module) -> int:
     take_adapters(model)
     place_regions(model)
     keep_scaling_local(model)
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor):
-            remove_hook(parameter)
-            join_parameter(parameter)
-            if parameter.grad is not None:
-                parameter.grad = plain(parameter.grad)
+    parameters = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    for parameter in parameters:
+        remove_hook(parameter)
+    join_parameters(parameters)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = plain(parameter.grad)
     return len(modules) + len(experts)
 
 

@@ -26,6 +26,7 @@ from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
+from torch_fp8.tensor.swap import refuse_swap
 
 
 class ThawNotice:
@@ -211,7 +212,7 @@ class FrozenStorage(RunsFP8):
         if frozen is not None:
             self._refuse_sharded(name, frozen)
             state.unmerged[name] = frozen.payload
-        plain = self._parameters[name].detach().float()
+        plain = self._parameters[name].data.float()  # the profiler would record detach()
         replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         return True
 
@@ -223,7 +224,7 @@ class FrozenStorage(RunsFP8):
             name: name of the weight.
         """
         if merged:
-            plain = self._parameters[name].to(DTYPE)
+            plain = self._parameters[name].data.to(DTYPE)
             replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         else:
             self._hold(name, self.fp8.frozen.unmerged.pop(name))
@@ -318,11 +319,13 @@ def plain_copy(value: Any) -> Any:
 def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight") -> None:
     """Replace a layer's weight `name` by `new` for all references to the Parameter.
 
-    If weak references prevent that, only the layer gets `new`, and the old Parameter is emptied.
+    If weak references prevent that, from Python or from torch.profiler, only the layer gets `new`,
+    and the old Parameter is emptied.
     """
     old = layer._parameters[name]
     assert old is not None
     try:
+        refuse_swap(old)  # torch would change the class before it refuses
         torch.utils.swap_tensors(old, new)
     except RuntimeError:
         layer._parameters[name] = new

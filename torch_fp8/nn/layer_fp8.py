@@ -129,7 +129,7 @@ class LayerFP8:
         """
         compiling = torch.compiler.is_compiling()
         steady = group is None and not compiling
-        records = self.scaling is not None and layer.training
+        records = self.scaling is not None and self.scaling.follow(layer)
         if steady:  # cached: they are many objects, and depend on `records` and the scales only
             known = self._quantizers.get(records)
             if known is not None:
@@ -202,7 +202,7 @@ class LayerFP8:
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget_evaluation()
-        if self.scaling is not None and layer.training:
+        if self.scaling is not None and self.scaling.follow(layer):
             self.scaling.recorded = True
         if operands.parts is not None:
             return self.new_options(layer, operands)

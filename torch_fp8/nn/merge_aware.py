@@ -34,7 +34,8 @@ from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, output_dtype, quantize_input
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.shared_parts import in_shared_memory
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class MergeAware(nn.Module):
@@ -114,7 +115,8 @@ class MergeAware(nn.Module):
     def _evaluation_weight(self, adapter: str, a: Tensor, b: Tensor) -> QuantizedTensor:
         base, frozen = self.base_layer, self.base_layer.frozen_weight
         cache = base.fp8.payloads
-        if frozen is None or base.training or is_capturing(a.device):
+        written = frozen is not None and any(map(in_shared_memory, (stored(a), stored(b), frozen)))
+        if frozen is None or written or base.training or is_capturing(a.device):
             return self.merged_weight(adapter)
         versions = [
             cache.version_of(x) if isinstance(x, SplitWeight) else cache.scope for x in (a, b)

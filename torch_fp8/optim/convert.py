@@ -27,6 +27,7 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
 from torch_fp8.optim.residual import drop_residuals
 from torch_fp8.optim.split_optimizer import SplitOptimizer, reason_to_keep_weights
+from torch_fp8.optim.split_weights import join_parameters, split_parameters
 from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
@@ -37,7 +38,8 @@ from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.payload_cache import keeps_scale
 from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.swap import REFERRED, swappable
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
@@ -155,7 +157,7 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = _wrapped(model)
-    num_split, stay = 0, list[str]()
+    num_split, to_split, stay = 0, list[Tensor](), list[str]()
     for _, _, parameter in optimizer.indexed_parameters():
         if parameter.dtype != torch.float32 or not is_large(parameter):
             continue
@@ -171,13 +173,16 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
             reason = _SHARDED
         elif parameter in wrapped:
             reason = _WRAPPED
+        elif reason is None and not swappable(parameter):
+            reason = REFERRED
         if reason is not None:
             stay.append(reason)
             continue
-        split_parameter(parameter, optimizer.fp8_config.residual_bits)
-        num_split += 1
+        to_split.append(parameter)
+    split_parameters(dict.fromkeys(to_split), optimizer.fp8_config.residual_bits)
     if model is not None:
         _keep_dtypes(optimizer, model)
+    num_split += len(to_split)
     return {"num_split": num_split, "num_float32": len(stay), "why_float32": in_words(stay)}
 
 
@@ -232,12 +237,13 @@ def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -
 
 
 @torch.inference_mode(False)
-@torch.no_grad()
 def restore_weights(optimizer: Optimizer) -> int:
     """Make each split weight a plain float32 Parameter again, the same object.
 
     A later `convert_optimizer` splits them again without any loss. Sharded weights stay split,
-    because joining them needs the model: call `torch_fp8.distributed.join_sharded`.
+    because joining them needs the model: call `torch_fp8.distributed.join_sharded`. Weights that
+    torch.profiler has recorded with ``record_shapes`` or ``with_stack`` stay split, with a warning,
+    until the profiler is freed.
 
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
@@ -248,10 +254,7 @@ def restore_weights(optimizer: Optimizer) -> int:
         return 0
     detach_hooks(optimizer)
     optimizer.fp8_layers = ()
-    split = [p for _, _, p in optimizer.indexed_parameters() if isinstance(p, SplitWeight)]
-    for parameter in split:
-        join_parameter(parameter)
-    return len(split)
+    return join_parameters(p for _, _, p in optimizer.indexed_parameters())
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:

@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.tensor.readable import Readable, collective, on_dense
 from torch_fp8.tensor.shared_parts import send_shared
+from torch_fp8.tensor.swap import refuse_swap
 
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
@@ -71,6 +72,11 @@ class Encoded(Readable):
     def data(self, value: Tensor) -> None:
         same = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
         (torch.no_grad()(self.take) if same else self.become)(value)
+
+    def _use_count(self) -> int:  # torch.utils.swap_tensors calls this before it changes anything
+        refuse_swap(self)
+        count: int = super()._use_count()
+        return count
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().__reduce_ex__(protocol)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.swap import refuse_swap, swappable
 from torch_fp8.tensor.wide_grad import WideHook
 
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
@@ -24,17 +25,21 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     """Swap a Parameter's implementation with that of another tensor, and drop its gradient.
 
     The Parameter stays the same object with its attributes and hooks. Unlike with
-    ``torch.utils.swap_tensors``, there may be weak references to it. A graph that was built before
-    still delivers its gradient.
+    ``torch.utils.swap_tensors``, there may be weak references from Python to it. A graph that was
+    built before still delivers its gradient.
+
+    Raises:
+        RuntimeError: torch cannot swap it (`torch_fp8.tensor.swap`); nothing is changed.
     """
+    refuse_swap(parameter)
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch.Tensor.grad.__set__(parameter, None)
     parameter._backward_hooks = None
     own = attributes_of(parameter)
     parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
     attributes = {**own, **vars(other)}
-    parameter.__class__, other.__class__ = type(other), type(parameter)
     torch._C._swap_tensor_impl(parameter, other)
+    parameter.__class__, other.__class__ = type(other), type(parameter)
     vars(parameter).clear()
     vars(parameter).update(attributes)
     vars(other).clear()
@@ -97,5 +102,5 @@ class SwappedParameter:
             return
         vars(parameter).update(self.attributes)
         parameter._backward_hooks, parameter._post_accumulate_grad_hooks = self.hooks
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 and swappable(parameter):
             self.split(parameter)

@@ -157,7 +157,7 @@ def freeze_tensor(
         name: qualified name, for errors.
         dtype: dtype of the weight when it is thawed; None: its current dtype.
     """
-    row = quantize_stacked(weight.detach(), spec)
+    row = quantize_stacked(weight.data, spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)
 
 

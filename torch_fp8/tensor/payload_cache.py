@@ -9,7 +9,8 @@ cached payload cannot be out of date in two cases:
   weight. The Parameters that a layer has on entry stay valid until the scope ends.
 
 Outside such a scope, other weights are not cached, because any code may write to a plain Parameter
-unnoticed. Weights that FSDP2 gathers have their own payload.
+unnoticed. Nothing is cached of a weight in memory that processes share, because another process may
+write to it at any time. Weights that FSDP2 gathers have their own payload.
 
 Between optimizer steps the cache keeps the scale, or with ``FP8Config(cache_weights=True)`` the
 payload, with ``"both"`` its transpose, too. Bytes read and written to quantize an element of a
@@ -53,6 +54,7 @@ from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.halves import VERSIONS
+from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
@@ -123,18 +125,22 @@ class PayloadCache:
         cannot be detected.
         """
         if isinstance(weight, SplitWeight):
-            return weight.halves.version
-        return self.scope if weight is self._scoped_weight else None
+            version: int | None = weight.halves.version
+        else:
+            version = self.scope if weight is self._scoped_weight else None
+        return None if version is None or in_shared_memory(stored(weight)) else version
 
     def training_row(self, weight: SplitWeight, spec: CastSpec) -> QuantizedTensor:
         """Return the weight (N, K), quantized along K: cached between steps, or cast now."""
         version = self.version_of(weight)
-        if version != self._version:
+        if version is None or version != self._version:
             self.forget()
         row = _layout(self._row, self._col, self.transposed)
         if row is not None:
             return row
-        if self.between_steps or self._scale is None:
+        if version is None:
+            layouts = self._cast(weight, spec, False)
+        elif self.between_steps or self._scale is None:
             with torch.inference_mode(False), torch.no_grad():
                 layouts = self._cast(weight, spec, self.between_steps)
             self._keep(version, *layouts)
@@ -290,12 +296,15 @@ class PayloadCache:
             written: payload, if the step wrote it; or None.
         """
         self.forget()
+        version = self.version_of(weight)
+        if version is None:
+            return
         self._amax = amax if spec.granularity == "tensorwise" else None
         if written is not None:
             self._keep(None, *_layouts(written))
         elif self.between_steps:
             self._keep(None, *self._cast(weight, spec, self.between_steps))
-        self._version = self.version_of(weight)
+        self._version = version
 
     @property
     def num_layouts(self) -> int:

@@ -26,6 +26,16 @@ class SharedParts(Tensor):
         return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
 
+def in_shared_memory(tensor: Tensor) -> bool:
+    """Return whether other processes may write to a tensor, so that nothing derived from it lasts.
+
+    Version numbers count the writes of one process. Processes share our tensors only on the CPU.
+    """
+    if torch.compiler.is_compiling():  # compiled code derives everything anew
+        return False
+    return tensor.device.type == "cpu" and tensor.is_shared()
+
+
 def send_shared(cls: type[SharedParts]) -> None:
     """Have multiprocessing send tensors of a class in their own form, with shared memory."""
     ForkingPickler.register(cls, _reduce)

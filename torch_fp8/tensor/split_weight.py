@@ -28,6 +28,8 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
+from torch_fp8.tensor.shared_parts import in_shared_memory
+from torch_fp8.tensor.swap import swappable
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook
 
 _aten: Any = torch.ops.aten
@@ -96,12 +98,15 @@ class SplitWeight(SplitTensor):
             self.halves.step_bits = step_bits
 
     def become(self, x: Tensor) -> None:
-        if type(x) is SplitTensor:  # model.to(device)
-            other: Tensor = _parameter(x.halves, self)
-        else:
-            other = nn.Parameter(plain(x), self.requires_grad)
         grad = self.grad
-        exchange(self, other)
+        if type(x) is not SplitTensor:
+            exchange(self, nn.Parameter(plain(x), self.requires_grad))
+        elif swappable(self):  # model.to(device)
+            exchange(self, _parameter(x.halves, self))
+        else:
+            del self.grad
+            torch.Tensor.data.__set__(self, _parameter(x.halves, self))
+            self.halves = x.halves
         if grad is not None:  # keep its dtype, as torch does, but move it to the device
             self.grad_dtype = None
             self.grad = plain(grad).to(self.device)
@@ -160,7 +165,7 @@ class SplitWeight(SplitTensor):
             or type(self.halves.high) is not Tensor
         ):
             return None
-        known = self.halves.copy
+        known = None if in_shared_memory(self.halves.high) else self.halves.copy
         copy = known[1]() if known is not None and known[0] == self.halves.version else None
         if copy is None:
             copy = self.dequantize()
@@ -257,7 +262,7 @@ def split_parameter(parameter: Tensor, bits: int, step_bits: int | None = None) 
         bits: number of residual bits: 8, 4 or 0; 16 keeps the weight exactly.
         step_bits: number of residual bits after a step of the optimizer; None: `bits`.
     """
-    halves = Halves.of(parameter.detach(), bits)
+    halves = Halves.of(parameter.data, bits)  # the profiler would record detach()
     halves.step_bits = bits if step_bits is None else step_bits
     grad = parameter.grad
     exchange(parameter, _parameter(halves, parameter))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import torch_fp8
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
 
 
@@ -14,7 +15,7 @@ def _trained(**options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = FP8Config(recipe="tensorwise", **options)
+    config = FP8Config(**{"recipe": "tensorwise", **options})
     convert_to_float8(model, config)
     convert_optimizer(optimizer, config, model=model)
     for step in range(2):
@@ -115,6 +116,63 @@ def test_weights_in_memory_that_processes_share_stay_there():
     optimizer.step()
     for mine, other in zip(model.parameters(), others.parameters(), strict=True):
         assert torch.equal(mine, other)
+
+
+def _written(model, received):
+    for mine, other in zip(model.parameters(), received.parameters(), strict=True):
+        mine.data.mul_(4.0)
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cache"),
+    [("tensorwise", False), ("tensorwise", True), ("rowwise", True), ("blockwise", "both")],
+)
+def test_nothing_is_cached_of_a_weight_that_another_process_trains(cache, recipe):
+    """The received model has its own versions, as in another process."""
+    model, optimizer = _trained(cache_weights=cache, recipe=recipe)
+    x = torch.randn(8, 64)
+    received = pickle.loads(ForkingPickler.dumps(model))
+    for training in (False, True, False):
+        received.train(training), model.train(training)
+        with torch.set_grad_enabled(training):
+            assert torch.equal(received(x), model(x))
+            _written(received, model)
+            assert torch.equal(received(x), model(x))
+            _written(model, received)
+            assert torch.equal(received(x), model(x))
+    with torch_fp8.rollout(model), torch_fp8.rollout(received), torch.no_grad():
+        before = received(x)
+        assert torch.equal(before, model(x))
+        _written(model, received)
+        assert torch.equal(received(x), model(x))
+        assert not torch.equal(received(x), before)
+    alias = received[0].weight.detach()
+    stale = alias.untyped_storage()
+    _written(model, received)
+    joined = torch.empty(0).set_(received[0].weight.detach().untyped_storage())
+    assert torch.equal(joined, model[0].weight.detach().clone().flatten())
+    del stale
+    with pytest.warns(UserWarning, match="outside the memory shared"):
+        optimizer.step()
+    model.eval(), received.eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), received(x))  # layers multiply by the shared upper half
+
+
+@pytest.mark.filterwarnings("ignore:FP8. an optimizer step stores the lower half")
+def test_delayed_scales_follow_another_process():
+    model, optimizer = _trained(recipe="delayed")
+    x = torch.randn(8, 64)
+    received = pickle.loads(ForkingPickler.dumps(model)).eval()
+    with torch.no_grad():
+        received(x)
+    for _ in range(3):
+        model(x * 100).square().mean().backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(received(x), model(x))
 
 
 @pytest.mark.parametrize("kind", TENSORS)
