@@ -3,23 +3,31 @@
 The forward runs once on symbols that record the operations. Any other operation on a symbol or on
 the module raises, and the module is not a gated MLP. Names do not matter. gate and up are two
 layers, or the halves (in either order) of the last dimension of one layer's output, by chunk, split
-or slicing.
+or slicing. What the forward reads beside its layers is in the result (`torch_fp8.nn.trial_reads`).
 """
 
 import functools
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_fp8.nn.class_swap import user_class
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
+from torch_fp8.nn.trial_reads import Absent, Recorder, TrialReads, computes_alike
 
 
-def gated_mlp_spec(module: nn.Module, *, any_activation: bool = False) -> GatedMLPSpec | None:
-    """Return the names of a gated MLP's layers; None: the module computes anything else.
+class FoundMLP(NamedTuple):
+    """A gated MLP: the names of its layers, and what its forward read beside them."""
+
+    spec: GatedMLPSpec
+    reads: TrialReads
+
+
+def find_gated_mlp(module: nn.Module, *, any_activation: bool = False) -> FoundMLP | None:
+    """Return what a gated MLP consists of; None: the module computes anything else.
 
     Args:
         module: any module.
@@ -29,17 +37,48 @@ def gated_mlp_spec(module: nn.Module, *, any_activation: bool = False) -> GatedM
     widths = {n: _width(child) for n, child in children.items() if _width(child)}
     if len(widths) not in (2, 3) or "forward" in module.__dict__:
         return None
-    trial = SimpleNamespace(**_sizes(module, widths))
-    for name in children:
-        setattr(trial, name, functools.partial(_Called, name, widths.get(name, 0)))
-    x = _Symbol()
+    sizes = _sizes(module, widths)
+    trial = _Trial(sizes, {n: functools.partial(_Called, n, widths.get(n, 0)) for n in children})
+    x, cls = _Symbol(), user_class(type(module))
     try:
-        output = type(module).forward(trial, x)
-        spec = _matched(output, x, children, any_activation)
+        output = cls.forward(trial, x)
+        spec, activation = _matched(output, x)
     except Exception:  # the forward does something else with its layers
         return None
-    names = () if spec is None else (*spec.inputs, spec.down)
-    return spec if sorted(names) == sorted(widths) else None
+    if sorted((*spec.inputs, spec.down)) != sorted(widths):
+        return None
+    read = object.__getattribute__(trial, "names")
+    own = {"forward": Absent, **{name: sizes[name] for name in sizes if name in read}}
+    reads: dict[str, TrialReads] = {}
+    if not any_activation:
+        silu = None if activation.name is None else _silu_reads(children[activation.name])
+        if type(activation) is not _Activated and silu is None:
+            return None
+        reads |= {} if silu is None else {activation.name: silu}
+    return FoundMLP(spec, TrialReads(cls, own, reads))
+
+
+class _Trial:
+    """Stand-in for the module, which has its layers and sizes only, and notes the sizes it gives.
+
+    Args:
+        sizes: see `_sizes`.
+        layers: functions that stand for the children.
+    """
+
+    def __init__(self, sizes: dict[str, int], layers: dict[str, Any]) -> None:
+        object.__setattr__(self, "names", set())
+        object.__setattr__(self, "attributes", {**sizes, **layers})
+
+    def __getattribute__(self, name: str) -> Any:
+        object.__getattribute__(self, "names").add(name)
+        attributes = object.__getattribute__(self, "attributes")
+        if name not in attributes:
+            raise NotImplementedError  # not AttributeError, which getattr and hasattr catch
+        return attributes[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise NotImplementedError
 
 
 class _Symbol:
@@ -65,6 +104,9 @@ class _Product(_Symbol):
 
 class _Activated(_Symbol):
     """The result of ``F.silu(x)``."""
+
+    name: str | None = None
+    """Child module that computes it; None: a function does."""
 
     def __init__(self, x: Any, inplace: bool) -> None:
         if inplace:
@@ -142,19 +184,23 @@ _FUNCTIONS: dict[Any, Any] = {
 }
 
 
-def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module], any_activation: bool) -> Any:
-    """Return the spec that computes `output` from `x`; None or AttributeError: there is none."""
+def _matched(output: Any, x: _Symbol) -> tuple[GatedMLPSpec, Any]:
+    """Return the spec that computes `output` from `x`, and the activated value.
+
+    AttributeError, TypeError: there is none.
+    """
     product = output.x
     for activated, up in (product.factors, product.factors[::-1]):
-        if not _is_activated(activated, children, any_activation):
+        if not isinstance(activated, _Activated) and not _is_child(activated):
             continue
         gate = activated.x
         if isinstance(gate, _Half) and isinstance(up, _Half):
             if gate.whole is up.whole and gate.whole.x is x and gate.index != up.index:
-                return GatedMLPSpec((gate.whole.name,), output.name, gate.index == 0)
+                spec = GatedMLPSpec((gate.whole.name,), output.name, gate.index == 0)
+                return spec, activated
         elif gate.x is x and up.x is x:
-            return GatedMLPSpec((gate.name, up.name), output.name)
-    return None
+            return GatedMLPSpec((gate.name, up.name), output.name), activated
+    raise NotImplementedError
 
 
 def _width(child: nn.Module) -> int:
@@ -168,13 +214,20 @@ def _sizes(module: nn.Module, widths: dict[str, int]) -> dict[str, int]:
     return {k: v for k, v in vars(module).items() if type(v) is int and v in possible}
 
 
-def _is_activated(value: Any, children: dict[str, nn.Module], any_activation: bool) -> bool:
-    if isinstance(value, _Called):
-        return not value.width and (any_activation or _is_silu(children[value.name]))
-    return isinstance(value, _Activated) and (any_activation or type(value) is _Activated)
+def _is_child(value: Any) -> bool:
+    """Return whether a child that is no linear layer has computed a value."""
+    return isinstance(value, _Called) and not value.width
 
 
-def _is_silu(activation: nn.Module) -> bool:
-    with torch.no_grad(), _disable_current_modes():
-        x = torch.linspace(-8, 8, 33, device="cpu", dtype=torch.float32)
-        return torch.allclose(activation(x), F.silu(x), rtol=1e-6, atol=1e-7)
+def _silu_reads(activation: nn.Module) -> TrialReads | None:
+    """Return what a module read that computes silu; None: it computes anything else."""
+    try:
+        recorder = Recorder(activation, {"training": True})
+        with _disable_current_modes():
+            for training in (True, False):
+                recorder.give("training", training)
+                if not computes_alike(recorder.twin, F.silu):
+                    return None
+    except Exception:
+        return None
+    return recorder.reads()

@@ -9,11 +9,11 @@ from torch.nn.parameter import is_lazy
 
 import torch_fp8.compile.quantize_fusion  # noqa: F401, where there are producers
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
-from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
+from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
+from torch_fp8.conversion.detect_rms_norm import find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
-from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP, other_modules
+from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
@@ -73,7 +73,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             if not config.overrides or _cast_alike(of_mlp):
                 if convert_gated_mlp(module, name, config):
                     converted.append(name)
-            elif isinstance(module, Float8GatedMLP) or gated_mlp_spec(module) is not None:
+            elif isinstance(module, Float8GatedMLP) or find_gated_mlp(module) is not None:
                 _revert(module)
                 unfused.append(name)
     return Producers(tuple(converted), tuple(unfused))
@@ -156,13 +156,28 @@ def convert_rms_norm(
         config: options of the norm.
         quantizer: quantizer of the FP8 layers that read its output; None: there are none.
     """
-    spec = module.fp8.spec if isinstance(module, Float8RMSNorm) else rms_norm_spec(module)
-    if spec is None:
+    if _holds(module, Float8RMSNorm):
+        module.fp8 = NormFP8(name, config, module.fp8.spec, module.fp8.reads, quantizer)
+        return True
+    norm = find_rms_norm(module)
+    if norm is None:
         return False
-    if not isinstance(module, Float8RMSNorm):
-        add_mixin(module, Float8RMSNorm)
-    module.fp8 = NormFP8(name, config, spec, quantizer)
+    add_mixin(module, Float8RMSNorm)
+    module.fp8 = NormFP8(name, config, norm.spec, norm.reads, quantizer)
     return True
+
+
+def _holds(module: Any, mixin: type[nn.Module]) -> bool:
+    """Return whether a module has this mixin, and the attributes with which it was converted.
+
+    A module with others becomes a stock one again.
+    """
+    if not isinstance(module, mixin):
+        return False
+    if module.fp8.reads.change(module) is None:
+        return True
+    _revert(module)
+    return False
 
 
 def convert_gated_mlp(module: Any, name: str, config: FP8Config) -> bool:
@@ -170,15 +185,14 @@ def convert_gated_mlp(module: Any, name: str, config: FP8Config) -> bool:
 
     The caller has checked that one of its layers runs in FP8.
     """
-    if isinstance(module, Float8GatedMLP):
+    if _holds(module, Float8GatedMLP):
         module.fp8 = module.fp8._replace(name=name, config=config)
         return True
-    spec = gated_mlp_spec(module)
-    if spec is None:
+    mlp = find_gated_mlp(module)
+    if mlp is None:
         return False
-    activation = other_modules(module, spec)
     add_mixin(module, Float8GatedMLP)
-    module.fp8 = MLPFP8(name, config, spec, activation)
+    module.fp8 = MLPFP8(name, config, mlp.spec, mlp.reads)
     return True
 
 

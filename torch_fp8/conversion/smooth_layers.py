@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
 from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
 from torch_fp8.nn.layer_filter import is_linear
@@ -35,8 +35,8 @@ def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]
     """Yield (name, module, names of its layers) of the gated MLPs, with any activation."""
     for name, module in model.named_modules():
         if isinstance(module, Float8GatedMLP):
-            spec: GatedMLPSpec | None = module.fp8.spec
+            yield name, module, module.fp8.spec
         else:
-            spec = gated_mlp_spec(module, any_activation=True)
-        if spec is not None:
-            yield name, module, spec
+            mlp = find_gated_mlp(module, any_activation=True)
+            if mlp is not None:
+                yield name, module, mlp.spec

@@ -57,6 +57,14 @@ def stock_class(cls: type) -> type:
     return cls.__bases__[1] if is_fsdp_class(cls) else cls
 
 
+def user_class(cls: Any) -> Any:
+    """Return the class that a module had before `add_mixin` and ``fully_shard``."""
+    cls = stock_class(cls)
+    while cls.__dict__.get("__reduce_ex__") is _reduce:
+        cls = cls.__bases__[-1]
+    return cls
+
+
 @functools.cache
 def _mixed(cls: Any, mixin: Any) -> Any:
     if issubclass(mixin, cls):  # the mixin already derives from this class

@@ -35,7 +35,7 @@ from torch_fp8.nn.expert_adapters import (
     whole_weights,
 )
 from torch_fp8.nn.expert_block import expert_block
-from torch_fp8.nn.expert_gate import gate_form
+from torch_fp8.nn.expert_gate import find_gate
 from torch_fp8.nn.expert_storage import ExpertsFP8
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.grouped_linear_function import (
@@ -44,6 +44,7 @@ from torch_fp8.nn.grouped_linear_function import (
     SpreadFunction,
     grouped_linear,
 )
+from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.moe_route import Route, group_of_rows, moe_route
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
@@ -51,9 +52,8 @@ from torch_fp8.tensor.frozen_payload import FrozenPayload
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
 
-OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate")
+OWN = ("fp8", "fp8_was_eager", "fp8_factors", "fp8_gate", "fp8_gate_reads")
 """Attributes that conversion adds to a module of experts."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def expert_recipe(config: FP8Config) -> Recipe:
@@ -88,6 +88,8 @@ class Float8Experts(FrozenStorage):
     """Adapters that are active in this forward, by the name of the weight."""
     fp8_gate: GateForm | None = None
     """Gated activation, if kernels compute it; None: the module computes its own."""
+    fp8_gate_reads: TrialReads
+    """Attributes with which the module has this activation."""
 
     def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
         """Run in FP8 from now on.
@@ -102,7 +104,10 @@ class Float8Experts(FrozenStorage):
         caches = {key: PayloadCache(keeps_evaluation=keeps) for key in self.fp8_weight_names}
         recipe = expert_recipe(config)
         self.fp8 = ExpertsFP8(name, config, recipe, emulate, frozen, caches=caches)
-        self.fp8_gate = gate_form(self)
+        gate = find_gate(self)
+        self.fp8_gate = None if gate is None else gate.form
+        if gate is not None:
+            self.fp8_gate_reads = gate.reads
         experts_dispatch.add(self)
 
     def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
@@ -143,15 +148,15 @@ class Float8Experts(FrozenStorage):
     def _is_block(self) -> bool:
         """Return whether `expert_block` can compute all.
 
-        It needs a known gate without hooks, FP8 wgrad, and no adapters.
+        It needs a known gate as in the trial, FP8 wgrad, and no adapters.
         """
         if self.fp8_gate is None or self.fp8.recipe.wgrad is None:
             return False
-        act_fn = getattr(self, "act_fn", None)
-        hooks = (getattr(act_fn, name, None) for name in _HOOKS)
         adapters = (self.fp8_factors or {}).values()
         are_whole = all(name in self._parameters for name in self.fp8_weight_names)
-        return are_whole and not (any(adapters) or any(hooks))
+        if not are_whole or any(adapters):
+            return False
+        return self.fp8_gate_reads.hold(self, self.fp8.name)
 
     def _block(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, route: Route

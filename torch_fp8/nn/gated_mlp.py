@@ -34,6 +34,7 @@ from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
+from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
@@ -56,9 +57,6 @@ class GatedMLPSpec(NamedTuple):
     inputs: tuple[str, ...]
     down: str
     gate_first: bool = True
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Options(NamedTuple):
@@ -84,13 +82,14 @@ class MLPFP8(NamedTuple):
         name: qualified name, for errors.
         config: configuration of the MLP.
         spec: names of its layers.
-        activation: other children by name, which are not called.
+        reads: attributes with which its forward is the formula, with those of the activation, which
+            is not called.
     """
 
     name: str
     config: FP8Config
     spec: GatedMLPSpec
-    activation: dict[str, nn.Module]
+    reads: TrialReads
 
 
 class Float8GatedMLP(RunsFP8):
@@ -105,7 +104,7 @@ class Float8GatedMLP(RunsFP8):
         compiling, spec = torch.compiler.is_compiling(), self.fp8.spec
         in_fp8 = self.runs_fp8 and (compiling or not is_transformed())
         more = len(args) != 1 or kwargs  # further arguments, or the input by keyword
-        if more or not in_fp8 or self._has_own_activation():
+        if more or not in_fp8 or not self.fp8.reads.hold(self, self.fp8.name):
             return super().forward(*args, **kwargs)
         (x,) = args
         down_layer = getattr(self, spec.down)
@@ -124,13 +123,6 @@ class Float8GatedMLP(RunsFP8):
         del inputs
         output: Tensor = down_layer(product)
         return output
-
-    def _has_own_activation(self) -> bool:
-        """Return whether the activation has hooks, or was replaced since the conversion."""
-        others = self.fp8.activation
-        if any(getattr(self, name, None) is not other for name, other in others.items()):
-            return True
-        return any(getattr(m, name) for m in others.values() for name in _HOOKS)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         layers = [getattr(self, name) for name in self.fp8.spec.inputs]
@@ -291,12 +283,6 @@ def _unread(name: str, gate_first: bool, inputs: Sequence[Tensor]) -> Tensor:
     gate, up = _gate_and_up([_matrix(t.detach()) for t in inputs], gate_first)
     shape = (*inputs[0].shape[:-1], gate.shape[1])
     return LazyQuantizedTensor(Product(gate, up).source(name), shape, gate.dtype)
-
-
-def other_modules(module: nn.Module, spec: GatedMLPSpec) -> dict[str, nn.Module]:
-    """Return the children that `spec` does not name, by name."""
-    named = (*spec.inputs, spec.down)
-    return {name: child for name, child in module.named_children() if name not in named}
 
 
 def _in_fp8(layer: nn.Module) -> bool:

@@ -59,6 +59,7 @@ class MergeAware(nn.Module):
     get_delta_weight: Any
     lora_A: Any
     lora_B: Any
+    lora_dropout: Any
     scaling: dict[str, float]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -79,7 +80,7 @@ class MergeAware(nn.Module):
                 "activate one with set_adapter()"
             )
         adapter = active[0]
-        if adapter not in self.fp8_adapters:
+        if adapter not in self.fp8_adapters or _dropout(self, adapter):
             _take(base.fp8.name, self, base)
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
@@ -251,6 +252,10 @@ def _take(name: str, module: Any, base: Float8Layer) -> None:
     vars(module)["fp8_adapters"] = set(module.lora_A)
 
 
+def _dropout(module: Any, adapter: str) -> float:
+    return float(getattr(module.lora_dropout[adapter], "p", 0))
+
+
 def _why_not(module: Any, base: Float8Layer) -> str | None:
     """Return why adapter and base cannot be merged into one FP8 weight, with advice; None: can."""
     kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
@@ -263,9 +268,9 @@ def _why_not(module: Any, base: Float8Layer) -> str | None:
             return "uses DoRA or another variant that does more than add; use plain LoRA"
         if (getattr(module, "lora_bias", None) or {}).get(adapter):
             return "trains a LoRA bias, which is not part of the weight; set lora_bias=False"
-        if getattr(module.lora_dropout[adapter], "p", 0.0):
+        if _dropout(module, adapter):
             return (
-                f"has lora_dropout={module.lora_dropout[adapter].p}, and dropout before the "
+                f"has lora_dropout={_dropout(module, adapter)}, and dropout before the "
                 "adapter only cannot be merged into one weight; set lora_dropout=0"
             )
         if type(module.lora_A[adapter]) is not nn.Linear:

@@ -38,6 +38,7 @@ from torch_fp8.kernels.arguments import (
     NormWithRstd,
 )
 from torch_fp8.nn.class_swap import is_fsdp_class
+from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.quantize import as_layouts
 from torch_fp8.ops.rms_norm import (
@@ -60,12 +61,12 @@ class RMSNormSpec(NamedTuple):
     """The formula of a norm: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
 
     Attributes:
-        eps_name: name of the attribute that holds eps.
+        eps: constant added to the mean of squares.
         offset: 0 or 1.
         promotes: whether the result has the promoted dtype of x and weight; else that of x.
     """
 
-    eps_name: str
+    eps: float
     offset: float
     promotes: bool
 
@@ -91,6 +92,7 @@ class NormFP8:
         name: qualified name of the norm, for errors.
         config: configuration of the norm.
         spec: formula of the norm.
+        reads: attributes with which the norm has this formula.
         quantizer: quantizer of the FP8 layers that read the output; None: there are none.
 
     Attributes:
@@ -99,9 +101,15 @@ class NormFP8:
     """
 
     def __init__(
-        self, name: str, config: FP8Config, spec: RMSNormSpec, quantizer: Quantizer | None
+        self,
+        name: str,
+        config: FP8Config,
+        spec: RMSNormSpec,
+        reads: TrialReads,
+        quantizer: Quantizer | None,
     ) -> None:
-        self.name, self.config, self.spec, self.quantizer = name, config, spec, quantizer
+        self.name, self.config, self.spec, self.reads = name, config, spec, reads
+        self.quantizer = quantizer
         self.casts = as_text(quantizer)
         self.reader: Quantizer | None = None
 
@@ -127,7 +135,7 @@ class Float8RMSNorm(RunsFP8):
         weight = self.weight if weight is None else weight
         runs = self.runs_fp8 and (compiling or not is_transformed())
         usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
-        usual = usual and is_plain(x)
+        usual = usual and is_plain(x) and self.fp8.reads.hold(self, self.fp8.name)
         if not (runs and usual and x.dtype in CAST_DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
@@ -137,7 +145,7 @@ class Float8RMSNorm(RunsFP8):
         if spec.promotes and weight.dtype != out_dtype:
             out_dtype = torch.promote_types(out_dtype, weight.dtype)
         # A separate argument: with dynamic=True, a float is an input of the graph.
-        eps = getattr(self, spec.eps_name)
+        eps = spec.eps
         # If FSDP2 shards the norm alone, its weight is freed after forward: compute at once.
         alone = is_fsdp_class(type(self))
         if compiling:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 
 
@@ -20,7 +20,7 @@ class Layers(nn.Module):
 
 
 def _form(forward, base=Layers):
-    return gated_mlp_spec(type("MLP", (base,), {"forward": forward})())
+    return find_gated_mlp(type("MLP", (base,), {"forward": forward})())
 
 
 def _chunk(self, x):  # as Phi-3, GLM
@@ -72,7 +72,7 @@ GATE_FIRST = (
 
 @pytest.mark.parametrize("forward", GATE_FIRST, ids=lambda f: f.__name__)
 def test_halves_of_one_layer(forward):
-    assert _form(forward) == GatedMLPSpec(("w",), "d", True)
+    assert _form(forward).spec == GatedMLPSpec(("w",), "d", True)
 
 
 def _up_first(self, x):  # as Moonshine
@@ -87,7 +87,7 @@ def _up_first_by_slices(self, x):
 
 @pytest.mark.parametrize("forward", [_up_first, _up_first_by_slices], ids=lambda f: f.__name__)
 def test_the_other_way_round(forward):
-    assert _form(forward) == GatedMLPSpec(("w",), "d", False)
+    assert _form(forward).spec == GatedMLPSpec(("w",), "d", False)
 
 
 def _same_half(self, x):
@@ -251,7 +251,7 @@ def test_an_adapter_counts_as_its_layer():
             super().__init__()
             self.w = Adapter(self.w)
 
-    assert _form(_slices, Adapted) == GatedMLPSpec(("w",), "d", True)
+    assert _form(_slices, Adapted).spec == GatedMLPSpec(("w",), "d", True)
 
 
 class Pair(Layers):
@@ -271,7 +271,7 @@ def test_two_layers_with_an_activation_by_name_or_function():
         return self.d(F.silu(self.w(x)) * self.v(x))
 
     for forward in (module, reversed_, function):
-        assert _form(forward, Pair) == GatedMLPSpec(("w", "v"), "d")
+        assert _form(forward, Pair).spec == GatedMLPSpec(("w", "v"), "d")
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,9 @@ def test_an_adapter_that_is_added_later_is_looked_at_too():
     model.set_adapter("plain")
     model(IDS).logits.sum().backward()
     assert up(model).lora_A["plain"].weight.grad is not None
+    up(model).lora_dropout["plain"] = torch.nn.Dropout(0.25)
+    with pytest.raises(ValueError, match=r"up_proj.*' has lora_dropout=0.25"):
+        model(IDS)
 
 
 def test_gradients_of_gradients_are_refused_by_name():
