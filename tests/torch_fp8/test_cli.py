@@ -145,6 +145,36 @@ def test_a_card_that_is_not_there_and_a_name_of_the_hub_have_a_way_out(
     assert "use cpu, cuda or cuda:0" in run("tiny", "--device", "gpu0")
 
 
+def test_each_option_says_what_it_is():
+    silent = [
+        f"{name} {action.dest}"
+        for name, parser in cli._parser().commands.items()
+        for action in parser._actions
+        if not action.help
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("options", [[], ["--all"], ["--self-test"]], ids=str)
+def test_what_is_known_is_printed_before_the_hosts_are_imported(
+    options, plant, monkeypatch, capsys
+):
+    seen = []
+
+    def imported():
+        seen.append(capsys.readouterr())
+        return [Result("hosts", "trl", "ok", "1.16.0")]
+
+    plant()
+    monkeypatch.setattr(machine, "hosts", imported)
+    assert cli.main(["env", *options]) == 0
+    (before,) = seen
+    assert torch.__version__ in before.out
+    assert "cards" in before.out
+    assert "importing each installed host" in before.err
+    assert "trl" in capsys.readouterr().out
+
+
 def test_a_machine_that_cannot_be_described_is_a_red_line(plant, monkeypatch, capsys):
     def lost():
         raise RuntimeError("the driver is another one than the library")

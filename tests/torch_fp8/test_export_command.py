@@ -45,6 +45,7 @@ def test_options_of_the_configuration_count(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--recipe", "rowwise"], "--format: fine-grained (blockwise); compressed-tensors (tensor"),
         (["--format", "fine-grained", "--recipe", "mxfp8"], "use format='compressed-tensors'"),
         (["--format", "fine-grained"], "name the recipe"),
         (["--format", "fine-grained", "--config", '{"recipes": 1}'], "unknown FP8Config option"),

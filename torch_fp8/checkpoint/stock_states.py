@@ -5,11 +5,13 @@
 optimizer can load. If a file holds several optimizers or a model, the rest is copied.
 """
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.optim.checkpoint import OPTIONS_KEY
@@ -31,7 +33,8 @@ def convert_optimizer_file(source: Path, target: Path) -> str:
             that contains some.
         target: a file that does not exist yet; if the conversion fails, it is not created.
     Raises:
-        ValueError: `target` exists; `source` is not such a file, or has no 8-bit moments.
+        ValueError: `target` exists; `source` is not such a file, holds objects that torch does not
+            load without running their code, or has no 8-bit moments.
         OSError: a file cannot be read or written.
     """
     if target.exists():
@@ -58,8 +61,28 @@ def _loaded(source: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a broken file can raise anything
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{str(source)!r} is not a file of tensors: {reason:.200}") from error
+        raise ValueError(f"{str(source)!r} {_why_not_loaded(source)}") from error
+
+
+def _why_not_loaded(source: Path) -> str:
+    """Say in our words why a file cannot be loaded; torch's message proposes to run its code."""
+    if not zipfile.is_zipfile(source):
+        return (
+            "is not a file that torch.save wrote, or is cut off; name the one that holds the "
+            "optimizer's state: optimizer.pt of transformers, optimizer.bin of Accelerate, a .ckpt "
+            "of Lightning"
+        )
+    try:
+        unknown = get_unsafe_globals_in_checkpoint(source)
+    except Exception:  # a zip file of something else
+        unknown = []
+    if not unknown:
+        return "is a zip file without tensors that torch.load can read"
+    names = ", ".join(sorted(unknown)[:3])
+    return (
+        f"holds objects beside tensors and numbers ({names}), and loading those could run code; "
+        "save optimizer.state_dict() alone with torch.save, and convert that file"
+    )
 
 
 def _converted(value: Any, count: list[int]) -> Any:

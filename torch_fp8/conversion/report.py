@@ -26,9 +26,9 @@ _FASTER = 2.0
 """Largest speedup of an FP8 GEMM over a BF16 GEMM."""
 
 
-_HOW_TO_CONVERT = (
-    "so its states and float32 weights are unchanged: call torch_fp8.convert_optimizer(optimizer, "
-    "config, model=model)"
+_NEXT = (
+    "  optimizer next: torch_fp8.convert_optimizer(optimizer, config, model=model) for 8-bit "
+    "states and BF16 weights; until then both are unchanged"
 )
 
 
@@ -162,7 +162,7 @@ class ConversionReport:
         ]
         if self.config.opt_level != "O1":
             if optimizer_reports is None:
-                lines.append(f"  optimizer not converted, {_HOW_TO_CONVERT}")
+                lines.append(_NEXT)
             lines += [f"  optimizer {report}" for report in optimizer_reports or ()]
         if communication is not None:
             lines.append(f"  ranks     {communication}")

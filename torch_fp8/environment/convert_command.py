@@ -16,7 +16,9 @@ def add_parser(commands: Any) -> None:
             "or written, 2 a mistake in the call."
         ),
     )
-    converted.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file")
+    converted.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
+                           help="a file that torch.save wrote: optimizer.pt of transformers, "
+                           "optimizer.bin of Accelerate, a .ckpt of Lightning")  # fmt: skip
     converted.add_argument("path", type=Path, metavar="OUTPUT", help="a file that does not exist")
     converted.set_defaults(run=run, mistakes=(ValueError,), failures=(RuntimeError,))
 

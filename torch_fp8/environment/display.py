@@ -11,39 +11,45 @@ from torch_fp8.environment.result import FAILED, INFO, NOT_RUN, OK, Result, exit
 
 _MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
 _MOST_NAME_WIDTH = 48
+MORE = "\ntorch-fp8 env --all prints every line; --self-test tries everything"
+"""The end of a brief description."""
 
 
-def plain_text(results: Sequence[Result], width: int = 100) -> str:
-    """Format `results` as text of at most `width` columns, unless a word is longer."""
+def plain_text(results: Sequence[Result]) -> str:
+    """Format `results` as `lines` does, followed by their `summary`."""
+    return f"{lines(results)}{summary(results)}\n"
+
+
+def lines(results: Sequence[Result], width: int = 100) -> str:
+    """Format `results` as a line each, of at most `width` columns unless a word is longer."""
     parts = []
-    for section, lines in _sections(results):
+    for section, members in _sections(results):
         parts.append(f"{section}\n")
-        name_width = min(_MOST_NAME_WIDTH, max(len(line.name) for line in lines))
-        for line in lines:
-            head = f"  {line.name:<{name_width}} {_MARKS[line.status]:<8}"
-            body = " ".join(filter(None, [line.detail, _seconds(line)]))
+        name_width = min(_MOST_NAME_WIDTH, max(len(result.name) for result in members))
+        for result in members:
+            head = f"  {result.name:<{name_width}} {_MARKS[result.status]:<8}"
+            body = " ".join(filter(None, [result.detail, _seconds(result)]))
             filled = _filled(body, max(width, 72), head, " " * 8)
             parts.append(f"{filled.rstrip() or head.rstrip()}\n")
         parts.append("\n")
-    return "".join([*parts, summary(results), "\n"])
+    return "".join(parts)
 
 
-def brief_text(results: Sequence[Result], width: int = 80) -> str:
+def paragraphs(results: Sequence[Result], width: int = 80) -> str:
     """Format `results` as a paragraph for each section, and a line for each failure."""
     parts = []
-    for section, lines in _sections(results):
+    for section, members in _sections(results):
         parts.append(section)
         names: dict[str, list[str]] = {}  # detail -> names: several cards share a detail
-        for line in lines:
-            if line.status != FAILED and not line.part:
-                names.setdefault(line.detail, []).append(line.name)
+        for result in members:
+            if result.status != FAILED and not result.part:
+                names.setdefault(result.detail, []).append(result.name)
         texts = [
             "; ".join(f"{', '.join(of)}: {detail}".rstrip(": ") for detail, of in names.items())
         ]
-        texts += [f"FAILED {x.name}: {x.detail}" for x in lines if x.status == FAILED]
+        texts += [f"FAILED {r.name}: {r.detail}" for r in members if r.status == FAILED]
         parts += [_filled(text, width) for text in filter(None, texts)]
-    more = "torch-fp8 env --all: every line; --self-test: does it work?"
-    return "\n".join([*parts, _filled(f"{summary(results)}. {more}", width).strip(), ""])
+    return "\n".join([*parts, ""])
 
 
 def _filled(text: str, width: int, first: str = "  ", indent: str = "  ") -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
 
+_FORMATS = "; ".join(f"{name} ({', '.join(recipes)})" for name, recipes in SAVE_FORMATS.items())
+
 
 def add_parser(commands: Any) -> None:
     """Add the sub-command to those of ``torch-fp8``."""
@@ -21,13 +23,18 @@ def add_parser(commands: Any) -> None:
     )
     exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder")
     exported.add_argument("path", type=Path, metavar="OUTPUT", help="a folder that does not exist")
-    exported.add_argument("--format", required=True, choices=list(SAVE_FORMATS))
-    exported.add_argument("--recipe", choices=RECIPES, help="that training ran")
+    exported.add_argument(
+        "--format",
+        choices=list(SAVE_FORMATS),
+        help=f"format, and the recipes that it expresses: {_FORMATS}",
+    )
+    exported.add_argument("--recipe", choices=RECIPES, help="recipe of the training run")
     exported.add_argument(
         "--config", metavar="JSON", help="options of FP8Config, as JSON or the path of a file"
     )
     exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
-    exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE")
+    exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
+                          help="most bytes of a file (default: 5GB)")  # fmt: skip
     failures = (ImportError, RuntimeError)
     mistakes = (ValueError, TypeError)
     exported.set_defaults(run=run, mistakes=mistakes, failures=failures, is_whole=True)
@@ -40,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
     from torch_fp8.environment.cards import usable_device
     from torch_fp8.environment.host_models import model_class, model_folder
 
+    if options.format is None:
+        raise ValueError(f"name the format with --format: {_FORMATS}")
     config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
     if options.recipe is not None:
         config = dataclasses.replace(config, recipe=options.recipe)

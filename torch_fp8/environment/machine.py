@@ -32,21 +32,28 @@ def describe(options: argparse.Namespace) -> int:
         options.parser.error("--only chooses parts of --self-test")
     report = _report_path(options)
     checks = self_test(options.only) if options.self_test else []
-    results: list[Result] = []
+    described: list[Result] = []
+    tested: list[Result] = []
     interrupted = False
     try:
         of_hosts = (autoload, hosts) if "hosts" in (options.only or ["hosts"]) else ()
         for describe in (versions, cards, *of_hosts):
-            results += _guarded(describe)
+            if describe is hosts:  # the imports of all hosts can take a minute
+                print("importing each installed host in a process of its own", file=sys.stderr)
+            part = _guarded(describe)
+            _show(part, options)
+            described += part
         with contextlib.closing(run_checks(checks)) as running:
             for done, result in enumerate(running, 1):
-                results.append(result)
+                tested.append(result)
                 words = f"[{done}/{len(checks)}]", f"{result.section}: {result.name}", result.status
                 print(*words, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         interrupted = True
     order = {(check.section, check.name): i for i, check in enumerate(checks)}
-    results.sort(key=lambda result: order.get((result.section, result.name), -1))
+    tested.sort(key=lambda result: order.get((result.section, result.name), -1))
+    _show(tested, options)
+    results = described + tested
     if interrupted:
         report = None
     elif report is not None:
@@ -54,7 +61,7 @@ def describe(options: argparse.Namespace) -> int:
         text = display.report_text(results, command)
         with whole_file(report) as partial:
             partial.write_text(text, encoding="utf-8", errors="replace")
-    _print(results, options, report)
+    _print_end(results, options, report)
     if interrupted:
         print("interrupted: the rest did not run, and no report was written", file=sys.stderr)
         return INTERRUPTED
@@ -70,17 +77,27 @@ def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
         return [Result(name, name, FAILED, last_line(error), log=traceback.format_exc())]
 
 
-def _print(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:
+def _show(results: Sequence[Result], options: argparse.Namespace) -> None:
+    """Print sections as soon as they are known; JSON is printed at the end, as one object."""
+    if results and not options.json:
+        is_long = options.all or options.self_test
+        width = shutil.get_terminal_size((100 if is_long else 80, 24)).columns
+        _print((display.lines if is_long else display.paragraphs)(results, width))
+
+
+def _print_end(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:
+    if options.json:
+        _print(f"{display.as_json(results, report)}\n")
+        return
+    more = "" if options.all or options.self_test else display.MORE
+    _print(f"{display.summary(results)}{more}\n")
+    if report is not None:
+        _print(f"report: {report}\n")
+
+
+def _print(text: str) -> None:
     try:
-        if options.json:
-            print(display.as_json(results, report))
-        elif options.all or options.self_test:
-            width = shutil.get_terminal_size((100, 24)).columns
-            sys.stdout.write(display.plain_text(results, width))
-        else:
-            sys.stdout.write(display.brief_text(results, shutil.get_terminal_size().columns))
-        if report is not None and not options.json:
-            print(f"report: {report}")
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe: `torch-fp8 env | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

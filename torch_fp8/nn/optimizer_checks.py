@@ -1,8 +1,12 @@
-"""Checks in an optimizer's first steps: bypassed layers, and weights that cannot be trained.
+"""Checks in an optimizer's first steps: bypassed or replaced layers, and untrainable weights.
 
 Code bypasses a layer by ``F.linear(x, layer.weight)``. Such a product runs in the dtype of its
 operands, while the summary counts the layer as FP8. The sign is a gradient for a layer that was
 never called. It leads to a warning, except in graphs of torch.compile, which do not call layers.
+
+Other libraries replace modules of a converted model by their own (torchao's QAT, bitsandbytes), or
+a user gives it a new head. The new layer runs as its library made it, while the summary counts the
+old one, so this leads to a warning, too. The base layer below an adapter is still there.
 
 Weights that `torch_fp8.freeze` stores as FP8 only never get a gradient, so an optimizer would
 silently skip them. Converting the optimizer raises an error, and so does the first step of an
@@ -24,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.nn.class_swap import own_child
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.wording import counted, first_of
 from torch_fp8.tensor.dtensor import local
@@ -31,21 +36,28 @@ from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.released_grad import is_released
 
+_Layers = dict[str, "weakref.ref[nn.Module]"]
+"""A model's FP8 layers by qualified name."""
 _MOST_LOOKS = 10
 """Largest number of steps in which an optimizer's gradients are checked."""
 
 _frozen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 """Optimizers that have no frozen weight of the models in `_frozen`."""
-_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_models: "weakref.WeakKeyDictionary[nn.Module, _Layers]" = weakref.WeakKeyDictionary()
+"""Watched models, with what converted last."""
 _looks: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _read: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
 """Suspect layers in a job of several ranks; True if this rank's own backward made the gradient."""
 
 
 def watch_first_steps(model: nn.Module) -> None:
-    """Make optimizers check, in their first steps, for layers of `model` that code bypasses."""
-    _models.add(model)
+    """Make optimizers check, in their first steps, for FP8 layers bypassed or replaced since."""
+    _models[model] = {
+        name: weakref.ref(module)
+        for name, module in model.named_modules()
+        if isinstance(module, FrozenStorage)
+    }
     _watch()
 
 
@@ -88,6 +100,8 @@ def refuse_training(optimizer: Optimizer) -> None:
 
 def _look(optimizer: Optimizer) -> None:
     _looks[optimizer] = _looks.get(optimizer, 0) + 1
+    for model in list(_models):
+        _warn_of_replaced(model)
     layers = _layers_with_gradients(optimizer)
     suspects = [layer for layer in layers if not layer.fp8.called]
     if layers and not suspects:
@@ -111,6 +125,33 @@ def _look(optimizer: Optimizer) -> None:
         f"it. Call the layer, or keep it in high precision with FP8Config(skip=({names[0]!r},))",
         stacklevel=3,
     )
+
+
+def _warn_of_replaced(model: nn.Module) -> None:
+    """Warn once about modules that stand where FP8 layers stood, and do not run in FP8."""
+    present = dict(model.named_modules(remove_duplicate=False))
+    replaced = {}
+    for name, reference in _models[model].items():
+        module = present.get(name)
+        if module is None or module is reference() or not _multiplies(module):
+            continue
+        if not any(isinstance(part, FrozenStorage) for part in module.modules()):
+            replaced[name] = f"{type(module).__module__}.{type(module).__qualname__}"
+    if not replaced:
+        return
+    _models[model] = {}
+    warnings.warn(
+        f"FP8: {counted(len(replaced), 'converted layer')} ({first_of(list(replaced))}) of "
+        f"{type(model).__name__} no longer run in FP8, though the summary counts them: after the "
+        f"conversion, modules of {first_of(sorted(set(replaced.values())))} took their places. "
+        "Replace modules before you convert the model; those that another library quantizes stay "
+        f"as they are, and FP8Config(skip=({next(iter(replaced))!r},)) names them explicitly",
+        stacklevel=4,
+    )
+
+
+def _multiplies(module: nn.Module) -> bool:
+    return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
 def _layers_with_gradients(optimizer: Optimizer) -> list[Float8Layer]:

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import sys
 from typing import Any
 
 from torch_fp8.planner.cards import CARDS
@@ -19,7 +20,8 @@ def add_parser(commands: Any) -> None:
         help="estimate memory, communication and time of a training run before you rent a GPU",
         description=(
             "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
-            "by the training code; seconds are estimated from data sheets. Exit status: 0 planned, "
+            "by the training code; seconds are estimated from data sheets. If no level fits, O2 "
+            "and O3 are planned again with --checkpointing. Exit status: 0 planned, "
             "1 no level fits, 2 a mistake in the call, 130 interrupted."
         ),
         epilog=f"Presets: {', '.join(PRESETS)}.",
@@ -39,14 +41,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--fsdp", **whole, help="shards of a replica (what the others leave)")
     parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
     parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
-    parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto")
+    parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto",
+                        help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
     parser.add_argument("--save-attention", choices=("bf16", "qkv", "qkvo"), default="bf16",
                         help="what attention saves in FP8 (default: bf16, nothing)")  # fmt: skip
     parser.add_argument("--moment-bits", type=int, choices=(8, 4), default=8,
                         help="bits of Adam's first moment (default: 8)")  # fmt: skip
     parser.add_argument("--checkpointing", action="store_true",
                         help="compute layers again in backward")  # fmt: skip
-    parser.add_argument("--method", choices=METHODS, default="full")
+    parser.add_argument("--method", choices=METHODS, default="full",
+                        help="all weights, adapters, or RLHF (default: full)")  # fmt: skip
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES),
                         help="models of --method rlhf (all four)")  # fmt: skip
     parser.add_argument("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
@@ -71,12 +75,24 @@ def _plan(options: argparse.Namespace) -> int:
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
         return _scaling(options, levels)
-    result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
+    arguments = {"gpus": options.gpus[0], **_arguments(options)}
+    result = plan(options.model, levels=levels, **arguments)
+    if not result.fits and not options.checkpointing:
+        arguments["checkpointing"] = True
+        smallest = tuple(level for level in levels if level in ("O2", "O3")) or levels
+        checkpointed = plan(options.model, levels=smallest, **arguments)
+        if checkpointed.fits:
+            print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
+            result = checkpointed
+        else:
+            peak = min(level.peak for level in checkpointed.levels.values())
+            print(f"With --checkpointing nothing fits either: {peak / 2**30:.1f} GiB at the peak.",
+                  file=sys.stderr)  # fmt: skip
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
         print(result, end="")
-    return 0 if any(level.fits for level in result.levels.values()) else 1
+    return 0 if result.fits else 1
 
 
 def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
@@ -90,7 +106,7 @@ def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
         print(json.dumps([result.as_dict() for result in plans], indent=2))
     else:
         print(scaling_text(plans))
-    return 0 if any(level.fits for result in plans for level in result.levels.values()) else 1
+    return 0 if any(result.fits for result in plans) else 1
 
 
 def _largest(options: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ is the cost of a layer.
 """
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,15 +114,15 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
             if mesh is not None:
                 shard(model, mesh)
                 connect(model, setup, level)
-            run = functools.partial(_run, model, setup, role)
-            run()  # the first run creates what later runs reuse
+            # The first run creates what later runs reuse; only FSDP2 needs its backward for that.
+            _run(model, setup, role, trained=trained and mesh is not None)
             tracker = _standing(model)
             if mesh is not None:
                 tracker.resized = _gathered(model)
             watch = _Watch(tracker, blocks_of(model))
             before = tracker.total
             with tracker, contextlib.nullcontext() if mesh is None else FakeRecorder(sent):
-                run()
+                _run(model, setup, role, trained=trained)
             watch.remove()
     factor = _ring(setup.fsdp) / _ring(ranks) if ranks > 1 else 1.0
     gathers = sum(sent.of(kind).bytes_sent for kind in _GATHERS)
@@ -145,14 +144,14 @@ def _split(model: nn.Module, setup: Setup, role: str, level: str, *, all_of_them
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _run(model: nn.Module, setup: Setup, role: str) -> None:
+def _run(model: nn.Module, setup: Setup, role: str, *, trained: bool) -> None:
     tokens = torch.zeros((setup.micro_batch, setup.sequence), dtype=torch.long)
     labels = tokens[:, :1].float() if role in JUDGES else tokens
     model.zero_grad(set_to_none=True)
     autocast = torch.autocast("cpu", torch.bfloat16)
-    with autocast, GroupedInBF16(), torch.set_grad_enabled(role in TRAINED):
+    with autocast, GroupedInBF16(), torch.set_grad_enabled(trained):
         loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
-    if role in TRAINED:
+    if trained:
         loss.backward()
 
 

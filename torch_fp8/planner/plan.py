@@ -85,6 +85,11 @@ class Plan:
     num_params: int
     experts: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """Whether at least one level fits."""
+        return any(level.fits for level in self.levels.values())
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torch-fp8 plan --json`` prints them."""
         setup = {
@@ -183,14 +188,17 @@ def plan_beside(
 def _plan(
     setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
 ) -> Plan:
-    plans = {level: _plan_level(setup, level, counted) for level in levels}
+    standing: dict[tuple[str, str], MemoryReport] = {}
+    plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
     rows, faster = _experts_of(setup)
     planned, note = setup, ""
     if rows:
         note = f"experts: {rows}; in FP8 their GEMMs and casts are {faster:.2f}x as fast as BF16's"
     if rows and faster < LEAST_SPEEDUP:
         left = dataclasses.replace(setup, skip=(SKIP,))
-        in_bf16 = {level: _plan_level(left, level, {}) for level in levels}
+        again = {key: step for key, step in counted.items() if key[1] == BF16}
+        same = {key: report for key, report in standing.items() if key[1] == BF16}
+        in_bf16 = {level: _plan_level(left, level, again, same) for level in levels}
         if _cost(in_bf16) < _cost(plans):
             plans, planned, note = in_bf16, left, f"{note}, so they stay in BF16"
     roles = {role: make_model(setup, role, BF16) for role in setup.roles}
@@ -236,27 +244,41 @@ def largest(
 
 
 def _plan_level(
-    setup: Setup, level: str, counted: dict[tuple[str, str, int], StepBytes]
+    setup: Setup,
+    level: str,
+    counted: dict[tuple[str, str, int], StepBytes],
+    reports: dict[tuple[str, str], MemoryReport],
 ) -> LevelPlan:
-    standing = {role: standing_bytes(setup, role, level) for role in setup.roles}
+    """Plan a level; the counts of steps, and the reports of what persists, are reused."""
+
+    def report(role: str, level: str) -> MemoryReport:
+        if (role, level) not in reports:
+            reports[role, level] = standing_bytes(setup, role, level)
+        return reports[role, level]
+
+    standing = {role: report(role, level) for role in setup.roles}
     steps = {role: _step(setup, role, level, counted) for role in setup.roles}
     parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
     # PPO runs one backward for policy and value; the other models run before, one by one.
     trained = [step for role, step in steps.items() if role in TRAINED]
     in_flight = _saved_again(setup, trained)
     forward = max(sum(s.forward for s in trained) + in_flight, *(s.forward for s in steps.values()))
-    plain = _with_bf16_gradients(setup, standing, level).values()
-    without_gradients = sum(report.total - report.gradients for report in plain)
+    plain = [  # with BF16 instead of 8-bit gradients, as steps are counted
+        report(role, "O2" if level == "O3" and role in TRAINED else level) for role in setup.roles
+    ]
+    without_gradients = sum(each.total - each.gradients for each in plain)
     of_gradients = sum(parts.values()) - without_gradients
     backward = sum(s.backward for s in trained)
-    backward += of_gradients - sum(report.gradients for report in plain)
+    backward += of_gradients - sum(each.gradients for each in plain)
     total = sum(parts.values()) + forward
     peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
     layers = stages(setup)[0][1]
     models = {role: make_model(setup, role, level, layers=layers) for role in setup.roles}
     linears = {role: linears_of(model, setup.config) for role, model in models.items()}
-    trains = {role: _trained_elements(setup, role) for role in setup.roles}
+    trains = dict.fromkeys(setup.roles, 0.0)  # elements of gradients that replicas exchange
+    if setup.data > 1:
+        trains = {role: report(role, BF16).gradients / 4 for role in setup.roles}
     seconds = seconds_of_step(setup, level, linears, standing, steps, trains)
     wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
     config = "" if level == BF16 else _config_text(setup, level)
@@ -281,20 +303,6 @@ def _step(
     if key not in counted:
         counted[key] = step_bytes(setup, role, same)
     return counted[key]
-
-
-def _with_bf16_gradients(
-    setup: Setup, standing: dict[str, MemoryReport], level: str
-) -> dict[str, MemoryReport]:
-    """Return the bytes with BF16 instead of 8-bit gradients, as steps are counted."""
-    if level != "O3":
-        return standing
-    return {r: standing_bytes(setup, r, "O2") if r in TRAINED else standing[r] for r in standing}
-
-
-def _trained_elements(setup: Setup, role: str) -> float:
-    """Return the number of elements of a GPU's gradients, if replicas exchange them."""
-    return standing_bytes(setup, role, BF16).gradients / 4 if setup.data > 1 else 0.0
 
 
 def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:

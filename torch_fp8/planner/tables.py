@@ -76,11 +76,9 @@ def notes(plan: Plan) -> list[str]:
     name, why = advice(plan)
     if name:
         lines += ["", f"{name}: {why}.", f"To copy: TORCH_FP8_CONFIG='{plan.levels[name].config}'"]
-    elif not any(level.fits for level in plan.levels.values()):
-        lines += [
-            "",
-            "Nothing fits: more GPUs, --checkpointing, --tensor, or a shorter --sequence.",
-        ]
+    elif not plan.fits:
+        checkpointing = "" if plan.setup.checkpointing else "--checkpointing, "
+        lines += ["", f"Nothing fits: more GPUs, {checkpointing}--tensor, or a shorter --sequence."]
     return lines
 
 

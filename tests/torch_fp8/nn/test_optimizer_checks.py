@@ -1,4 +1,4 @@
-"""The warning about layers whose weights are trained past them."""
+"""The warnings about layers that code bypasses, or that other modules replace."""
 
 import warnings
 
@@ -195,3 +195,82 @@ def test_a_weight_that_was_frozen_after_its_backward_is_no_sign():
     backward(model)
     model.a.requires_grad_(False)
     assert warnings_of(model, optimizer) == []
+
+
+REPLACED = "no longer run in FP8"
+
+
+def torchaos_qat(model):
+    torchao = pytest.importorskip("torchao.quantization")
+    qat = pytest.importorskip("torchao.quantization.qat")
+    granularity = torchao.granularity.PerGroup(32)
+    base = torchao.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=granularity
+    )
+    torchao.quantize_(model, qat.QATConfig(base, step="prepare"))
+
+
+def torchaos_float8(model):
+    pytest.importorskip("torchao.float8").convert_to_float8_training(model)
+
+
+def a_new_layer(model):
+    model.b = nn.Linear(128, 64)
+
+
+def a_new_block(model):
+    model.a = nn.Sequential(nn.Linear(64, 128))
+
+
+def none(model):
+    pass
+
+
+def no_layer(model):
+    model.b = nn.Identity()
+
+
+def an_adapter(model):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["a", "b"]), model)
+
+
+def reverted(model):
+    torch_fp8.revert(model)
+
+
+def converted_again(model):
+    model.b = nn.Linear(128, 64)
+    torch_fp8.convert_to_float8(model, FP8Config(recipe="tensorwise"))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (torchaos_qat, 2),
+        (torchaos_float8, 2),
+        (a_new_layer, 1),
+        (a_new_block, 1),
+        (none, 0),
+        (no_layer, 0),
+        (an_adapter, 0),
+        (reverted, 0),
+        (converted_again, 0),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_layer_that_another_module_replaced_is_reported_once(change, number, level):
+    model, _ = converted(Model(), level)
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+    messages = [str(w.message) for w in caught if REPLACED in str(w.message)]
+    assert len(messages) == (number > 0)
+    assert all(f"FP8: {number} converted layer" in message for message in messages)
+    if change is torchaos_qat:
+        assert "torchao.quantization.qat" in messages[0]

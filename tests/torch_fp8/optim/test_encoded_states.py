@@ -1,6 +1,8 @@
 """Checkpoints with 8-bit moments: they resume, load everywhere, and become stock's."""
 
 import io
+import pathlib
+import zipfile
 
 import pytest
 import torch
@@ -107,17 +109,24 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, capsys):
     stock, text = tmp_path / "stock.pt", tmp_path / "text"
     torch.save(optimizer.state_dict(), stock)
     text.write_text("no file of tensors")
+    objects, other = tmp_path / "objects", tmp_path / "other"
+    torch.save({"state": optimizer.state_dict(), "args": pathlib.PosixPath("/")}, objects)
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("readme.txt", "no tensors")
     cases = {
         "has no 8-bit moments": [stock, tmp_path / "new"],
         "exists; name a file": [stock, text],
         "is a folder": [tmp_path, tmp_path / "new"],
-        "is not a file of tensors": [text, tmp_path / "new"],
+        "name the one that holds the optimizer's state: optimizer.pt": [text, tmp_path / "new"],
+        "(pathlib.PosixPath), and loading those could run code": [objects, tmp_path / "new"],
+        "is a zip file without tensors": [other, tmp_path / "new"],
     }
     for message, (source, target) in cases.items():
         assert main(["convert-optimizer", str(source), str(target)]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+        assert "weights_only" not in error
     assert main(["convert-optimizer", str(tmp_path / "none"), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()
 

@@ -129,7 +129,7 @@ def test_experts_that_do_not_pay_are_planned_in_bf16():
 def test_the_step_that_fits_and_is_faster_decides(monkeypatch, fits, seconds, left):
     module = sys.modules["torch_fp8.planner.plan"]
 
-    def plan_level(setup, level, counted):
+    def plan_level(setup, level, *counted):
         kind = "BF16" if setup.skip else "FP8"
         of_kind = {"fits": kind in fits, "seconds": seconds[kind == "BF16"], "config": kind}
         return SimpleNamespace(**of_kind)

@@ -246,6 +246,39 @@ def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
     assert "neither a preset" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "fits", "tried", "status"),
+    [
+        ([], {False, True}, [(LEVELS, False)], 0),
+        ([], {True}, [(LEVELS, False), (("O2", "O3"), True)], 0),
+        ([], set(), [(LEVELS, False), (("O2", "O3"), True)], 1),
+        (["--level", "O1"], {True}, [(("O1",), False), (("O1",), True)], 0),
+        (["--checkpointing"], set(), [(LEVELS, True)], 1),
+    ],
+)
+def test_what_does_not_fit_is_planned_again_with_checkpointing(
+    options, fits, tried, status, monkeypatch, capsys
+):
+    calls = []
+
+    class Made:
+        def __init__(self, model, *, levels, checkpointing, **others):
+            calls.append((levels, checkpointing))
+            self.fits = checkpointing in fits
+            self.checkpointing = checkpointing
+            self.levels = {level: SimpleNamespace(peak=2**30) for level in levels}
+
+        def __str__(self):
+            return f"checkpointing {self.checkpointing}\n"
+
+    monkeypatch.setattr(sys.modules["torch_fp8.planner.plan"], "plan", Made)
+    assert cli.main(["plan", "llama-3.1-8b", *options]) == status
+    assert calls == tried
+    printed = capsys.readouterr()
+    assert printed.out == f"checkpointing {fits == {True} or '--checkpointing' in options}\n"
+    assert ("With --checkpointing nothing fits either" in printed.err) == (len(tried) > status == 1)
+
+
 @pytest.mark.long
 def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeypatch):
     steps = []
