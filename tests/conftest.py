@@ -24,6 +24,7 @@ from tests.forked_python import (
     ONLY_TORCH,
     RARE_COLLECTIONS,
     Server,
+    bf16_products,
     seed_the_cpu_alone,
 )
 
@@ -31,6 +32,33 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gc.set_threshold(*RARE_COLLECTIONS)
 seed_the_cpu_alone()
 _fp8_autoload.load()  # torch finds the entry point of an installed package alone
+
+
+def _compute_bf16_products():
+    """Compute them as ``TEST_BF16_PRODUCTS`` says; none: in float32 on a CPU without fast ones."""
+    products = bf16_products()
+    if "TEST_BF16_PRODUCTS" not in os.environ:
+        is_slow = products.slowness() >= products.SLOW
+        os.environ["TEST_BF16_PRODUCTS"] = "float32" if is_slow else "bf16"
+    if os.environ["TEST_BF16_PRODUCTS"] == "float32":
+        products.compute_in_float32()
+
+
+_compute_bf16_products()
+
+
+def pytest_report_header():
+    return f"BF16 products: {os.environ['TEST_BF16_PRODUCTS']}"
+
+
+@pytest.fixture(scope="module")
+def stock_bf16_products():
+    """torch's own BF16 products, in a file's tests and in the processes that they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_BF16_PRODUCTS", "bf16")
+        bf16_products().restore()
+        yield
+    _compute_bf16_products()
 
 
 @pytest.fixture

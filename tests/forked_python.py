@@ -11,6 +11,9 @@ start others by ``sys.executable``, as launchers do, start these likewise. There
 * With `HOSTS` as well, and this package, as in a program that has imported everything before it
   asks for FP8. For scripts whose test is of what they train.
 
+Where the caller's environment says ``TEST_BF16_PRODUCTS=float32``, a script computes BF16 products
+in float32, as the tests do on a CPU without fast ones.
+
 With the autoload switched off the first one forgets this package's hooks. A test of the start
 itself (modules that are hidden, other flags of Python) takes the real Python.
 """
@@ -20,6 +23,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import importlib.util
 import marshal
 import multiprocessing
 import os
@@ -68,6 +72,8 @@ HOSTS = (
     "accelerate_fp8.accelerator",
     "lightning_fp8.precision",
 )
+BF16_PRODUCTS = Path(__file__).parents[1] / "benchmarks/comparison/bf16_products.py"
+"""The module for CPUs without fast BF16 products. It is not installed, so it is loaded by path."""
 RARE_COLLECTIONS = (700, 10, 100)
 """Of garbage. Python's own thresholds take a fifth of the time of an import as large as torch's."""
 ENGINE = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
@@ -154,6 +160,7 @@ def serve(address: str, python: str, *modules: str) -> None:
     del sys.path[0]  # the folder of this file
     _import_in_silence(modules)
     seed_the_cpu_alone()
+    bf16_products()
     if not set(modules) > set(MODULES):
         loaded = {name.partition(".")[0] for name in sys.modules}
         assert not loaded.intersection(PACKAGES_UNDER_TEST + ENGINE), loaded
@@ -216,6 +223,16 @@ def seed_the_cpu_alone() -> None:
     if not torch.accelerator.is_available():
         for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
             module._lazy_call = lambda call, **options: None
+
+
+def bf16_products() -> types.ModuleType:
+    """Return `benchmarks/comparison/bf16_products.py`, by the name that its scripts import it."""
+    name = BF16_PRODUCTS.stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, BF16_PRODUCTS)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def _import_in_silence(modules: Sequence[str]) -> None:
@@ -291,6 +308,8 @@ def _become(arguments, folder, environment, numbers, ignored, files, python) -> 
     sys.argv = arguments
     sys.path[:0] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     importlib.invalidate_caches()
+    if environment.get("TEST_BF16_PRODUCTS") == "float32":
+        bf16_products().compute_in_float32()
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         _forget_autoload()
     else:  # as `import torch` ends, in this environment

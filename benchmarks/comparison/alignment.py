@@ -217,15 +217,14 @@ def teach_preferences(start: Start, rows: list[dict], steps: int, folder: Path) 
 
 
 def teach(model: nn.Module, data: list, loss_of: Callable, steps: int, title: str) -> None:
-    """Train all weights with AdamW and autocast on batches of 16 at random."""
+    """Train all weights in float32 with AdamW on batches of 16 at random."""
     chance = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
     model.train()
     bar = tqdm(range(steps), desc=title, mininterval=1.0)
     for _ in bar:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(chance.sample(data, min(16, len(data))))
+        loss = loss_of(chance.sample(data, min(16, len(data))))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

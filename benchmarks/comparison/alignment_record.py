@@ -114,6 +114,7 @@ class Record:
             "precision": accelerator.mixed_precision,
             "device": accelerator.device.type,
             "seed": arguments.seed,
+            "bf16_products": arguments.bf16_products,
             "steps": rows[-1]["step"],
             "final": {name: _last([r[name] for r in rows if name in r]) for name in columns},
             "memory": self.memory,

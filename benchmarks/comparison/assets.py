@@ -9,9 +9,9 @@ All of it comes from the standard library's sources. The folder is built beside 
 and renamed when it is complete: a run that was killed half-way leaves nothing that a later run
 would mistake for it, and what it leaves is removed by that one.
 
-How long the model is pre-trained depends on the machine, unless a number of steps is asked for: a
-few steps are timed, and as many follow as leave time for fine-tuning. made_from.json keeps the
-number; all runs of a cache start from the same model.
+How long the model is pre-trained depends on the machine, unless a number of steps is asked for. A
+few steps of pre-training, and of fine-tuning in both precisions, are timed; as many follow as leave
+time for fine-tuning. made_from.json keeps the number; all runs of a cache start from one model.
 """
 
 import contextlib
@@ -33,10 +33,13 @@ from tqdm import tqdm
 
 import tiny_llama
 from code_tokenizer import END, train_tokenizer
+from fine_tuning_time import Work, step_times
 from script_start import STARTED
 from stdlib_corpus import documented_functions, is_held_out, source_files
 
 DOCSTRING_CHARACTERS = range(20, 301)
+FINE_TUNING_TOKENS = 512
+"""The tokens of a row of fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,9 @@ class Preset:
     Attributes:
         pretraining_steps: at most.
         fewest_steps: at least, however slow the machine.
-        total_seconds: that everything is to take: this, and what is fine-tuned in two precisions.
-        fine_tuning_steps: how many steps of pre-training take as long as fine-tuning in BF16 and,
-            emulated on a CPU, in FP8. Counted in seconds of one core: a fine-tuning step is 1.2 in
-            BF16 and 4.5 in FP8, the evaluation of a row 0.2 and 0.5.
+        total_seconds: that everything is to take: this, and fine-tuning in two precisions.
+        fine_tuning: what each of the two fine-tuning runs does.
+        evaluated_examples: how many examples a fine-tuning run evaluates.
     """
 
     name: str
@@ -63,7 +65,8 @@ class Preset:
     pretraining_length: int
     max_function_characters: int
     total_seconds: float
-    fine_tuning_steps: int
+    fine_tuning: Work
+    evaluated_examples: int
 
 
 DEFAULT = Preset(
@@ -78,7 +81,8 @@ DEFAULT = Preset(
     pretraining_length=128,
     max_function_characters=600,
     total_seconds=430.0,
-    fine_tuning_steps=330,
+    fine_tuning=Work(micro_batches=100, updates=50, evaluations=4 * 18),
+    evaluated_examples=96,
 )
 QUICK = Preset(
     name="quick",
@@ -92,7 +96,8 @@ QUICK = Preset(
     pretraining_length=128,
     max_function_characters=600,
     total_seconds=110.0,
-    fine_tuning_steps=240,
+    fine_tuning=Work(micro_batches=80, updates=40, evaluations=3 * 6),
+    evaluated_examples=24,
 )
 
 
@@ -212,7 +217,7 @@ def _make(preset: Preset, folder: Path, pretraining_steps: int | None) -> dict:
 def fitted_steps(
     preset: Preset, model: tiny_llama.LlamaForCausalLM, tokens: torch.Tensor, began: float
 ) -> dict:
-    """Time a few steps and return how many there are to be, and the seconds of one.
+    """Time a few steps of each kind; return how many of pre-training fit, and the seconds of one.
 
     Args:
         model: stays as it is.
@@ -221,15 +226,20 @@ def fitted_steps(
     """
     batch, length = preset.pretraining_batch, preset.pretraining_length
     seconds = tiny_llama.seconds_per_step(copy.deepcopy(model), tokens, batch, length)
+    fine_tuning = 0.0
+    if not torch.cuda.is_available():  # a GPU fine-tunes in little time
+        row = tokens[None, :FINE_TUNING_TOKENS]
+        times = step_times(copy.deepcopy(model), {"input_ids": row, "labels": row})
+        fine_tuning = sum(step.of(preset.fine_tuning) for step in times)
     start = began - STARTED  # of Python and its imports, once more for each precision
     spent = time.monotonic() - STARTED
-    left = preset.total_seconds - spent - 4 * start - preset.fine_tuning_steps * seconds
+    rest = fine_tuning + 4 * start
+    left = preset.total_seconds - spent - rest
     steps = round(min(max(left / seconds, preset.fewest_steps), preset.pretraining_steps))
-    rest = steps * seconds + preset.fine_tuning_steps * seconds + 4 * start
     print(
         f"  a pre-training step takes {seconds:.2f} s here: {steps} steps, "
-        f"about {_minutes(steps * seconds)}. With fine-tuning in two precisions on a CPU "
-        f"everything from here is expected to take about {_minutes(rest)}.\n"
+        f"about {_minutes(steps * seconds)}. With fine-tuning in two precisions "
+        f"everything from here is expected to take about {_minutes(steps * seconds + rest)}.\n"
         f"  The number is kept with the model; --pretraining-steps {steps} makes it again.",
         flush=True,
     )

@@ -2,8 +2,8 @@
 
     python benchmarks/comparison/before_training.py [arguments of the fine-tuning scripts]
 
-The model is converted once on the meta device, so that one that FP8 refuses is refused now, and on
-a CPU a micro-batch is timed, so that the expected time is known.
+The model is converted once on the meta device, so that one that FP8 refuses is refused now. On a
+CPU, a few steps are timed in both precisions, so that the expected time is known.
 """
 
 import script_start
@@ -18,14 +18,11 @@ import torch
 import torch_fp8
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import bf16_products
 from fine_tuning import FineTuning, prepare
+from fine_tuning_time import Work, step_times
 from script_start import Refusal
 from sft_arguments import argument_parser
-
-FP8_ON_A_CPU = 4.0
-"""The time of a step in emulation, in multiples of BF16's."""
-FORWARD = 1 / 3
-"""The share of the forward in forward and backward."""
 
 
 def check_conversion(model: PreTrainedModel) -> torch_fp8.ConversionReport:
@@ -47,21 +44,13 @@ def check_conversion(model: PreTrainedModel) -> torch_fp8.ConversionReport:
         raise Refusal(f"this model cannot be trained in FP8, nothing was trained: {said}") from None
 
 
-def expected_seconds(run: FineTuning) -> float:
-    """Return about how long the run takes on this CPU in BF16, from one micro-batch."""
-    arguments, model = run.arguments, run.model.train()
-    batch = next(iter(run.train_loader(1)))
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        seconds.append(time.perf_counter() - began)
-    steps = run.steps(1)
+def expected_seconds(run: FineTuning) -> tuple[float, float]:
+    """Return about how long the runs in BF16 and in FP8 take on this CPU; they spoil the model."""
+    arguments, steps = run.arguments, run.steps(1)
     evaluations = 1 + -(-steps // arguments.eval_every)
-    batches = steps * arguments.accumulate + FORWARD * evaluations * len(run.eval_loader())
-    return min(seconds[1:]) * batches
+    work = Work(steps * arguments.accumulate, steps, evaluations * len(run.eval_loader()))
+    bf16, fp8 = step_times(run.model, next(iter(run.train_loader(1))))
+    return bf16.of(work), fp8.of(work)
 
 
 def main() -> None:
@@ -69,20 +58,21 @@ def main() -> None:
     arguments = argument_parser(__doc__.splitlines()[0]).parse_args()
     if arguments.started_by_comparison:
         script_start.end_with_input()
+    bf16_products.choose(arguments.bf16_products)
     run = prepare(arguments)
     report = check_conversion(run.model)
-    fp8, total = len(report.converted), len(report.converted) + len(report.skipped)
+    converted = len(report.converted)
     print(
         f"Checked: {run.model.num_parameters() / 1e6:.1f} million parameters, "
-        f"{fp8} of {total} linear layers can run in FP8, {run.steps(1)} optimizer steps"
+        f"{converted} of {converted + len(report.skipped)} linear layers can run in FP8, "
+        f"{run.steps(1)} optimizer steps"
     )
     if torch.cuda.is_available():
         return
-    bf16 = expected_seconds(run)
-    fp8_seconds = FP8_ON_A_CPU * bf16
+    bf16, fp8 = expected_seconds(run)
     print(
-        f"Expected from here: about {(bf16 + fp8_seconds + 3 * imports) / 60:.1f} minutes, "
-        f"{bf16:.0f} s in BF16 and {fp8_seconds:.0f} s in FP8, which a CPU emulates"
+        f"Expected from here: about {(bf16 + fp8 + 3 * imports) / 60:.1f} minutes, "
+        f"{bf16:.0f} s in BF16 and {fp8:.0f} s in FP8, which a CPU emulates"
     )
 
 

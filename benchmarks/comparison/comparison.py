@@ -53,10 +53,10 @@ def run(script: str, commands: dict[str, list[str]], arguments: argparse.Namespa
 
 def plan(precisions: list[str], arguments: argparse.Namespace) -> str:
     """Return what is going to happen, and how long it takes, as far as that is known now."""
-    minutes = "one to two minutes" if arguments.quick else "four to eight minutes"
+    minutes = "three" if arguments.quick else "eight"
     time = (
-        f"On two idle CPU cores this takes {minutes} (a GPU: less); step 1 looks at this machine "
-        "and says more."
+        f"On two idle CPU cores this takes at most {minutes} minutes (a GPU: less); step 1 looks "
+        "at this machine and says more."
         if arguments.model is None and arguments.data is None and arguments.steps is None
         else "Step 1 looks at the model, the data and this machine and says how long it takes."
     )

@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import assets
+import bf16_products
 from instruction_data import load_examples, pack, stack
 
 
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, default=Path("runs/assets"))
     arguments = parser.parse_args()
 
+    bf16_products.choose()
     fabric = Fabric(precision=arguments.precision)
     fabric.launch()
     fabric.seed_everything(0)

@@ -27,9 +27,6 @@ from instruction_rows import read_rows
 from run_order import RunOrder
 from script_start import Refusal
 
-# For the model and the data that the script makes itself.
-OWN_STEPS, OWN_EVAL_EXAMPLES = 50, 96
-OWN_STEPS_QUICK, OWN_EVAL_EXAMPLES_QUICK = 40, 24
 ACCEPTED_MODELS = (
     "expected a folder with a causal language model and its tokenizer, as save_pretrained writes "
     "it, or the name of one on the Hugging Face Hub, as organization/model"
@@ -106,8 +103,8 @@ def prepare(arguments: argparse.Namespace) -> FineTuning:
         if path is not None:
             read_rows(path)
     own = None
+    preset = assets.QUICK if arguments.quick else assets.DEFAULT
     if arguments.model is None or arguments.data is None:
-        preset = assets.QUICK if arguments.quick else assets.DEFAULT
         own = assets.prepare(
             preset,
             arguments.assets,
@@ -122,8 +119,7 @@ def prepare(arguments: argparse.Namespace) -> FineTuning:
     elif arguments.data is not None:
         train, evaluation = hold_out(train, 0.05, seed=0)
     else:
-        count = OWN_EVAL_EXAMPLES_QUICK if arguments.quick else OWN_EVAL_EXAMPLES
-        count = arguments.eval_examples or count
+        count = arguments.eval_examples or preset.evaluated_examples
         evaluation = load_examples(own.eval, tokenizer, length)
         evaluation = random.Random(0).sample(evaluation, min(count, len(evaluation)))
 
@@ -133,7 +129,7 @@ def prepare(arguments: argparse.Namespace) -> FineTuning:
         evaluation = pack(evaluation, length, pad_token_id)
     steps = arguments.steps
     if steps is None and arguments.epochs is None and arguments.data is None:
-        steps = OWN_STEPS_QUICK if arguments.quick else OWN_STEPS
+        steps = preset.fine_tuning.updates
     epochs = 1.0 if arguments.epochs is None else arguments.epochs
     return FineTuning(arguments, model, tokenizer, train, evaluation, epochs, steps)
 

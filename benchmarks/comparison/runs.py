@@ -1,5 +1,6 @@
 """The runs of a comparison, one after the other, and the table of what they left behind."""
 
+import argparse
 import csv
 import json
 import shlex
@@ -8,21 +9,37 @@ from pathlib import Path
 import child_process
 
 
+def add_bf16_products(parser: argparse.ArgumentParser) -> None:
+    """Add the option that all comparisons have in common."""
+    parser.add_argument(
+        "--bf16-products",
+        choices=["bf16", "float32"],
+        help="how a CPU computes products of BF16, in both precisions: as torch does, or in "
+        "float32, rounded once; none: in float32 if that takes at most half the time here",
+    )
+
+
 def run_each(commands: dict[str, list[str]], output: Path) -> dict[str, dict]:
     """Run each precision's command into `output`/<precision>; return each one's result.json.
 
     Args:
-        commands: precision -> command, to which `--output` is added.
+        commands: precision -> command, to which `--output` is added. The others compute BF16
+            products as the first one chose to.
         output: folder of the comparison.
     Raises:
         SystemExit: one of the runs failed; its own error stands above.
     """
+    results: dict[str, dict] = {}
+    choice: list[str] = []
     for precision, command in commands.items():
-        command = [*command, "--started-by-comparison", "--output", str(output / precision)]
+        command = [*command, *choice, "--started-by-comparison"]
+        command += ["--output", str(output / precision)]
         print(f"\n=== {precision}: {shlex.join(command)}\n", flush=True)
         if status := child_process.run(command):
             raise SystemExit(status)
-    return {p: json.loads((output / p / "result.json").read_text()) for p in commands}
+        results[precision] = json.loads((output / precision / "result.json").read_text())
+        choice = ["--bf16-products", results[precision]["bf16_products"]]
+    return results
 
 
 def say_where(results: dict[str, dict]) -> None:

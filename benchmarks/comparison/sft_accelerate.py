@@ -42,6 +42,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
+import bf16_products
 from fine_tuning import num_targets, prepare
 from run_record import RunRecord
 
@@ -114,7 +115,11 @@ def train(arguments) -> dict:
     )
     if accelerator.is_main_process:
         run.tokenizer.save_pretrained(arguments.output / "model")
-    return record.finish(precision=accelerator.mixed_precision, seed=arguments.seed)
+    return record.finish(
+        precision=accelerator.mixed_precision,
+        seed=arguments.seed,
+        bf16_products=arguments.bf16_products,
+    )
 
 
 @torch.no_grad()
@@ -159,6 +164,7 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.started_by_comparison:
         script_start.end_with_input()
+    arguments.bf16_products = bf16_products.choose(arguments.bf16_products)
     train(arguments)
 
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from runs import add_bf16_products
 from script_start import Refusal
 
 
@@ -36,7 +37,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         default=Path("runs/assets"),
         help="where what the script makes for itself is kept",
     )
-    add("--quick", action="store_true", help="smaller model and shorter run, one to two minutes")
+    add("--quick", action="store_true", help="smaller model and shorter run, at most three minutes")
     add(
         "--batching",
         choices=["packed", "padded"],
@@ -83,6 +84,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         help="of the script's own model; none: as many as there is time for",
     )
     add("--seed", type=int, default=0, help="of the order of the data")
+    add_bf16_products(parser)
     add("--resume", action="store_true", help="go on from the last checkpoint in --output")
     add("--started-by-comparison", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -45,6 +45,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+import bf16_products
 from fine_tuning import FineTuning, num_targets, prepare
 from run_record import RunRecord
 
@@ -144,13 +145,16 @@ def train(arguments, precision: str) -> dict:
     if trainer.is_global_zero:
         run.model.save_pretrained(arguments.output / "model")
         run.tokenizer.save_pretrained(arguments.output / "model")
-    return module.record.finish(precision=precision, seed=arguments.seed)
+    return module.record.finish(
+        precision=precision, seed=arguments.seed, bf16_products=arguments.bf16_products
+    )
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.started_by_comparison:
         script_start.end_with_input()
+    arguments.bf16_products = bf16_products.choose(arguments.bf16_products)
     train(arguments, arguments.precision)
 
 

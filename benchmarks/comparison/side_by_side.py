@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 import script_start
-from runs import run_each, say_where, table, write
+from runs import add_bf16_products, run_each, say_where, table, write
 from script_start import Refusal
 
 PRECISIONS = ("bf16", "fp8")
@@ -56,6 +56,7 @@ def argument_parser(
     own, given = learning_rates
     text = f"none: {own:g} for its own model, {given:g} with --model"
     add("--learning-rate", type=float, help=text)
+    add_bf16_products(parser)
     parser.set_defaults(learning_rates=learning_rates, script=script)
     add("--seed", type=int, default=0, help="of the order of the data and of sampling")
     add("--started-by-comparison", action="store_true", help=argparse.SUPPRESS)
@@ -92,6 +93,9 @@ def run(
         parsed = arguments()
         if parsed.started_by_comparison:
             script_start.end_with_input()
+        import bf16_products  # it imports torch
+
+        parsed.bf16_products = bf16_products.choose(parsed.bf16_products)
         train(parsed)
 
     script_start.run(main)

@@ -3,12 +3,16 @@
 import dataclasses
 import fcntl
 import json
+import math
 import time
 
 import assets
+import fine_tuning
 import pytest
 import tiny_llama
 import torch
+from fine_tuning_time import StepTime, Work
+from sft_arguments import argument_parser
 from stdlib_corpus import documented_functions, is_held_out, source_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -99,13 +103,15 @@ def test_what_a_killed_run_left_is_removed_and_what_another_makes_is_not(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps"),
-    [(0.18, 600), (1 / 1.27, 140), (3.0, 120)],
-    ids=["fast", "1.27 steps a second", "very slow"],
+    ("seconds", "fp8", "steps"),
+    [(0.18, 1.0, 600), (0.5, 1.0, 302), (0.5, 1.5, 202), (3.0, 9.0, 120)],
+    ids=["fast", "FP8 twice BF16", "FP8 three times BF16", "very slow"],
 )
-def test_steps_fit_into_the_time(monkeypatch, capsys, seconds, steps):
-    """5 s of start-up and 35 s of making the data, then 4 more starts and 330 steps' worth."""
+def test_steps_fit_into_the_time(monkeypatch, capsys, seconds, fp8, steps):
+    """5 s of start-up and 35 s of making the data, then 4 more starts and two runs as measured."""
     monkeypatch.setattr(tiny_llama, "seconds_per_step", lambda *_: seconds)
+    times = StepTime(0.5, 0.4, 0.2), StepTime(fp8, 0.4, 0.2)
+    monkeypatch.setattr(assets, "step_times", lambda *_: times)
     monkeypatch.setattr(assets.time, "monotonic", lambda: assets.STARTED + 40)
     model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
     facts = assets.fitted_steps(assets.DEFAULT, model, torch.arange(99), assets.STARTED + 5)
@@ -113,10 +119,8 @@ def test_steps_fit_into_the_time(monkeypatch, capsys, seconds, steps):
     printed = capsys.readouterr().out
     assert f"--pretraining-steps {facts['pretraining_steps']}" in printed
     if seconds < 1:  # under eight minutes
-        total = (
-            40 + 4 * 5 + (assets.DEFAULT.fine_tuning_steps + facts["pretraining_steps"]) * seconds
-        )
-        assert total < 440
+        fine_tuning = sum(step.of(assets.DEFAULT.fine_tuning) for step in times)
+        assert 40 + 4 * 5 + fine_tuning + facts["pretraining_steps"] * seconds < 440
 
 
 @pytest.mark.long
@@ -132,6 +136,16 @@ def test_the_number_of_steps_is_kept_with_the_model(tmp_path, monkeypatch):
     assets.prepare(TINY, tmp_path, 7)
     made_from = json.loads((made[1].model.parent / "made_from.json").read_text())
     assert made_from["pretraining_steps"] == 7
+
+
+@pytest.mark.long
+def test_a_preset_says_what_its_fine_tuning_does(assets_cache):
+    arguments = argument_parser("").parse_args(["--quick", "--assets", str(assets_cache)])
+    run = fine_tuning.prepare(arguments)
+    steps, evaluations = run.steps(1), 1 + math.ceil(run.steps(1) / arguments.eval_every)
+    done = Work(steps * arguments.accumulate, steps, evaluations * len(run.eval_loader()))
+    assert done == assets.QUICK.fine_tuning
+    assert arguments.max_length == assets.FINE_TUNING_TOKENS
 
 
 def test_timing_steps_leaves_the_model_and_the_random_state_alone(monkeypatch):
@@ -156,3 +170,14 @@ def test_pretraining_lowers_the_loss():
     stream = torch.arange(64).repeat(40)
     loss = tiny_llama.pretrain(model, stream, 40, 4, 32)
     assert loss < 2.0  # chance: log 64 = 4.2
+
+
+def test_pretraining_in_float32_begins_as_in_bf16():
+    stream, losses = torch.arange(64).repeat(40), []
+    for autocast in (False, True):
+        torch.manual_seed(0)
+        model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(tiny_llama.pretrain(model, stream, 1, 4, 32, bar=False))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] != losses[1]

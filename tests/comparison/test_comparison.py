@@ -1,5 +1,6 @@
 """The table of two runs."""
 
+import json
 import sys
 
 import comparison
@@ -12,6 +13,8 @@ out.mkdir(parents=True)
 (out / "losses.csv").write_text("step,loss,eval_loss,seconds\\n0,,5,1\\n1,4,,2\\n1,,{loss},3\\n")
 result = dict(final_train_loss=4.0, first_eval_loss=5.0, final_eval_loss={loss}, device="cpu")
 result |= dict(linear_layers={linears}, bytes_per_parameter=16.0, seconds=3.0)
+given = sys.argv[sys.argv.index("--bf16-products") + 1] if "--bf16-products" in sys.argv else None
+result |= dict(bf16_products=given or "float32", given=given)
 (out / "result.json").write_text(json.dumps(result))
 """
 
@@ -35,6 +38,8 @@ def test_the_table_compares_every_run_to_the_first(tmp_path, capfd):
     lines = (tmp_path / "comparison.csv").read_text().splitlines()
     assert lines[0].split(",") == list(comparison.COLUMNS.values())
     assert len(lines) == 3
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in commands]
+    assert [result["given"] for result in results] == [None, "float32"]  # as the first one chose
 
 
 def test_a_run_that_fails_ends_the_comparison(tmp_path):

@@ -1,11 +1,15 @@
 """What is found out before anything is trained."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import before_training
 import fine_tuning
+import fine_tuning_time
 import pytest
+import torch
+from fine_tuning_time import StepTime, Work
 from script_start import Refusal
 from sft_arguments import argument_parser, last_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,6 +50,28 @@ def test_a_length_beyond_the_context_is_refused(tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(Refusal, match="--max-length 512: the model's context is 64 tokens"):
         fine_tuning.prepare(parsed("--model", str(tmp_path)))
+
+
+@pytest.mark.long
+def test_the_expected_time_is_that_of_both_precisions(assets_cache, monkeypatch):
+    given = ["--quick", "--assets", str(assets_cache), "--steps", "5", "--eval-every", "2"]
+    run = fine_tuning.prepare(parsed(*given))
+    measured = StepTime(1.0, 0.1, 0.01), StepTime(100.0, 10.0, 0.0)
+    monkeypatch.setattr(before_training, "step_times", lambda *_: measured)
+    rows = len(run.eval_loader())
+    assert before_training.expected_seconds(run) == pytest.approx(
+        (10 + 0.5 + 4 * rows * 0.01, 1000 + 50)
+    )
+
+
+def test_steps_are_measured_in_bf16_and_in_fp8():
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2))
+    row = torch.arange(32)[None]
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(type(model.model.layers[0].mlp.up_proj)))
+    for step in fine_tuning_time.step_times(model, {"input_ids": row, "labels": row}):
+        assert 0 < step.of(Work(1, 1, 1)) == sum(dataclasses.astuple(step))
+    assert [kind.__name__ for kind in seen] == ["Linear"] * 4 + ["Float8Linear"] * 4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 leaves all of it equal. ``python -m tests.golden.record`` writes it anew, in two minutes on two idle
 cores; record.py says when that is legitimate. The tests compare wherever stock torch gives the
 recorded bits; on another kind of machine, or with another release of torch, they are skipped with
-a reason that names what differs.
+a reason that names what differs. BF16 products are torch's own, whatever the other tests use.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from tests.golden.cases import CASES, recorded
 from tests.golden.comparison import as_text, differences, not_resumed, read, why_not_comparable
 from tests.golden.ranks import NAMES, recorded_on_ranks
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("stock_bf16_products")]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from torch_fp8.quantization.recipe import RECIPES
 
 CARDS, NATIVE = "cards", "recipes on cards"
 EMULATION = (
-    "in emulation: the same rounding and states, multiplied in float32, which is slower than BF16"
+    "in emulation: the same rounding and states, multiplied in float32, which is slower than BF16 "
+    "on a CPU with fast BF16 products"
 )
 
 
