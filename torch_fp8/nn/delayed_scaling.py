@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_fp8.autograd.current_pass import ran_in_graph
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
 from torch_fp8.tensor.dtensor import local
@@ -120,6 +121,9 @@ class LayerScaling:
         """Return the sources of the three operands, then of input and weight in evaluation."""
         if self._sources is None:
             with torch.inference_mode(False):
+                for name in BUFFERS:
+                    if (buffer := getattr(layer, name)).is_inference():  # copied or moved there
+                        setattr(layer, name, buffer.clone())
                 _, scales, amaxes, grad_amax = scaling_buffers(layer)
                 slots = *amaxes.unbind(), grad_amax[0], None, None
                 self._sources = tuple(ScaleSource(None, slot) for slot in slots)
@@ -214,6 +218,7 @@ def _is_frozen_in_graph(weight: Tensor) -> bool:
     return not weight.requires_grad and not isinstance(weight, DTensor) and ran_in_graph()
 
 
+@outside_inference_mode
 @torch.no_grad()
 def renew_scales(layers: Iterable[Any]) -> None:
     """Push recorded amaxes into the histories of layers, and compute new scales from these.
@@ -225,6 +230,7 @@ def renew_scales(layers: Iterable[Any]) -> None:
         _renew(members, mesh)
 
 
+@outside_inference_mode
 @torch.no_grad()
 def restore_scales(layers: Iterable[Any]) -> None:
     """Compute scales from histories that were loaded.

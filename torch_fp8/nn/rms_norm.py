@@ -117,6 +117,9 @@ class NormFP8:
         """Remember the quantizer that read an output first."""
         self.reader = quantizer
 
+    def __getstate__(self) -> dict[str, Any]:  # a copy has readers of its own
+        return {**self.__dict__, "reader": None}
+
 
 class Float8RMSNorm(RunsFP8):
     """Mixin of a converted RMSNorm, in front of its own class.
@@ -155,7 +158,8 @@ class Float8RMSNorm(RunsFP8):
         if waits and not torch.is_grad_enabled():  # without autograd's bookkeeping
             matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
             inputs = NormInputs(matrix.detach(), weight.detach(), eps, spec.offset, out_dtype)
-            source = LazySource(fp8.name, inputs[:2], _Unread(inputs), fp8.note_reader)
+            unread = _Unread(inputs)
+            source = LazySource(fp8.name, inputs[:2], unread, fp8.note_reader, inputs.weight)
             return LazyQuantizedTensor(source, x.shape, out_dtype)
         options = _Options(
             fp8.name,
@@ -261,6 +265,12 @@ class _Unread(Producer):
     def dense(self) -> Tensor:
         return rms_norm(self.norm)
 
+    def own_parameter(self) -> Tensor:
+        self._inputs = self._inputs._replace(weight=self._inputs.weight.clone())
+        if self._norm is not None:
+            self._norm = self._inputs.with_rstd(self._norm.rstd)
+        return self._inputs.weight
+
     def amax(self) -> Tensor:
         norm = self.norm  # this may also compute the amax
         return tensor_amax(rms_norm(norm)) if self._amax is None else self._amax
@@ -315,7 +325,8 @@ class _Produced(_Unread):
         """Return the output as a `LazySource` for the layers that read it."""
         options = self.options
         quantizer = options.reader or options.quantizer
-        production = LazySource(options.name, self._inputs[:2], self, options.on_read)
+        inputs = self._inputs
+        production = LazySource(options.name, inputs[:2], self, options.on_read, inputs.weight)
         if self.made is not None and quantizer is not None:
             production.keep(quantizer, self.made)
         return production

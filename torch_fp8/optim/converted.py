@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
 from torch_fp8.optim.residual import known_residual, set_residual
@@ -125,9 +126,11 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     """
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     # If a compiled function calls step, the graph breaks there and the step runs eagerly.
-    step: Any = torch.compiler.disable(ours.step)
+    step: Any = torch.compiler.disable(outside_inference_mode(ours.step))
     step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `begin_step` notes the call
-    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__, "step": step})
+    load = outside_inference_mode(ours.load_state_dict)
+    methods = {"step": step, "load_state_dict": load}
+    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__, **methods})
 
 
 def unhooked(method: Any) -> Any:

@@ -31,6 +31,7 @@ from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.producer import own_parameters
 from torch_fp8.tensor.released_grad import is_released, release, second_gradient
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.wide_grad import WideGrad
@@ -49,6 +50,7 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
     """
     if parameter in optimizer.fp8_released:
         raise second_gradient(parameter.shape)
+    own_parameters()
     optimizer.step_parameters([(index, group, parameter)])
     release(parameter)
     optimizer.fp8_released.add(parameter)

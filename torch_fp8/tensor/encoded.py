@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.tensor.readable import Readable, collective, on_dense
 from torch_fp8.tensor.shared_parts import send_shared
 from torch_fp8.tensor.swap import refuse_swap
@@ -71,7 +72,7 @@ class Encoded(Readable):
     @data.setter
     def data(self, value: Tensor) -> None:
         same = (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device)
-        (torch.no_grad()(self.take) if same else self.become)(value)
+        outside_inference_mode(torch.no_grad()(self.take) if same else self.become)(value)
 
     def _use_count(self) -> int:  # torch.utils.swap_tensors calls this before it changes anything
         refuse_swap(self)
@@ -87,7 +88,9 @@ class Encoded(Readable):
     ) -> Any:
         if torch.is_inference_mode_enabled():  # aliases and views outlive it
             with torch.inference_mode(False), torch.no_grad():
-                return _dispatch(func, args, kwargs or {})
+                result = func.decompose(*args, **kwargs or {})  # autograd does so elsewhere
+                decomposed = result is not NotImplemented
+                return result if decomposed else _dispatch(func, args, kwargs or {})
         return _dispatch(func, args, kwargs or {})
 
 

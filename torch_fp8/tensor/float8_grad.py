@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.function import reshaped
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops.grad_codec import (
     Rounding,
@@ -143,6 +144,7 @@ class Float8Grad(Encoded):
     ) -> "Float8Grad":
         return Float8Grad(GradientParts(**inner), *context)
 
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Grad":
         parts = GradientParts(*(part.clone() for part in self.parts()))
         return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())

@@ -39,6 +39,7 @@ class FrozenPayload:
             which it shares scales, so that all ranks have to write at the same time; or None.
         version: unique number, renewed by each write; tensor versions do not see these writes.
         sharers: payloads that share this memory by `share`, including this one; None: not shared.
+        changes: last changes since a copy, see `torch_fp8.tensor.frozen_writes`.
     """
 
     qdata: Tensor
@@ -51,6 +52,7 @@ class FrozenPayload:
     rewrite: Callable[[Tensor], None] | None = None
     sharers: "weakref.WeakSet[FrozenPayload] | None" = None
     version: int = field(default_factory=lambda: next(VERSIONS))
+    changes: list[Any] = field(default_factory=list, init=False, repr=False)
 
     @property
     def quantized(self) -> QuantizedTensor:
@@ -70,7 +72,7 @@ class FrozenPayload:
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Quantize `values` (R, C) in place; equal values change no byte."""
-        self.version = next(VERSIONS)
+        self.version, self.changes = next(VERSIONS), []
         if self.rewrite is not None:
             self.rewrite(values)
             return

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.ops.quantize import transposed
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
 from torch_fp8.tensor.encoded import Encoded, plain
@@ -158,6 +159,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
                 "you train it: torch_fp8.thaw(model)"
             )
 
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), frozen_parameter(self.payload.copied()))
 

@@ -3,9 +3,12 @@
 `LazySource` makes it compute each form only once.
 """
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
@@ -44,15 +47,37 @@ class Producer:
         """Return the largest magnitude of the plain tensor, () float32, as `tensor_amax` does."""
         raise NotImplementedError
 
+    def own_parameter(self) -> Tensor | None:
+        """Replace the parameter that it reads, if there is one, by a copy, and return the copy."""
+        return None
+
+
+_unread: "weakref.WeakKeyDictionary[LazySource, Tensor]" = weakref.WeakKeyDictionary()
+"""Results that may not be computed yet, with the parameters that they will read."""
+_hooks: list[Any] = []
+
+
+def own_parameters(*_: Any) -> None:
+    """Have results that are not computed yet copy their parameters, before a step writes these.
+
+    Code may keep a result, for example in a forward hook, and read it after the step. In most loops
+    no such result exists by then.
+    """
+    for source in list(_unread):
+        source.own_parameter()
+    _unread.clear()
+
 
 class LazySource:
     """One result of a producer. It computes each form at its first use and caches it.
 
     Args:
         name: qualified name of the producing module, for errors.
-        sources: inputs of the producer, which must not be written to meanwhile.
+        sources: inputs of the producer, which must not be written to meanwhile. An optimizer may
+            write to `parameter` (`own_parameters`).
         producer: object that computes the forms.
         on_read: function that gets the quantizer of the first reader with delayed scaling, or None.
+        parameter: one of `sources` that an optimizer may train, or None.
 
     Attributes:
         plain: plain tensor (R, C), or None.
@@ -71,11 +96,27 @@ class LazySource:
         sources: tuple[Tensor, ...],
         producer: Producer,
         on_read: Callable[[Quantizer], None] | None = None,
+        parameter: Tensor | None = None,
     ) -> None:
         self.name, self.sources, self.producer, self.on_read = name, sources, producer, on_read
         self.versions = _versions(sources)
         self.payloads: dict[CastSpec, Payloads] = {}
         self.raised: list[Tensor] = []
+        if parameter is not None:
+            if not _hooks:
+                _hooks.append(register_optimizer_step_pre_hook(own_parameters))
+            _unread[self] = parameter
+
+    def own_parameter(self) -> None:
+        """Copy the parameter, unless the result exists or can no longer be computed."""
+        parameter = _unread[self]
+        if self.plain is not None or _versions(self.sources) != self.versions:
+            return
+        if parameter.untyped_storage().nbytes():  # FSDP2 frees gathered weights
+            copy = self.producer.own_parameter()
+            assert copy is not None
+            self.sources = tuple(copy if x is parameter else x for x in self.sources)
+            self.versions = _versions(self.sources)
 
     def dense(self) -> Tensor:
         """Return the plain tensor (R, C)."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
 from torch_fp8.tensor.encoded import Encoded, plain
 
@@ -108,6 +109,7 @@ class QuantizedState(Encoded):
         codes, *form = context
         return cls(codes(**inner), *form)
 
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.map_codes(torch.clone)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
@@ -193,6 +194,7 @@ class SplitWeight(SplitTensor):
         super().share_memory_()
         return _unswapped(self)
 
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not _is_parameter(self):
             return super().__deepcopy__(memo)

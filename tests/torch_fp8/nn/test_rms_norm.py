@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.torch_fp8.conversion.test_fused_layers import Norm
-from torch_fp8 import FP8Config, convert_to_float8, revert
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
@@ -102,3 +102,41 @@ def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     for got, want in ((row, want_row), (col, want_col)):
         assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
         assert torch.equal(got.scale, want.scale)
+
+
+OPTIMIZERS = {
+    "converted": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "stock": lambda p: torch.optim.SGD(p, lr=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "released": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*((name, "delayed") for name in OPTIMIZERS), ("converted", "blockwise"), ("stock", "rowwise")],
+)
+def test_an_output_that_a_hook_kept_is_read_after_the_step(name, recipe):
+    torch.manual_seed(0)
+    net, outputs = nn.Sequential(Norm(64), nn.Linear(64, 64)), []
+    config = FP8Config(opt_level="O3", recipe=recipe, gradient_release=name == "released")
+    convert_to_float8(net, config)
+    optimizer = OPTIMIZERS[name](net.parameters())
+    if name in ("converted", "released"):
+        convert_optimizer(optimizer, config, model=net)
+    net[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    for _ in range(2):
+        stock, before = copy.deepcopy(net), net[0].weight.detach().clone()
+        revert(stock)
+        expected = stock[0](_x(8, 64))
+        outputs.clear()  # of the copy, which has the hook
+        with torch.no_grad():
+            net(_x(8, 64))
+        net(_x(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(net[0].weight, before)
+        for output in outputs:
+            assert isinstance(output, LazyQuantizedTensor)
+            torch.testing.assert_close(output + 0, expected, rtol=0.01, atol=0)
+        outputs.clear()

@@ -133,6 +133,51 @@ def test_a_change_below_the_steps_of_fp8_is_lost_with_a_warning():
         mix(p, torch.randn(p.shape), 0.01)
 
 
+def _by_sum(p, other, alpha):
+    p.sub_(other)
+    p.mul_(1.0 - alpha)
+    p.add_(other)
+
+
+def _by_foreach(p, other, alpha):
+    q = frozen()
+    torch._foreach_mul_([p, q], 1.0 - alpha)
+    torch._foreach_add_([p, q], [other, torch.randn(q.shape)], alpha=alpha)
+
+
+MIXES = {
+    "mul_ and add_": mix,
+    "sub_ and mul_ and add_": _by_sum,
+    "_foreach_mul_ and _foreach_add_": _by_foreach,
+    "addcmul_": lambda p, other, alpha: p.addcmul_(other - p.float(), torch.tensor(alpha)),
+    "lerp_": lambda p, other, alpha: p.lerp_(other, alpha),
+    "mul_ and add_ of a view": lambda p, other, alpha: mix(p.view(-1), other.view(-1), alpha),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(("change", "told"), [(1e-3, True), (1.0, False)])
+def test_a_small_move_by_several_operators_is_lost_with_a_warning(name, change, told):
+    """Each operator changes the weight by more than the steps of FP8; their sum does not."""
+    p = frozen()
+    moves = change * torch.randn(5, 160, 200, generator=torch.Generator().manual_seed(2))
+    policy = dequantize(p.payload.quantized)
+    stock, start = policy.clone(), policy.clone()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for move in moves:
+            policy += move
+            MIXES[name](p, policy, 0.6)
+            stock.lerp_(policy, 0.6)
+    moved = dequantize(p.payload.quantized) - start
+    error = (moved - (stock - start)).norm() / (stock - start).norm()
+    assert (error > 0.5) == told
+    texts = [str(w.message) for w in warned]
+    assert bool(texts) == told
+    if told:
+        assert f"and {name.removesuffix(' of a view')} changed it by less than" in texts[0]
+
+
 @SPECS
 def test_writes_that_fp8_holds_are_quiet(spec):
     p, near = frozen(spec=spec), torch.randn(160, 200)
