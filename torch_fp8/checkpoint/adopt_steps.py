@@ -46,7 +46,8 @@ def _counts(path: Path) -> dict[tuple[str, str], int]:
             continue
         reader = dcp.FileSystemReader(part)
         keys = sorted(reader.read_metadata().state_dict_metadata)
-        wanted = {key: torch.zeros(1, dtype=torch.int64) for key in keys if _KEY.search(key)}
+        zero = torch.zeros(1, device="cpu", dtype=torch.int64)
+        wanted = {key: zero.clone() for key in keys if _KEY.search(key)}
         if wanted:
             dcp.load(wanted, storage_reader=reader)
         for key, count in wanted.items():

@@ -78,7 +78,7 @@ class SafetensorsFiles(Mapping[str, Tensor]):
             )
         dtype = DTYPES[stored.dtype]
         if not stored.num_bytes:
-            return torch.empty(stored.shape, dtype=dtype)
+            return torch.empty(stored.shape, device="cpu", dtype=dtype)
         buffer = bytearray(stored.num_bytes)
         with stored.file.open("rb") as opened:
             opened.seek(stored.start)

@@ -95,7 +95,7 @@ class SplitOptimizer(ConvertedOptimizer):
             # torch.distributed.checkpoint saves only states and groups. Of what an optimizer does
             # not have before its first step, it loads 1-D tensors alone.
             for group in packed["param_groups"]:
-                group[STEPS] = torch.tensor([self.fp8_steps], dtype=torch.int64)
+                group[STEPS] = torch.tensor([self.fp8_steps], device="cpu", dtype=torch.int64)
         return packed
 
     def _meshes(self) -> set[DeviceMesh]:

@@ -41,7 +41,8 @@ KEPT_BITS, LEAST = 18, 120 << 5
 """Number of float32 bits below a scale's five mantissa bits; upper bits of 2^-7."""
 SLACK = 64
 """Float32 ulps by which a ratio may exceed a scale, because the ratio itself was rounded."""
-SEVENTH, SIXTH = (float(torch.tensor(1 / n, dtype=torch.float32)) for n in (7, 6))
+_SHARES = torch.tensor([1 / 7, 1 / 6], device="cpu", dtype=torch.float32)
+SEVENTH, SIXTH = _SHARES.tolist()
 
 
 class RatioInt4(NamedTuple):
