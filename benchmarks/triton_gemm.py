@@ -124,6 +124,7 @@ def blockwise_gemm(
             GROUP=GROUP,
             STAGES=tile.stages,
             num_warps=tile.warps,
+            enable_fp_fusion=True,
         )
     return out
 

@@ -51,6 +51,7 @@ def mend() -> None:
     _share_types()
     _share_operands()
     _shift_bfloat16()
+    _compare_to_bits()
 
 
 def _without_unread_checks() -> None:
@@ -90,7 +91,10 @@ def _patch_with_less_between() -> None:
     found: dict[Any, list[tuple[str, Callable]]] = {}
 
     def interpreted(member: Any) -> Callable:
-        called = member.__wrapped__ if member.__code__ is checked else member
+        code = getattr(
+            member, "__code__", None
+        )  # a class, such as that of block pointers, has none
+        called = member.__wrapped__ if code is checked else member
         if member.__name__ in SUMS or member.__name__ in BITS:
             return _two_operands(member.__name__, called)
 
@@ -251,3 +255,21 @@ def _shift_bfloat16() -> None:
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
     builder.create_fp_ext = extend_bfloat16
+
+
+def _compare_to_bits() -> None:
+    """Give the result of a comparison its own type; the interpreter gives it the operands'.
+
+    Spread over a block, a scalar result becomes an integer, which Triton 3.9 accepts as no mask.
+    """
+    builder = interpreter.InterpreterBuilder
+
+    def typed(compare: Callable) -> Callable:
+        def compare_to_bits(*args: Any) -> Any:
+            return interpreter.TensorHandle(compare(*args).data, tl.int1)
+
+        return compare_to_bits
+
+    for name in dir(builder):
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(builder, name, typed(getattr(builder, name)))

@@ -115,7 +115,7 @@ def count(communication, ranks, name):
     ):
         model.to_empty(device="cpu")
         blocks = list(model.layers if is_whole else model)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for module in [*blocks, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         connect_fsdp(model, config)

@@ -55,15 +55,21 @@ def _store(w: BlockWriter, ins: Instruction, space: str, vector: str | None, bit
 
 
 @opcode(
-    r"atom\.global\.(?:gpu|sys)\.(acq_rel|acquire|release|relaxed)\.(add|max|min|exch|cas|and|or|xor)\.([bsuf](?:32|64))"
+    r"(atom|red)\.global\.(?:gpu|sys)\.(acq_rel|acquire|release|relaxed)\.(add|max|min|exch|cas|and|or|xor)\.([bsuf](?:32|64))"
 )
-def _atomic(w: BlockWriter, ins: Instruction, order: str, name: str, suffix: str) -> None:
-    d, a, *rest = ins.operands
+def _atomic(
+    w: BlockWriter, ins: Instruction, opcode: str, order: str, name: str, suffix: str
+) -> None:
+    """``atom`` returns what was there before; ``red``, which Triton 3.9 writes where nobody reads
+    it, does not.
+    """
+    returned, (a, *rest) = ins.operands[: opcode == "atom"], ins.operands[opcode == "atom" :]
     kind = kind_of(suffix)
     values = ", ".join(w.use(x, kind) for x in rest)
     call = f"m.atomic({ins.line}, g, {w.address(a, 'u64')}, {name!r}, {order!r}, {kind!r}"
     before = w.assign(f"{call}, ({values},), {w.guard()})")
-    w.define(d, before, kind)
+    for d in returned:
+        w.define(d, before, kind)
     w.atomic = True
 
 

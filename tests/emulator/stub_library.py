@@ -5,6 +5,7 @@ With it stands what Triton asks of its driver when it launches.
 
 import ctypes
 import functools
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -37,13 +38,12 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return CUDA_SUCCES
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult r, const char **s) { *s = "a fault"; return CUDA_SUCCESS; }
 """
-_ABSENT_SOURCE = "int {name}(void) {{ return 801; }}"
-_ABSENT = (
-    *("cuCtxGetLimit", "cuCtxSetLimit", "cuDeviceGetAttribute", "cuDriverGetVersion"),
-    *("cuFuncGetAttribute", "cuFuncSetCacheConfig", "cuModuleGetFunction", "cuModuleLoadData"),
-    *("cuTensorMapEncodeTiled", "cuOccupancyMaxActiveClusters"),
-)
-"""What Triton 3.7's module is linked with, and launches do not call: CUDA_ERROR_NOT_SUPPORTED."""
+_DEFINED = re.compile(r"^CUresult (\w+)\(", re.MULTILINE)
+_CALLED = re.compile(r"\b(cu[A-Z]\w+)\(")
+_ABSENT = "int {name}(void) {{ return 801; }}"
+"""A function that Triton's module is linked with, and launches do not call: it returns
+CUDA_ERROR_NOT_SUPPORTED.
+"""
 
 
 class LaunchConfig(ctypes.Structure):
@@ -74,7 +74,9 @@ class StubLibrary:
         source, library = self.folder / "stub.c", self.folder / "libcuda.so.1"
         source.write_text(_SOURCE)
         absent = self.folder / "absent.c"
-        absent.write_text("\n".join(_ABSENT_SOURCE.format(name=name) for name in _ABSENT))
+        called = _CALLED.findall(Path(nvidia.__path__[0], "driver.c").read_text())
+        names = sorted(set(called) - set(_DEFINED.findall(_SOURCE)))
+        absent.write_text("\n".join(_ABSENT.format(name=name) for name in names))
         include = Path(nvidia.__path__[0]) / "include"
         command = ["cc", "-shared", "-fPIC", "-O2", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
         subprocess.run([*command, str(source), str(absent), "-o", str(library)], check=True)

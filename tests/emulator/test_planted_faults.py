@@ -112,7 +112,7 @@ def test_an_address_that_is_computed_one_byte_off():
     assert_found("cast block_1x128", edit, faults.Misaligned, "16 bytes at")
 
 
-_RAISE = r"atom\.global\.gpu\.relaxed\.max\.s32 %r\d+, (\[.*\]), (%r\d+)"
+_RAISE = r"(?:atom|red)\.global\.gpu\.relaxed\.max\.s32 (?:%r\d+, )?(\[.*\]), (%r\d+)"
 
 
 def test_a_slot_that_is_lowered():

@@ -141,10 +141,16 @@ def test_matrices_come_as_they_were_stored(trans):
     assert results[64 + 1] == (4 if not trans else 0)
 
 
-def test_atomics_of_programs_add_up(schedule):
-    body = """
-	atom.global.gpu.acq_rel.add.u32 %r5, [ %rd1 + 0 ], 1;
-"""
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "atom.global.gpu.acq_rel.add.u32 %r5, ",
+        "red.global.gpu.relaxed.add.u32 ",
+    ],
+    ids=["read", "not read"],
+)
+def test_atomics_of_programs_add_up(schedule, instruction):
+    body = f"\t{instruction}[ %rd1 + 0 ], 1;\n"
     assert run(body, np.zeros(64, np.uint32), programs=7, schedule=schedule)[0] == 7 * 64
 
 

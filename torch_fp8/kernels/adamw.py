@@ -127,6 +127,7 @@ def adamw_step(
                     TRANSPOSED=kind.transposed,
                     GROUPS=GROUPS,
                     num_warps=1,
+                    enable_fp_fusion=True,
                 )
 
 
@@ -174,7 +175,12 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
                 enable_fp_fusion=False,
             )
             update_rms_kernel[(len(chosen),)](
-                table, partial, CHUNK=CHUNK, BLOCK_SIZE=PARTIALS, num_warps=4
+                table,
+                partial,
+                CHUNK=CHUNK,
+                BLOCK_SIZE=PARTIALS,
+                num_warps=4,
+                enable_fp_fusion=True,
             )
     return result
 

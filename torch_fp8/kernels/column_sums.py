@@ -70,5 +70,6 @@ class TileSums:
             BLOCK_R=BLOCK_ROWS,
             BLOCK_C=BLOCK_COLS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
         return total

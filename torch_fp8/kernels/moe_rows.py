@@ -53,6 +53,7 @@ def gather_payload(qdata: Tensor, scale: Tensor, token: Tensor) -> tuple[Tensor,
             BLOCK_R=GATHER_ROWS,
             BLOCK_C=block,
             num_warps=WARPS,
+            enable_fp_fusion=True,
         )
     return codes, scales
 
@@ -72,12 +73,13 @@ def transpose_payload(
     operands = (*operands, offs if token is None else token)
     tile, warps = (TILE, TILE_WARPS) if cols % 16 == 0 else (ODD_TILE, ODD_WARPS)
     grid = (cdiv(rows, tile) * cdiv(cols, tile),)
-    flags = {"GATHER": token is not None, "BLOCK_R": tile, "BLOCK_C": tile, "num_warps": warps}
+    flags = {"GATHER": token is not None, "BLOCK_R": tile, "BLOCK_C": tile}
+    flags |= {"num_warps": warps, "enable_fp_fusion": True}
     if rows:
         group_amax_kernel[grid](*operands, bits, tokens, rows, cols, groups, **flags)
     if groups:
         group_scale_kernel[(cdiv(groups * cols, SCALES),)](
-            bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS
+            bits, scales, groups * cols, BLOCK=SCALES, num_warps=WARPS, enable_fp_fusion=True
         )
     if rows:
         transpose_groups_kernel[grid](
@@ -109,5 +111,6 @@ def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
             BLOCK_T=COMBINE_TOKENS,
             BLOCK_C=COMBINE_COLS,
             num_warps=WARPS,
+            enable_fp_fusion=True,
         )
     return out

@@ -145,6 +145,7 @@ def _partial_amax(x: Tensor) -> Tensor:
         BLOCK_R=AMAX_ROWS,
         BLOCK_C=BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return partial
 
@@ -194,6 +195,7 @@ def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
         BLOCK_R=AMAX_ROWS,
         BLOCK_C=BLOCK,
         num_warps=8 if by_slab else 4,  # it keeps sums as well as maxima
+        enable_fp_fusion=True,
     )
     return partial
 
@@ -238,6 +240,7 @@ def _cast_tiles(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,
+            enable_fp_fusion=True,
         )
     return by_row, by_col
 
@@ -272,6 +275,7 @@ def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None
         BLOCK_C=block_c,
         IN_REGISTERS=in_registers,
         num_warps=max(4, block_c // 1024),
+        enable_fp_fusion=True,
     )
     return qdata, scale
 
@@ -320,6 +324,7 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=ODD_WARPS if odd else TILE_WARPS,
+            enable_fp_fusion=True,
         )
     return by_row, row_scale, by_col, col_scale
 

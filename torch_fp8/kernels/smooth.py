@@ -48,6 +48,7 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             RANGE=SMOOTH_RANGE,
             BLOCK=FACTORS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return s, inverse, smoothed.view(torch.float32)
 
@@ -72,5 +73,6 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
         BLOCK_R=block_r,
         BLOCK_C=BLOCK,
         num_warps=warps,
+        enable_fp_fusion=True,
     )
     return layouts

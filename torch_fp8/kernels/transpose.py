@@ -34,5 +34,6 @@ def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
             BLOCK=BLOCK,
             WHOLE=cols % 16 == 0 and columns % 16 == 0,
             num_warps=WARPS,
+            enable_fp_fusion=True,
         )
     return out.view(qdata.dtype)

@@ -83,7 +83,7 @@ def _optimizers(model: nn.Module, role: str) -> list[AdamW]:
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Apply ``fully_shard`` to the blocks and to the whole model, with BF16 compute."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*blocks_of(model), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 

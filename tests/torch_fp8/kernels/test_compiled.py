@@ -108,14 +108,16 @@ def test_transposes_compile_without_spills(rows, cols, record_launches, compile_
 
 
 @pytest.mark.parametrize(("row", "col"), [(True, True), (False, False)])
-def test_a_cast_raises_its_slot_once_in_each_program(record_launches, compile_for, row, col):
+def test_a_cast_raises_its_slot_once_in_each_program(
+    record_launches, compile_for, atomics_in, row, col
+):
     """A maximum in any order, of bits: no thread waits for another program's."""
     options = CastOptions(FORMATS[0], "tensorwise", False, row, col, torch.ones(()), torch.ones(()))
     with record_launches(quantize) as launches:
         quantize.quantize_2d(INPUTS["bf16"], options)
         quantize.quantize_2d(INPUTS["bf16"], options._replace(amax=None))
     ptx, _ = compile_for(launches[0], "sm_90")
-    atomics = [line for line in ptx.splitlines() if "atom.global" in line]
+    atomics = atomics_in(ptx)
     assert len(atomics) == 1, atomics
     assert ".relaxed." in atomics[0]
     assert ".max.s32" in atomics[0]

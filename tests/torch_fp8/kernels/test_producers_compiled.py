@@ -405,7 +405,7 @@ def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
 
 
 @pytest.mark.parametrize("module", [rms_norm, swiglu, swiglu_backward], ids=lambda m: m.__name__)
-def test_a_program_raises_one_slot_once(record_launches, compile_for, module):
+def test_a_program_raises_one_slot_once(record_launches, compile_for, atomics_in, module):
     """Of two gradients that of each."""
     x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), raising()
     with record_launches(module) as launches:
@@ -417,7 +417,7 @@ def test_a_program_raises_one_slot_once(record_launches, compile_for, module):
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
             swiglu_backward.swiglu_backward_quantize(inputs, how, *of_dup(how))
     ptx, _ = compile_for(launches[0], "sm_90")
-    atomics = [line for line in ptx.splitlines() if "atom.global" in line]
+    atomics = atomics_in(ptx)
     assert len(atomics) == (2 if module is swiglu_backward else 1), atomics
     for atomic in atomics:
         assert ".relaxed." in atomic

@@ -218,7 +218,7 @@ def case_fsdp():
     made = {}
     for again in (True, False):
         model = model_of()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         for part in (*model, model):
             fully_shard(part, mp_policy=policy, reshard_after_forward=again)
         made[str(again)] = counting(lambda model=model: train(model))
