@@ -80,11 +80,10 @@ def draw(path: Path, curves: Path = CURVES) -> None:
     import matplotlib.pyplot as plt
 
     rows = read_rows(curves)
-    figure, axes = plt.subplot_mosaic(
-        [["losses", "memory"], ["difference", "memory"]],
-        figsize=(11, 5.2),
-        width_ratios=(1.7, 1),
-        height_ratios=(2.2, 1),
+    figure, axes = plt.subplot_mosaic(  # in one column, which a telephone shows without a loss
+        [["losses"], ["difference"], ["memory"]],
+        figsize=(6.2, 7.6),
+        height_ratios=(2.2, 1, 1.3),
         layout="constrained",
     )
     _draw_losses(axes["losses"], axes["difference"], rows)
@@ -122,29 +121,31 @@ def _draw_losses(losses: Any, difference: Any, rows: list[dict[str, Any]]) -> No
     difference.set(xlabel="optimizer step", ylabel="FP8 against\nBF16 (%)")
     losses.set(ylabel="loss (nats per token)")
     losses.set_title(
-        "Fine-tuning a Llama of 4 million parameters, on a CPU that emulates FP8", fontsize=10
+        "Fine-tuning a Llama of 4 million parameters,\non a CPU that emulates FP8", fontsize=11
     )
-    losses.legend(fontsize=8)
+    losses.legend(fontsize=10)
     for axis in (losses, difference):
         axis.grid(alpha=0.3)
 
 
 def _draw_memory(axis: Any, variants: dict[str, dict[str, float]]) -> None:
     names = ["bf16-mixed", "O2"]
-    bottom = [0.0] * len(names)
+    left = [0.0] * len(names)
     for i, (category, shown) in enumerate(SHOWN.items()):
-        heights = [variants[name][category] for name in names]
-        axis.bar(["bf16-mixed", "fp8-mixed"], heights, 0.62, bottom, color=COLOURS[i], label=shown)
-        for x, (start, height) in enumerate(zip(bottom, heights, strict=True)):
-            if height > 5:
-                middle = start + height / 2
-                axis.text(x, middle, f"{height:.0f}", ha="center", va="center", color="white")
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    for x, total in enumerate(bottom):
-        axis.text(x, total, f"{total:.0f} GiB", ha="center", va="bottom", fontweight="bold")
-    axis.set(ylabel="GiB at the peak of a step", ylim=(0, 1.12 * max(bottom)))
-    axis.set_title(f"{MODEL}, one sequence of 4,096\ncounted, not run", fontsize=10)
-    axis.legend(fontsize=8)
+        widths = [variants[name][category] for name in names]
+        labels = ["bf16-mixed", "fp8-mixed"]
+        axis.barh(labels, widths, 0.62, left, color=COLOURS[i], label=shown)
+        for y, (start, width) in enumerate(zip(left, widths, strict=True)):
+            if width > 5:
+                middle = start + width / 2
+                axis.text(middle, y, f"{width:.0f}", ha="center", va="center", color="white")
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for y, total in enumerate(left):
+        axis.text(total, y, f" {total:.0f} GiB", ha="left", va="center", fontweight="bold")
+    axis.set(xlabel="GiB at the peak of a step", xlim=(0, 1.2 * max(left)))
+    axis.invert_yaxis()
+    axis.set_title(f"{MODEL}, one sequence of 4,096 tokens, eager:\ncounted, not run", fontsize=11)
+    axis.legend(fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
 
 def main() -> None:
