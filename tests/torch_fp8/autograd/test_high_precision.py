@@ -209,6 +209,17 @@ def test_weights_of_16_bits_multiply_inputs_of_32():
     assert _error([stock(_x())], [y]) < 0.01
 
 
+def test_a_gradient_that_is_differentiated_comes_with_that_of_the_bias():
+    gradients = []
+    for model in stock_and_converted("linear"):
+        x = _x().requires_grad_()
+        loss = model(x).square().mean()
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        gradients.append(torch.autograd.grad(loss, (x, *biases), create_graph=True))
+    assert len(gradients[0]) > 1
+    assert _error(*gradients) < 0.1
+
+
 def test_a_transform_is_said_once():
     torch_fp8.autograd.current_pass._warn_of_transforms.cache_clear()
     _, converted = stock_and_converted("linear")

@@ -95,6 +95,18 @@ def test_layers_get_the_options_of_the_last_pattern_that_matches():
     assert "  override  layers.1.mlp.down_proj: delayed: input e4m3" in str(report)
 
 
+@pytest.mark.parametrize("first_is_high", [True, False])
+def test_the_last_pattern_says_whether_a_layer_is_in_high_precision(first_is_high):
+    overrides = {"layers.1": None, "layers.1.mlp": {"recipe": "rowwise"}}
+    if not first_is_high:
+        overrides = dict(reversed(overrides.items()))
+    model = Model()
+    convert_to_float8(model, _config(overrides=overrides))
+    second = {name: r for name, r in _recipes(model).items() if name.startswith("layers.1")}
+    assert set(second.values()) == ({"rowwise"} if first_is_high else set())
+    assert all(name.startswith("layers.1.mlp") for name in second)
+
+
 def test_training_runs_and_a_layer_computes_what_it_would_alone():
     torch.manual_seed(1)
     model, x = Model(), torch.randn(32, 64)

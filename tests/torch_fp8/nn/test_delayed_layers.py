@@ -59,6 +59,34 @@ def test_a_forward_without_gradients_in_training_moves_the_history():
     assert (model[0].fp8_amax_history[:2, 0] > 0).all()
 
 
+def test_an_evaluation_changes_no_history():
+    model = _layer(amax_history_len=4)
+    x = torch.randn(16, 32, requires_grad=True)
+    model(x).sum().backward()
+    renew_scales([model[0]])
+    before = scaling_state_dict(model)
+    model.eval()
+    for scale in (100, 0.01):
+        model(scale * x).sum()
+        with torch.no_grad():
+            model(scale * x)
+    renew_scales([model[0]])
+    after = scaling_state_dict(model)
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("move", [lambda m: m.bfloat16(), lambda m: m.to("cpu", torch.float16)])
+def test_a_model_of_another_dtype_keeps_its_histories_in_float32(move):
+    model = _layer(amax_history_len=4)
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    renew_scales([model[0]])
+    before = scaling_state_dict(model)
+    move(model)
+    after = scaling_state_dict(model)
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
 def test_a_compiled_frozen_layer_has_the_histories_of_an_eager_one():
     histories = []
     for backend in ("eager", None):
