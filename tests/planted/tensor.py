@@ -24,8 +24,7 @@ FAULTS = [
         "torch_fp8/tensor/producer.py",
         "if scale is None and quantizer.group is not None:",
         "if False:",
-        "tests/torch_fp8/distributed/test_parallel_training.py "
-        "tests/torch_fp8/distributed/tensor_parallel",
+        f"{_TESTS}/test_lazy_quantized.py",
     ),
     Fault(
         "a frozen weight's copy keeps the old scale",

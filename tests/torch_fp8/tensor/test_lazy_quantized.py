@@ -14,6 +14,7 @@ from tests.steps import renew_scales
 from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.layer_norm import shared
+from torch_fp8.tensor import producer
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
 from torch_fp8.tensor.scale_source import ScaleSource
@@ -40,6 +41,18 @@ def test_who_asks_first_decides_the_scale_of_both_layouts():
     assert again is row
     assert row.scale == col.scale == 0.5
     assert torch.equal(col.qdata.view(torch.uint8), row.qdata.view(torch.uint8).t())
+
+
+def test_ranks_with_parts_of_an_activation_cast_them_with_one_scale(monkeypatch):
+    spec = _norm_and_layer()[1].fp8.recipe.input
+    alone, _ = shared(_x(16, 64), "mlp").production.layouts(
+        Quantizer(spec), rowwise=True, columnwise=False
+    )
+    # Another rank's part has an amax that is four times as large.
+    monkeypatch.setattr(producer, "group_amax", lambda amax, group: 4 * amax)
+    grouped = Quantizer(spec, group=object())
+    row, col = shared(_x(16, 64), "mlp").production.layouts(grouped, rowwise=True, columnwise=True)
+    assert row.scale == col.scale == 4 * alone.scale
 
 
 def test_a_plain_reader_notices_that_the_input_was_written_to():
