@@ -2,15 +2,19 @@
 
 `accelerate_fp8._register` installs these functions. Each takes the wrapped method as its first
 argument, followed by the method's arguments. A merged weight is ``dequant(W8) + delta``, added in
-float32 and rounded to BF16 once; FP8 would lose a small delta. Unmerging restores the exact bytes,
+float32 and rounded once to the dtype that the base had before it was frozen; FP8 would lose a small
+delta. A merge-aware layer rounds to BF16, as its forward did. Unmerging restores the exact bytes,
 however often it is done.
 """
 
 from typing import Any
 
+import torch
+
 from accelerate_fp8.export import bound_arguments
 from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.frozen_storage import FrozenStorage, left_unread, plain_copy
+from torch_fp8.nn.merge_aware import MergeAware
 from torch_fp8.quantization.wording import counted
 
 
@@ -25,7 +29,10 @@ def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bases' bytes."""
+    """Extend ``BaseTuner._unload_and_optionally_merge``: forget the bases' bytes.
+
+    A merge also thaws the layers without adapters, so that the model has the dtype of its base.
+    """
     merges = bound_arguments(original, self, *args, **kwargs).get("merge")
     modules: list[Any] = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
     held = [m for m in modules if m.fp8.frozen is not None]
@@ -33,11 +40,14 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     unloaded = original(self, *args, **kwargs)
     for module in modules:
         module.forget_unmerged()
+        if merges:
+            module.thaw_weights()
     if merges and rounded:
         warn_once(
             f"FP8: {counted(rounded, 'merged weight')} carry the rounding of the FP8 base, a few "
-            "percent of each value: to merge into the exact base, save the adapter, load the base "
-            "without FP8 and merge there"
+            "percent of each value. To merge exactly, save the adapter (model.save_pretrained) "
+            "and merge it into a base that is not prepared for FP8: "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload()"
         )
     return unloaded
 
@@ -61,4 +71,5 @@ def _within(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     try:
         original(layer, *args, **kwargs)
     finally:
-        base.end_merge(bool(layer.merged_adapters), name)
+        values = torch.bfloat16 if isinstance(layer, MergeAware) else None
+        base.end_merge(bool(layer.merged_adapters), name, values=values)

@@ -8,7 +8,7 @@ import sys
 import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -32,8 +32,8 @@ KINDS = {
 }
 
 
-def adapted(kind="lora") -> tuple[torch.nn.Module, ConversionReport]:
-    model = get_peft_model(LlamaForCausalLM(CONFIG), copy.deepcopy(KINDS[kind]))
+def adapted(kind="lora", dtype=torch.float32) -> tuple[torch.nn.Module, ConversionReport]:
+    model = get_peft_model(LlamaForCausalLM(CONFIG).to(dtype), copy.deepcopy(KINDS[kind]))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lm_head" not in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -107,14 +107,16 @@ def test_the_base_is_proven_frozen_and_the_adapters_train(kind):
     )
 
 
-def test_a_merged_weight_is_rounded_once():
-    model, _ = adapted()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merged_weight_is_rounded_once(dtype):
+    model, _ = adapted(dtype=dtype)
     layer = up_proj(model)
     base = layer.get_base_layer().weight.dequantize().float()
     delta = layer.get_delta_weight("default")
     for safe in (False, True):
         model.merge_adapter(safe_merge=safe)
-        assert torch.equal(layer.get_base_layer().weight, (base + delta).bfloat16())
+        assert layer.get_base_layer().weight.dtype == dtype
+        assert torch.equal(layer.get_base_layer().weight, (base + delta).to(dtype))
         model.unmerge_adapter()
 
 
@@ -213,17 +215,49 @@ def test_merging_into_a_stock_base_says_nothing(monkeypatch):
     assert lines == []
 
 
-def test_merge_and_unload_gives_bf16_and_lets_the_bytes_go():
-    model, _ = adapted("rslora")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_and_unload_gives_the_dtype_of_the_base_and_lets_the_bytes_go(dtype):
+    model, _ = adapted("rslora", dtype)
     expected = logits(model)
     merged = model.merge_and_unload()
     layer = merged.model.layers[0].mlp.up_proj
-    assert layer.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in merged.state_dict().values()} == {dtype}
     assert layer.fp8.recipe.name == "tensorwise"
     gc.collect()
     assert not any(isinstance(p, Float8FrozenWeight) for p in merged.parameters())
     assert layer.fp8.frozen is None
     assert (logits(merged) - expected).norm() / expected.norm() < 0.1
+
+
+def test_merging_thaws_the_layers_without_adapters():
+    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["up_proj"]))
+    convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    assert any(isinstance(p, Float8FrozenWeight) for p in model.parameters())
+    merged = model.merge_and_unload()
+    assert {p.dtype for p in merged.state_dict().values()} == {torch.float32}
+
+
+def test_adapters_are_merged_exactly_into_a_base_that_is_not_prepared(tmp_path):
+    """The call that docs/frozen.md names, in a process that runs FP8, equals float32's merge."""
+    stock = LlamaForCausalLM(CONFIG)
+    model = get_peft_model(copy.deepcopy(stock), copy.deepcopy(KINDS["lora"]))
+    convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    convert_optimizer(optimizer)
+    for _ in range(2):
+        step(model, optimizer)
+    model.save_pretrained(tmp_path)
+    expected = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = stock.get_submodule(name.removeprefix("base_model.model.")).weight
+            expected[name] = weight + module.get_delta_weight("default")
+    merged = PeftModel.from_pretrained(stock, tmp_path).merge_and_unload()
+    assert len(expected) == 7
+    for name, weight in expected.items():
+        got = merged.get_submodule(name.removeprefix("base_model.model.")).weight
+        assert got.dtype == torch.float32
+        assert torch.equal(got, weight)
 
 
 def test_adapters_are_added_switched_disabled_and_deleted():

@@ -24,7 +24,7 @@ from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.dtensor import local, with_data
-from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
+from torch_fp8.tensor.frozen_payload import FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 from torch_fp8.tensor.swap import refuse_swap
 
@@ -216,15 +216,20 @@ class FrozenStorage(RunsFP8):
         replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         return True
 
-    def end_merge(self, merged: bool, name: str = "weight") -> None:
-        """Round the float32 weight of `begin_merge` to BF16, or restore its FP8 bytes.
+    def end_merge(
+        self, merged: bool, name: str = "weight", *, values: torch.dtype | None = None
+    ) -> None:
+        """Round the float32 weight of `begin_merge` to its dtype, or restore its FP8 bytes.
 
         Args:
             merged: whether an adapter is merged into the weight now; False: restore the bytes.
             name: name of the weight.
+            values: dtype to which the values are rounded first; None: that of the weight before it
+                was frozen, which the result has.
         """
         if merged:
-            plain = self._parameters[name].data.to(DTYPE)
+            dtype = self.fp8.frozen.unmerged[name].thawed_dtype
+            plain = self._parameters[name].data.to(values or dtype).to(dtype)
             replace_parameter(self, nn.Parameter(plain, requires_grad=False), name)
         else:
             self._hold(name, self.fp8.frozen.unmerged.pop(name))
