@@ -6,8 +6,9 @@ the newest release of that minor version and this project as a user would (not e
 host's tests (`TESTS`) and writes a row. ``--list`` names the parts that docs/versions.md shows. A
 part names further packages after ``+``: ``accelerate-1.1+transformers-4.57``.
 
-``--base PYTHON`` builds on the environment of another interpreter, with another Python or torch;
-its part is then ``torch-2.11`` or ``python-3.10``.
+``--parts newest`` tries the newest torch and hosts that are newer than docs/versions.md promises.
+``torch-2.15`` installs that torch, gigabytes, unless the base has it. ``--base PYTHON`` builds on
+the environment of another interpreter; its part is then ``python-3.10``.
 """
 
 import argparse
@@ -63,8 +64,12 @@ TESTS["torch"] = (
     f"{_ACCELERATE}/test_optimizers.py",
 )
 
-# What the table of docs/versions.md is made of, apart from those that need another interpreter.
+# What the table of docs/versions.md is made of, apart from the Pythons, which are other bases.
 PARTS = (
+    "torch-2.11",
+    "torch-2.13",
+    "torch-2.14",
+    "torch-2.15",
     "lightning-2.3",
     "lightning-2.4",
     "lightning-2.5",
@@ -85,6 +90,8 @@ PARTS = (
     "peft-0.21",
 )
 _PACKAGES = ("lightning", "accelerate", "transformers", "trl", "peft")
+NEWEST = tuple(f"{host}-newest" for host in (*_PACKAGES, "torch"))  # for ``--parts newest``
+_NONE_NEWER = "none newer"
 _TIMEOUT_S = 3600
 
 
@@ -93,13 +100,13 @@ def parse(part: str) -> list[tuple[str, str]]:
     "4.57")].
 
     Raises:
-        ValueError: a host without tests here, or no version.
+        ValueError: a host without tests here, or no version, nor "newest".
     """
     items = []
     for item in part.split("+"):
         name, _, version = item.rpartition("-")
         known = name in TESTS or items  # only the first one has its tests run
-        if not known or not name or not re.fullmatch(r"\d+(\.\d+)+", version):
+        if not known or not name or not re.fullmatch(r"\d+(\.\d+)+|newest", version):
             raise ValueError(
                 f"part {part!r}: {item!r} is not HOST-VERSION with one of {', '.join(TESTS)}"
             )
@@ -111,9 +118,12 @@ def requirements(items: Iterable[tuple[str, str]]) -> list[str]:
     """Return what pip is to install: the newest release of each minor version."""
     wanted = []
     for name, version in items:
-        if name in ("torch", "python"):
+        if name == "python":
             continue
-        spec = f"=={version}.*" if version.count(".") == 1 else f"=={version}"
+        if version == "newest":
+            spec = f">={after(tried(read_rows(RESULTS), name)[1])}"
+        else:
+            spec = f"=={version}.*" if version.count(".") == 1 else f"=={version}"
         wanted.append(name + spec)
         if name == "lightning":  # the same code, published a second time
             wanted.append(f"pytorch-lightning{spec}")
@@ -125,7 +135,7 @@ def make_environment(base: str, folder: Path, wanted: Sequence[str], source: Pat
 
     Args:
         base: an interpreter.
-        folder: to be made.
+        folder: place of the new environment.
         wanted: requirements for pip.
         source: this project, which is installed too.
     Raises:
@@ -171,7 +181,10 @@ def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object
             venv = Path(folder) / "venv"
             python = make_environment(base, venv, requirements(items), source)
         except subprocess.CalledProcessError as error:
-            return _with_origin({**row, "result": "not installed", "note": _last_line(error)})
+            note = _last_line(error)
+            missing = asked == "newest" and "No matching distribution" in note
+            row |= {"result": _NONE_NEWER if missing else "not installed", "note": note}
+            return _with_origin(row)
         row.update(_versions(python, host, asked))
         shutil.rmtree(source / "build", ignore_errors=True)  # of the installation
         output = _test(python, TESTS[host], source)
@@ -227,6 +240,12 @@ def minor(version: str) -> tuple[int, int]:
     """Return (1, 10) for "1.10.1"."""
     major, second = version.split(".")[:2]
     return int(major), int(second)
+
+
+def after(version: str) -> str:
+    """Return "1.11" for "1.10"."""
+    major, second = minor(version)
+    return f"{major}.{second + 1}"
 
 
 def _key(row: Mapping[str, object]) -> tuple[object, ...]:
@@ -314,13 +333,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.docs:
         write_docs()
         return
-    for part in chosen.parts:
+    parts = [p for part in chosen.parts for p in (NEWEST if part == "newest" else [part])]
+    for part in parts:
         parse(part)
     failed = False
-    for part in chosen.parts:
+    for part in parts:
         row = run_part(part, chosen.base, chosen.logs)
-        write([row], chosen.csv)
-        failed |= row["result"] != "works"
+        if row["result"] != _NONE_NEWER:
+            write([row], chosen.csv)
+            failed |= row["result"] != "works"
         print(f"{part}: {row['result']} ({row.get('passed', 0)} passed) {row['note']}", flush=True)
     sys.exit(failed)
 

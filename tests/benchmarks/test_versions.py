@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,19 @@ INSTALL = (ROOT / "docs" / "install.md").read_text()
 ROWS = read_rows(versions.RESULTS)
 
 
-def _after(version):
-    major, minor = version.split(".")
-    return f"{major}.{int(minor) + 1}"
-
-
 @pytest.mark.parametrize("host", ["lightning", "accelerate", "peft"])
 def test_pins_are_what_was_tried(host):
     lowest, highest = versions.tried(ROWS, host)
     pinned = re.findall(rf'"(?:pytorch-)?{host}>=([\d.]+),<([\d.]+)"', PROJECT)
     assert pinned
-    assert set(pinned) == {(lowest, _after(highest))}
+    assert set(pinned) == {(lowest, versions.after(highest))}
 
 
 def test_the_examples_pin_transformers_that_were_tried():
     """Version 5 alone; scripts of the user's run with version 4 as well."""
     (pinned,) = set(re.findall(r'"transformers>=([\d.]+),<([\d.]+)"', PROJECT))
     five = [row for row in ROWS if row["version"].startswith("5.")]
-    assert pinned[1] == _after(versions.tried(five, "transformers")[1])
+    assert pinned[1] == versions.after(versions.tried(five, "transformers")[1])
     assert pinned[0] == versions.tried(five, "transformers")[0]
 
 
@@ -86,11 +82,54 @@ def test_every_host_has_its_newest_release_of_today_in_the_table():
     [
         ("lightning-2.5", ["lightning==2.5.*", "pytorch-lightning==2.5.*"]),
         ("accelerate-1.10.1+datasets-4.4", ["accelerate==1.10.1", "datasets==4.4.*"]),
-        ("torch-2.11", []),
+        ("torch-2.11", ["torch==2.11.*"]),
+        ("python-3.10", []),
     ],
 )
 def test_parts_name_releases(part, wanted):
     assert versions.requirements(versions.parse(part)) == wanted
+
+
+def test_the_newest_releases_are_those_after_what_was_tried():
+    hosts = [part.partition("-")[0] for part in versions.NEWEST]
+    assert set(hosts) == {"lightning", *TRIED, "torch"}
+    for part, host in zip(versions.NEWEST, hosts, strict=True):
+        highest = versions.tried(ROWS, host)[1]
+        asked = versions.requirements(versions.parse(part))
+        assert asked[0] == f"{host}>={versions.after(highest)}"
+
+
+@pytest.mark.parametrize(
+    ("message", "result", "status"),
+    [
+        ("ERROR: No matching distribution found for torch>=2.99", "none newer", 0),
+        ("ERROR: No space left on device", "not installed", 1),
+    ],
+)
+def test_that_nothing_newer_exists_is_no_failure(
+    message, result, status, tmp_path, monkeypatch, capsys
+):
+    def refuse(*_):
+        raise subprocess.CalledProcessError(1, ["pip"], stderr=message)
+
+    monkeypatch.setattr(versions, "NEWEST", ("torch-newest",))
+    monkeypatch.setattr(versions, "make_environment", refuse)
+    monkeypatch.setattr(versions, "snapshot", lambda folder: folder)
+    path = tmp_path / "rows.csv"
+    with pytest.raises(SystemExit) as ended:
+        versions.main(["--parts", "newest", "--csv", str(path)])
+    assert ended.value.code == status
+    assert f"torch-newest: {result}" in capsys.readouterr().out
+    assert path.exists() == bool(status)
+
+
+def test_the_lowest_the_default_and_the_highest_torch_are_in_the_matrix():
+    lowest, highest = versions.tried(ROWS, "torch")
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    (default,) = re.findall(r"^TORCH_VERSION=(\d+\.\d+)", setup, re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert f'torch: ["{lowest}", "{default}", "{highest}"]' in workflow
+    assert {f"torch-{v}" for v in (lowest, default, highest)} <= set(versions.PARTS)
 
 
 @pytest.mark.parametrize("part", ["lightning", "datasets-4.4", "lightning-2.x", "accelerate-1.1+"])

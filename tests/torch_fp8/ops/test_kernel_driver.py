@@ -6,8 +6,7 @@ import sysconfig
 import pytest
 import torch
 from triton import knobs
-from triton.runtime import driver
-from triton.runtime.build import compile_module_from_src
+from triton.runtime import build, driver
 
 from torch_fp8 import convert_to_float8
 from torch_fp8.environment.versions import versions
@@ -27,7 +26,10 @@ PyMODINIT_FUNC PyInit_stub(void) { return PyModule_Create(&module); }
 def card(monkeypatch, tmp_path):
     """A Hopper card with an empty cache; Triton's own code compiles and caches a smaller module."""
     module = importlib.import_module("triton.runtime.driver")  # the package has another of its name
-    monkeypatch.setattr(module, "_create_driver", lambda: compile_module_from_src(C_MODULE, "stub"))
+    create = lambda: build.compile_module_from_src(C_MODULE, "stub")  # noqa: E731
+    monkeypatch.setattr(module, "_create_driver", create)
+    if hasattr(build, "_find_compiler"):  # Triton 3.8 remembers the compiler of the process
+        monkeypatch.setattr(build, "_find_compiler", build._find_compiler.__wrapped__)
     monkeypatch.setattr(driver, "_active", None)
     monkeypatch.setattr(driver, "_default", None)
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
