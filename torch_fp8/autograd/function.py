@@ -74,14 +74,19 @@ def is_asked_for(ctx: Any, i: int) -> bool:
 
 
 def is_returned(ctx: Any, i: int) -> bool:
-    """Return whether the running backward is ``autograd.grad`` with argument `i`, a leaf."""
+    """Return whether the running backward is ``autograd.grad`` with argument `i`, a leaf.
+
+    It is False in a graph of torch.compile, which is traced before any backward runs.
+    """
+    if is_traced():  # Dynamo's context has no next functions
+        return False
     node = ctx.next_functions[i][0]
     if node is None:
         return False
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch raises it in exactly this case
-        return not is_traced()
+        return True
     return False
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import GradientParts
+from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups, row_parts
 from torch_fp8.quantization.formats import GRADIENT
 from torch_fp8.quantization.stochastic_rounding import (
@@ -78,6 +79,7 @@ class Rounding:
         self.count = 0
 
     def _keys(self, *which: int) -> Keys:
+        refuse_capture("a gradient in 8 bits", "use FP8Config(opt_level='O2')")
         return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
 
     def copy(self) -> "Rounding":

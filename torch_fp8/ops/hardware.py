@@ -120,3 +120,17 @@ def _cuda_version() -> tuple[int, ...]:
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(action: str, instead: str) -> None:
+    """Raise RuntimeError if a CUDA graph is being captured.
+
+    Args:
+        action: work for which the host chooses numbers, such as keys of random bits.
+        instead: way out for the user.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{action} cannot be captured in a CUDA graph, because each replay would repeat the "
+            f"numbers of the captured step: learning rate, bias corrections, random bits; {instead}"
+        )

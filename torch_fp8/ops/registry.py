@@ -78,8 +78,9 @@ def operator(
                 return getattr(_module(kernels), name)(*args)
 
         parameters, schema = _schema(reference, results)
-        of_flat = (_unflattened(f, parameters) for f in (on_cpu, cuda or launch, fake))
-        call = define(schema, *of_flat, eager=Replayed(cuda or launch))
+        replayed = Replayed(cuda or launch)  # in graphs and in eager code
+        of_flat = (_unflattened(f, parameters) for f in (on_cpu, replayed, fake))
+        call = define(schema, *of_flat, eager=replayed)
         functools.update_wrapper(call, reference)
         call.reference = reference
         return cast("Operator[P, R]", call)

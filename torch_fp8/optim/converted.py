@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.config import FP8Config
+from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
 from torch_fp8.optim.residual import known_residual, set_residual
 from torch_fp8.optim.state import is_large
@@ -110,7 +111,15 @@ class ConvertedOptimizer(Optimizer):
 
 
 def begin_step(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-    """Run a closure with gradients enabled and return its result; None without a closure."""
+    """Run a closure with gradients enabled and return its result; None without a closure.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
+    """
+    refuse_capture(
+        f"the step of {stock_name(optimizer)} in FP8",
+        "capture forward and backward alone, and call optimizer.step() after each replay",
+    )
     optimizer._opt_called = True  # schedulers check it
     if closure is None:
         return None

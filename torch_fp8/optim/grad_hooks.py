@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.exchange import stored_grad
@@ -106,6 +107,9 @@ class GradientHook:
         elif isinstance(parameter, DTensor) and not self.release:
             _take_out(parameter)
         if self.release:
+            refuse_capture(
+                "gradient release", "use FP8Config(gradient_release=False) in CUDA graphs"
+            )
             group = _group_of(optimizer, parameter)
             if group is not None:
                 release_gradient(optimizer, self.index, group, parameter)

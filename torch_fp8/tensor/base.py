@@ -110,6 +110,7 @@ class QuantizableTensor(Tensor):
         """Raise RuntimeError if `func` would write to such a tensor."""
 
     @classmethod
+    @torch._disable_dynamo  # imports torch._dynamo at the first call
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -20,10 +20,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.autograd.inference import outside_inference_mode
-from torch_fp8.tensor.readable import Readable, collective, on_dense
+from torch_fp8.tensor.readable import (
+    Readable,
+    collective,
+    on_dense,
+    refuse_to_leave,
+    refuse_write_in_graph,
+)
 from torch_fp8.tensor.shared_parts import send_shared
 from torch_fp8.tensor.swap import refuse_swap
 
@@ -65,6 +70,7 @@ class Encoded(Readable):
         )
 
     @property
+    @torch._disable_dynamo  # Dynamo follows the descriptor back to this property
     def data(self) -> Tensor:
         alias: Tensor = torch.Tensor.data.__get__(self)  # an alias with its own version counter
         return alias
@@ -83,6 +89,7 @@ class Encoded(Readable):
         return self.dequantize().__reduce_ex__(protocol)
 
     @classmethod
+    @torch._disable_dynamo  # imports torch._dynamo at the first call
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -96,6 +103,8 @@ class Encoded(Readable):
 
 class EncodedView(Readable):
     """A view of an `Encoded` tensor.
+
+    It has no ``__tensor_flatten__``, so that code that takes it runs without torch.compile.
 
     Attributes:
         base: encoded tensor, or another view of it.
@@ -118,25 +127,6 @@ class EncodedView(Readable):
         )
         self.base, self.replay = base, replay
         return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        part: Any = self.base
-        while isinstance(part, Readable):
-            part = getattr(part, part.__tensor_flatten__()[0][0])
-        if type(part) is FunctionalTensor:  # AOTAutograd flattens what leaves its graph
-            raise RuntimeError(
-                "a view of a tensor that is stored in another form leaves a torch.compile graph, "
-                "where a write to it would be lost; use a copy, x[0].clone(), or "
-                "torch.compiler.disable for the function that takes the view"
-            )
-        return ["base"], self.replay
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Any], replay: Any, outer_size: Any, outer_stride: Any
-    ) -> "EncodedView":
-        base = inner["base"]
-        return EncodedView(base, replay, replay(_template(base)))
 
     def dequantize(self) -> Tensor:
         view: Tensor = self.replay(self.base.dequantize())
@@ -179,8 +169,33 @@ class EncodedView(Readable):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.dequantize().clone().__reduce_ex__(protocol)
 
+    def stored_part(self) -> Tensor:
+        return self.base.stored_part()
+
+    def share_memory_(self) -> Tensor:
+        self.base.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.base.is_shared()
+
     def __repr__(self, **options: Any) -> str:
         return f"{self.dequantize()!r} of {self.base!r}"
+
+
+class _TracedView(EncodedView):
+    """A view that a graph of torch.compile makes and uses."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        refuse_to_leave(self)
+        return ["base"], self.replay
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], replay: Any, outer_size: Any, outer_stride: Any
+    ) -> EncodedView:
+        base = inner["base"]
+        return _TracedView(base, replay, replay(_template(base)))
 
 
 def plain(x: Tensor) -> Tensor:
@@ -189,6 +204,8 @@ def plain(x: Tensor) -> Tensor:
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func._schema.is_mutable:
+        refuse_write_in_graph(func, args)
     first = args[0] if args else None
     if isinstance(first, Encoded):
         handler: Any = _ALIASES.get(func) or first.handlers.get(func)
@@ -286,6 +303,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(x, *args[1:], **kwargs)
 
     views = replay(_template(base))
+    cls = _TracedView if base.is_traced() else EncodedView
     if isinstance(views, Tensor):
-        return EncodedView(base, replay, views)
-    return [EncodedView(base, lambda x, i=i: replay(x)[i], v) for i, v in enumerate(views)]
+        return cls(base, replay, views)
+    return [cls(base, lambda x, i=i: replay(x)[i], v) for i, v in enumerate(views)]

@@ -138,6 +138,11 @@ class Float8Grad(Encoded):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["qdata", "scale", "multiplier"], (self.shape, self.dtype, self.rounding)
 
+    @classmethod
+    def __metadata_guard__(cls, known: Any, other: Any) -> bool:
+        """Return whether a graph traced with `known` serves `other`: it doesn't round."""
+        return bool(known[:2] == other[:2])
+
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
@@ -156,6 +161,7 @@ class Float8Grad(Encoded):
         return f"Float8Grad(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
+    @torch._disable_dynamo  # imports torch._dynamo at the first call
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

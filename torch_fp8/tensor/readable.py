@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.tensor.shared_parts import SharedParts
 
@@ -23,6 +25,15 @@ class Readable(SharedParts):
     def store(self, x: Tensor) -> None:
         """Encode `x`, of this shape."""
         raise NotImplementedError
+
+    def stored_part(self) -> Tensor:
+        """Return one of the plain tensors in which this tensor is stored."""
+        part: Tensor = getattr(self, self.__tensor_flatten__()[0][0])
+        return part
+
+    def is_traced(self) -> bool:
+        """Return whether torch.compile traces this tensor."""
+        return type(self.stored_part()) in (FakeTensor, FunctionalTensor)
 
     def writable(self) -> Tensor:
         """Return a plain tensor of this shape, perhaps of a wider dtype, for an operator to write.
@@ -53,6 +64,24 @@ class Readable(SharedParts):
 
     def __array__(self, dtype: Any = None, **options: Any) -> Any:
         return self.numpy().__array__(dtype, **options)
+
+
+def refuse_to_leave(x: "Readable") -> None:
+    """Raise RuntimeError if AOTAutograd flattens x, as it does with what leaves its graph."""
+    if type(x.stored_part()) is FunctionalTensor:
+        raise RuntimeError(
+            "a view of a tensor that is stored in another form leaves a torch.compile graph, "
+            "where a write to it would be lost; use a copy, x[0].clone(), or "
+            "torch.compiler.disable for the function that takes the view"
+        )
+
+
+def refuse_write_in_graph(func: Any, args: tuple[Any, ...]) -> None:
+    """Break a graph of torch.compile at an operator that writes, so that eager code encodes."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if is_written(argument) and isinstance(x, Readable) and x.is_traced():
+                raise UnsupportedOperatorException(f"{func} to a {type(x).__name__}")
 
 
 def collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

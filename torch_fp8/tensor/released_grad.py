@@ -43,6 +43,7 @@ class ReleasedGrad(Tensor):
         return grad
 
     @classmethod
+    @torch._disable_dynamo  # imports torch._dynamo at the first call
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operator, kwargs = func._schema.name, kwargs or {}
         if operator == "aten::_foreach_zero_":

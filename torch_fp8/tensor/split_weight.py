@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.tensor.dtensor import local
@@ -59,11 +57,6 @@ class SplitTensor(Encoded):
 
     @torch.no_grad()
     def store(self, x: Tensor) -> None:
-        if type(self.halves.high) in (
-            FakeTensor,
-            FunctionalTensor,
-        ):  # torch.compile breaks its graph
-            raise UnsupportedOperatorException("writing a weight that is stored in two halves")
         x = plain(x).to(self.device, torch.float32).expand(self.shape)
         self.halves.write(x.contiguous())
 
@@ -235,7 +228,8 @@ def _unswapped(weight: SplitWeight) -> Tensor:
 def _method(name: str) -> Any:
     def method(self: SplitWeight, *args: Any, **options: Any) -> Tensor:
         result: Tensor = getattr(torch.Tensor, name)(self, *args, **options)
-        return _unswapped(self) if result is self else result
+        swapped = result is not self or torch.compiler.is_compiling()
+        return result if swapped else _unswapped(self)
 
     return method
 

@@ -120,3 +120,31 @@ def test_arguments_with_their_defaults_reach_the_reference():
     made, told = swiglu_save(gate, up, None), swiglu_save(gate, up, None, True)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(made, told, strict=True))
     assert [part.numel() for part in swiglu_save(gate, up, None, False)] == [0, 0, 0, 0, 1]
+
+
+def test_graphs_replay_what_the_launcher_did(monkeypatch):
+    """What the dispatcher calls on CUDA is recorded as eager calls are, in the same recordings."""
+    defined, calls = [], []
+    monkeypatch.setattr(
+        module,
+        "define",
+        lambda schema, *functions, eager: defined.extend((*functions, eager)) or _call,
+    )
+
+    def _call(*args):
+        raise AssertionError
+
+    def launch(x, factor):
+        calls.append(x)
+        return x.new_empty(x.shape), None
+
+    @module.operator(lambda x, factor: (x, x), results=2, cuda=launch)
+    def tried(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise AssertionError
+
+    _cpu, cuda, _fake, eager = defined
+    for run in (cuda, cuda, cuda, eager):
+        result, nothing = run(torch.ones(4), 2.0)
+        assert result.shape == (4,)
+        assert nothing is None if run is eager else nothing.shape == (0,)
+    assert len(calls) == 2

@@ -1,0 +1,38 @@
+"""Counts what torch.compile makes of a program: graphs, breaks, recompilations, dropped frames."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+
+class Graphs(NamedTuple):
+    """What `count_graphs` counts.
+
+    Attributes:
+        graphs: graphs handed to the backend.
+        breaks: graph breaks; a dropped frame has none.
+        recompilations: frames compiled once more because a guard failed.
+        dropped: frames that Dynamo gave up, which then run eagerly.
+    """
+
+    graphs: int
+    breaks: int
+    recompilations: int
+    dropped: int
+
+
+def count_graphs(program: Callable[[], object]) -> Graphs:
+    """Run a program that compiles, and count."""
+    torch.compiler.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    program()
+    frames = get_compilation_metrics()
+    return Graphs(
+        counters["stats"]["unique_graphs"],
+        sum(counters["graph_break"].values()),
+        sum(bool(frame.recompile_reason) for frame in frames),
+        sum(bool(frame.fail_type) for frame in frames),
+    )
