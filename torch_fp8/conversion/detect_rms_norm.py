@@ -79,6 +79,7 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
 
 
 @_disable_current_modes()  # real tensors, even if the model has fake ones
+@torch.inference_mode(False)  # also enables gradients
 def _tried(module: nn.Module, eps: float, size: int) -> FoundNorm | None:
     """Return the spec whose results equal the module's own forward on the CPU.
 

@@ -39,6 +39,7 @@ def computes_linear(module: nn.Module, *, transposed: bool = False) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # also enables gradients
 def _tried(cls: Any, has_bias: bool, transposed: bool) -> bool:
     parameters = inspect.signature(cls.forward).parameters
     if len(parameters) != 2:  # self and the input

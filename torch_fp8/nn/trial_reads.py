@@ -153,6 +153,7 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, *_FUNCTIONS, property))
 
 
+@torch.inference_mode(False)  # also enables gradients
 def computes_alike(function: Any, other: Any) -> bool:
     """Return whether two functions of one float32 tensor agree, at all magnitudes and in gradients.
 
@@ -166,7 +167,7 @@ def computes_alike(function: Any, other: Any) -> bool:
     results = []
     for each in (function, other):
         x = pairs.clone().requires_grad_()
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", enabled=False):
             y = each(x)
         if not y.requires_grad:
             return False

@@ -18,6 +18,8 @@ from torch import nn
 from tests.moe_experts import batch, experts, run
 from tests.steps import gaussian
 from torch_fp8 import FP8Config, convert_to_float8, revert
+from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
+from torch_fp8.conversion.detect_rms_norm import find_rms_norm
 from torch_fp8.nn.expert_gate import find_gate
 from torch_fp8.nn.linear_form import computes_linear
 from torch_fp8.nn.rms_norm import Float8RMSNorm
@@ -325,6 +327,18 @@ def test_experts_follow_their_attributes(case):
     change(module)
     with _quiet():
         assert sqnr_db(run(stock, *tokens)["y"], run(module, *tokens)["y"]) > 21
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_trials_do_not_depend_on_the_gradient_mode(mode):
+    norm, mlp = _norm(_normed), MLP(64)
+    layer = _linear(lambda self, x: F.linear(x, self.weight, self.bias))
+    with mode():
+        assert find_rms_norm(type("Other", (Norm,), {})(48)) is not None
+        assert find_rms_norm(norm) is not None
+        assert find_gated_mlp(mlp) is not None
+        assert computes_linear(layer)
+        assert find_gate(experts()) is not None
 
 
 def test_a_limit_of_any_size_is_part_of_the_gate():
