@@ -127,7 +127,13 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     # If a compiled function calls step, the graph breaks there and the step runs eagerly.
     step: Any = torch.compiler.disable(ours.step)
     step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `begin_step` notes the call
-    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__, "step": step})
+    # Python accepts a class if its first base has the layout of the old class, which may be that of
+    # another base than Optimizer, such as ABC. Methods are still found in `ours` first.
+    order = type(base)(base.__name__, (ours, base), {}).__mro__[1:]
+    meta: Any = type(type(base).__name__, (type(base),), {"mro": lambda cls: [cls, *order]})
+    namespace = {**named, "__doc__": base.__doc__, "step": step}
+    cls: type[ConvertedOptimizer] = meta(base.__name__, (base, ours), namespace)
+    return cls
 
 
 def unhooked(method: Any) -> Any:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorExcepti
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.encoded import Encoded, plain
+from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook
@@ -146,6 +146,7 @@ class SplitWeight(SplitTensor):
         """Return 0 for the Parameter, and for an alias the address of a joined float32 copy, which
         lives as long as the alias.
         """
+        check_address()
         copy = self._copy()
         return super().data_ptr() if copy is None else copy.data_ptr()
 
