@@ -57,8 +57,8 @@ def convert_optimizer(
     embeddings and output layers are stored as a BF16 half and a residual
     (`torch_fp8.tensor.split_weight`). Existing Adam and AdamW states are quantized. Other
     optimizers, and (with a warning) subclasses with their own ``step``, keep their states and
-    step float32 copies of their weights (`torch_fp8.optim.split_optimizer`). An optimizer that
-    supports neither is left alone, and the report says why. A second call changes nothing.
+    their step (`torch_fp8.optim.split_optimizer`). An optimizer that supports neither is left
+    alone, and the report says why. A second call changes nothing.
 
     Args:
         optimizer: Adam, AdamW, a subclass that inherits their ``step``, or any other optimizer.

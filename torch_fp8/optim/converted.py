@@ -138,8 +138,14 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     step: Any = torch.compiler.disable(outside_inference_mode(ours.step))
     step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `begin_step` notes the call
     load = outside_inference_mode(ours.load_state_dict)
+    # Python accepts a class if its first base has the layout of the old class, which may be that of
+    # another base than Optimizer, such as ABC. Methods are still found in `ours` first.
+    order = type(base)(base.__name__, (ours, base), {}).__mro__[1:]
+    meta: Any = type(type(base).__name__, (type(base),), {"mro": lambda cls: [cls, *order]})
     methods = {"step": step, "load_state_dict": load}
-    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__, **methods})
+    namespace = {**named, "__doc__": base.__doc__, **methods}
+    cls: type[ConvertedOptimizer] = meta(base.__name__, (base, ours), namespace)
+    return cls
 
 
 def unhooked(method: Any) -> Any:

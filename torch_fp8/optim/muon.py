@@ -1,9 +1,8 @@
 """`MuonOptimizer`: Muon with its own step, split weights and an int8 momentum.
 
 A weight takes 2 + 1 bytes, its BF16 gradient 2 and its momentum 1.03: 6.03, and 4.03 with gradient
-release. While Muon steps a weight, the state contains a float32 momentum, as the group contains a
-float32 weight. Both are encoded again afterwards, so this step's update uses a momentum that this
-step has not rounded.
+release. While Muon steps a weight, the state contains a float32 momentum. It is encoded again
+afterwards, so this step's update uses a momentum that XX
 
 ``torch.optim.Muon`` is supported, and classes named ``Muon`` or ``SingleDeviceMuon`` with the same
 state. States that such a class keeps for other weights, for example Adam's beside Muon, stay as
@@ -16,26 +15,27 @@ the matrix to be orthogonalized, and all-gathers the codes once: 1.03 bytes per 
 then computes the whole update and applies its own rows.
 """
 
+import contextlib
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
-from torch_fp8.optim.grad_hooks import finish_release
-from torch_fp8.optim.lent_weights import Lending, lent
-from torch_fp8.optim.split_optimizer import SplitOptimizer
+from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, unhooked
+from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
+from torch_fp8.optim.split_optimizer import SplitOptimizer, widen_gradient
 from torch_fp8.optim.state import is_large
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.quantization.linear_int8 import LinearInt8, decode, encode
 from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.int8_momentum import Int8Momentum
 
@@ -44,53 +44,71 @@ _METHODS = ("step", "_init_group")
 _COLUMNS = 1
 
 
-class MomentumLending(Lending):
-    """The float32 copies of weights in one step, with their float32 momenta.
-
-    Args:
-        state: optimizer state, by parameter.
-        seed, step, indices: see `Lending`.
-    """
-
-    def __init__(self, state: Any, seed: int, step: int, indices: dict[Tensor, int]) -> None:
-        super().__init__(seed, step, indices)
-        self._states, self._lent = state, set[Tensor]()
-
-    def lend(self, parameter: Tensor) -> Tensor:
-        """Return what `Lending.lend` returns, and decode the momentum to the copy's dtype."""
-        copy = super().lend(parameter)
-        if copy.grad is not None and parameter not in self._lent:
-            self._lent.add(parameter)
-            state = self._states.get(parameter, {})
-            if isinstance(local(state.get(BUFFER)), Int8Momentum):
-                momentum = local(state[BUFFER]).dequantize().to(copy.grad.dtype)
-                state[BUFFER] = with_data(parameter, momentum, tuple(parameter.shape))
-        return copy
-
-    def take_back(self, *, everything: bool = False) -> None:
-        """Write copies back; at a step's end also encode momenta of weights without a copy."""
-        super().take_back(everything=everything)
-        for parameter in list(self._lent) if everything else ():
-            self._round(parameter)
-
-    def _put_back(self, parameter: Tensor, copy: nn.Parameter) -> None:
-        super()._put_back(parameter, copy)
-        self._round(parameter)
-
-    def _round(self, parameter: Tensor) -> None:
-        self._lent.discard(parameter)
-        counters = self._seed, self._step, self._indices[parameter]
-        settle_momentum(parameter, self._states.get(parameter, {}), counters)
-
-
 class MuonOptimizer(SplitOptimizer):
     """The class that `convert_optimizer` puts in front of Muon."""
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Run a closure, then the user's Muon's step, on float32 momenta."""
+        loss = begin_step(self, closure)
+        self.fp8_hooks_restored += attach_hooks(self)
+        step = self._next_step()
+        stepped = set(self.fp8_released)
+        finish_release(self)
+        if inspect.unwrap(self._fp8_base.step) is inspect.unwrap(torch.optim.Muon.step):
+            for _, group, parameter in self.indexed_parameters():
+                if stored_grad(parameter) is not None and steps_by_shards(parameter):
+                    with self._decoded({parameter}, step):
+                        self._step_shard(parameter, group)
+                    stepped.add(parameter)
+        left = [p for _, _, p in self.indexed_parameters() if p not in stepped]
+        alone = self._fp8_base.__module__.startswith("torch.optim")
+        for parameters in [{p} for p in left] if alone else [set(left)]:
+            self._step_chosen(parameters, step, **options)
+        self.fp8_steps = step
+        return loss
+
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step some of `indexed_parameters` in backward, as the next ``step`` would."""
-        chosen = {parameter for _, _, parameter in indexed}
-        with torch.no_grad(), lent(self, self._lending(self.fp8_steps + 1), chosen):
-            unhooked(self._fp8_base.step)(self)
+        with torch.no_grad():
+            self._step_chosen({p for _, _, p in indexed}, self.fp8_steps + 1)
+
+    def _step_chosen(self, chosen: set[Tensor], step: int, **options: Any) -> None:
+        """Run the user's Muon's step while its groups contain only some of the parameters."""
+        groups = [(group, group["params"]) for group in self.param_groups]
+        for parameter in chosen:
+            widen_gradient(parameter)
+        with self._decoded(chosen, step):
+            try:
+                for group, parameters in groups:
+                    group["params"] = [p for p in parameters if p in chosen]
+                unhooked(self._fp8_base.step)(self, **options)
+            finally:
+                for group, parameters in groups:
+                    group["params"] = parameters
+
+    def _step_shard(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if BUFFER not in state:
+            state[BUFFER] = torch.zeros_like(parameter)
+        step_shard(parameter, state[BUFFER], group)
+
+    @contextlib.contextmanager
+    def _decoded(self, chosen: set[Tensor], step: int) -> Iterator[None]:
+        """Hold the momenta of some weights in float32, and round these weights afterwards."""
+        with self.rounded(step):
+            indices = {p: i for i, _, p in self.indexed_parameters() if p in chosen}
+            try:
+                for parameter in indices:
+                    state = self.state.get(parameter, {})
+                    if isinstance(local(state.get(BUFFER)), Int8Momentum):
+                        momentum = local(state[BUFFER]).dequantize()
+                        state[BUFFER] = with_data(parameter, momentum, tuple(parameter.shape))
+                yield
+            finally:
+                for parameter, i in indices.items():
+                    counters = self.fp8_config.seed, step, i
+                    settle_momentum(parameter, self.state.get(parameter, {}), counters)
 
     def set_config(self, config: FP8Config) -> None:
         """Set the parts of a configuration that apply to Muon, including gradient release."""
@@ -114,28 +132,6 @@ class MuonOptimizer(SplitOptimizer):
         """Load a state of this class or of the original optimizer; momenta round to nearest."""
         super().load_state_dict(state_dict)
         self._settle()
-
-    def _step_apart(self) -> set[Tensor]:
-        stepped = set(self.fp8_released)
-        finish_release(self)
-        if inspect.unwrap(self._fp8_base.step) is not inspect.unwrap(torch.optim.Muon.step):
-            return stepped
-        lending = self._lending(self.fp8_steps)
-        for _, group, parameter in self.indexed_parameters():
-            if stored_grad(parameter) is None or not steps_by_shards(parameter):
-                continue
-            weight, state = lending.lend(parameter), self.state[parameter]
-            if BUFFER not in state:
-                state[BUFFER] = torch.zeros_like(weight)
-            step_shard(weight, state[BUFFER], group)
-            stepped.add(parameter)
-            del weight
-        lending.take_back(everything=True)
-        return stepped
-
-    def _lending(self, step: int) -> Lending:
-        indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
-        return MomentumLending(self.state, self.fp8_config.seed, step, indices)
 
     def _settle(self) -> None:
         for parameter, state in self.state.items():
@@ -201,6 +197,7 @@ def step_shard(weight: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
     """
     assert weight.grad is not None
     grad, buffer, shard = (local(t.detach()) for t in (weight.grad, momentum, weight))
+    grad = plain(grad)
     beta, rate = group["momentum"], float(group["lr"])
     buffer.lerp_(grad, 1 - beta)
     update = grad.lerp(buffer, beta) if group["nesterov"] else buffer

@@ -4,12 +4,16 @@
 weight and its gradient then take 5 bytes instead of 8: 2 + 1 for the weight and 2 for the gradient.
 States are unchanged in memory and in checkpoints, which have the optimizer's own format.
 
-The step is the optimizer's own, on float32 copies of the weights (`torch_fp8.optim.lent_weights`).
-Optimizers of `torch.optim` collect all weights before they step any. They step each weight
-independently, so this class calls their step on one bucket of weights after another.
+The step is the optimizer's own, closure included, on the Parameters themselves. Operators read and
+write a split weight as float32, exactly with 16 residual bits (`torch_fp8.tensor.split_weight`).
+After the step this class rounds each weight that was written to its number of residual bits. So at
+the end of a step a weight takes 4 bytes, and one more operand of an operator at a time is float32.
+
+A write to ``p.grad`` is rounded to the gradient's precision. For the time of a step of another
+library, 8-bit gradients therefore become BF16. ``torch.optim`` never writes gradients.
 """
 
-import inspect
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,20 +26,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.optim.bitsandbytes_overrides import placed_overrides
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
-from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, unhooked
+from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, stock_name, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
-from torch_fp8.optim.lent_weights import Lending, lent
-from torch_fp8.tensor.dtensor import local
+from torch_fp8.optim.step import shard_origin
+from torch_fp8.quantization.stochastic_rounding import stream_keys
+from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.encoded import refused_addresses
+from torch_fp8.tensor.exchange import stored_grad
+from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.halves import Halves
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of
+from torch_fp8.tensor.wide_grad import WideGrad
 
 STEPS = "fp8_steps"
 """The key in parameter groups that stores the step count in a checkpoint of sharded weights."""
-BUCKET_NUMEL = 1 << 25
-"""The number of elements of which a `torch.optim` optimizer gets float32 copies at a time; a larger
-weight is a bucket of its own.
-"""
 _SEARCH_DEPTH = 4
+_COMPILED = ("apex", "deepspeed", "torchao", "transformer_engine")
+"""Packages whose optimizers pass weights to compiled code that operators don't see."""
 
 
 class SplitOptimizer(ConvertedOptimizer):
@@ -48,31 +56,43 @@ class SplitOptimizer(ConvertedOptimizer):
     fp8_steps: int = 0
     _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_steps")
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Run the user's optimizer's step; a closure runs once, before it."""
-        loss = begin_step(self, closure)
+        """Run the user's optimizer's step, then round the weights that it has written."""
+        begin_step(self, None)
         self.fp8_hooks_restored += attach_hooks(self)
+        step = self._next_step()
+        own_step = unhooked(self._fp8_base.step)
+        if not own_step.__module__.startswith("torch.optim."):
+            for _, _, parameter in self.indexed_parameters():
+                widen_gradient(parameter)
+        arguments = () if closure is None else (_with_addresses(closure),)
+        with self.rounded(step):
+            result = own_step(self, *arguments, **options)
+        self.fp8_steps = step
+        return result
+
+    def _next_step(self) -> int:
+        """Return the step count after the current step."""
         # torch.distributed.checkpoint steps with a learning rate of 0 to create the states.
-        self.fp8_steps += any(group.get("lr", 1.0) != 0 for group in self.param_groups)
-        stepped = self._step_apart()
-        step, result = unhooked(self._fp8_base.step), None
-        parameters = [p for _, _, p in self.indexed_parameters() if p not in stepped]
-        torchs = str(step.__module__).startswith("torch.optim.")
-        buckets = _buckets(parameters) if torchs else [set(parameters)]
-        with placed_overrides(self):
-            for bucket in buckets:
-                with lent(self, self._lending(self.fp8_steps), bucket):
-                    result = step(self, **options)
-        return result if closure is None else loss
+        return self.fp8_steps + any(group.get("lr", 1.0) != 0 for group in self.param_groups)
 
-    def _step_apart(self) -> set[Tensor]:
-        """Step weights that the user's step must skip; return all weights already stepped."""
-        return set()
+    @contextlib.contextmanager
+    def rounded(self, step: int) -> Iterator[None]:
+        """Round the weights that the optimizer writes in this context, with the keys of `step`."""
+        before = {i: halves.version for i, halves in self._halves()}
+        try:
+            with refused_addresses(stock_name(self)):
+                yield
+        finally:
+            origins = {i: shard_origin(parameter) for i, _, parameter in self.indexed_parameters()}
+            for i, halves in self._halves():
+                if halves.version != before.get(i):
+                    halves.settle(stream_keys(self.fp8_config.seed, step, i), origins[i])
 
-    def _lending(self, step: int) -> Lending:
-        indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
-        return Lending(self.fp8_config.seed, step, indices)
+    def _halves(self) -> list[tuple[int, Halves]]:
+        """Return (index, halves) for each split weight."""
+        halves = ((i, halves_of(parameter)) for i, _, parameter in self.indexed_parameters())
+        return [(i, found) for i, found in halves if found is not None]
 
     def set_config(self, config: FP8Config) -> None:
         """Set the parts of a configuration that apply to weights and gradients."""
@@ -119,35 +139,39 @@ class SplitOptimizer(ConvertedOptimizer):
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
-    """Explain why an optimizer cannot step copies of its weights; None if it can."""
-    parameters = inspect.signature(unhooked(type(optimizer).step)).parameters
-    closure = parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return "its step runs the closure itself"
+    """Explain why an optimizer cannot step weights in two halves; None if it can."""
+    libraries = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
+    if compiled := libraries.intersection(_COMPILED):
+        return f"{compiled.pop()} passes them to compiled code"
     held = {p for group in optimizer.param_groups for p in group["params"]}
     places = {_address(p) for p in held} - {0}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
     for value in _within([attributes, groups, list(optimizer.state.values())], _SEARCH_DEPTH):
-        if isinstance(value, (Optimizer, nn.Module)):
-            return f"it contains {type(value).__name__}, which may write its weights"
-        if isinstance(value, Tensor) and (value in held or _address(value) in places):
-            return "it references its weights outside its parameter groups"
+        if isinstance(value, Tensor) and value not in held and _address(value) in places:
+            return "it holds a tensor that shares their memory"
     return None
 
 
-def _buckets(parameters: list[Tensor]) -> Iterator[set[Tensor]]:
-    """Yield all parameters in buckets of about `BUCKET_NUMEL` elements."""
-    bucket: set[Tensor] = set()
-    numel = 0
-    for parameter in parameters:
-        if bucket and numel + local(parameter).numel() > BUCKET_NUMEL:
-            yield bucket
-            bucket, numel = set(), 0
-        bucket.add(parameter)
-        numel += local(parameter).numel()
-    if bucket:
-        yield bucket
+def _with_addresses(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure in which code may compare addresses, as between two steps."""
+
+    def run() -> Any:
+        with refused_addresses(None):
+            return closure()
+
+    return run
+
+
+def widen_gradient(parameter: Tensor) -> None:
+    """Turn an 8-bit gradient into BF16."""
+    grad = stored_grad(parameter)
+    shard = None if grad is None else local(grad)
+    if grad is None or not isinstance(shard, Float8Grad):
+        return
+    wide = shard.dequantize(torch.bfloat16)
+    split = isinstance(local(parameter), SplitWeight)
+    parameter.grad = with_data(grad, WideGrad(wide) if split else wide)
 
 
 def _address(tensor: Tensor) -> int:

@@ -13,9 +13,12 @@ It acts like a plain tensor of its shape and dtype, without memory for it:
 A subclass defines how to decode and encode, and may implement some operators itself (`handlers`).
 """
 
+import contextlib
 import functools
 import math
 import operator
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +37,33 @@ from torch_fp8.tensor.swap import refuse_swap
 
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
+_FUSED = "aten::_fused_"
+_refused: ContextVar[str | None] = ContextVar("refused", default=None)
+
+
+@contextlib.contextmanager
+def refused_addresses(reader: str | None) -> Iterator[None]:
+    """Refuse the address of any `Encoded` tensor in this context, because writes there get lost.
+
+    Args:
+        reader: name of the optimizer that runs, for the error; None: allow addresses again.
+    """
+    token = _refused.set(reader)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+def check_address() -> None:
+    """Raise RuntimeError within `refused_addresses`."""
+    reader = _refused.get()
+    if reader is not None:
+        raise RuntimeError(
+            f"{reader} asks for the address of a weight, gradient or state that is stored in fewer "
+            "bits, to write to it past PyTorch's operators; keep the weights and gradients as they "
+            "are with FP8Config(split_weights=False)"
+        )
 
 
 class Encoded(Readable):
@@ -68,6 +98,10 @@ class Encoded(Readable):
             f"in another form; its .data was set to {x.dtype} {tuple(x.shape)} on {x.device}. "
             "Assign the tensor itself, as in p.grad = x"
         )
+
+    def data_ptr(self) -> int:
+        check_address()
+        return super().data_ptr()
 
     @property
     @torch._disable_dynamo  # Dynamo follows the descriptor back to this property
@@ -212,7 +246,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = NotImplemented if handler is None else handler(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if func._schema.name.startswith(_FOREACH):
+    name = func._schema.name
+    if name.startswith(_FOREACH) or (name.startswith(_FUSED) and isinstance(first, list)):
         return _foreach(func, args, kwargs)
     if func.namespace == "c10d":
         return collective(func, args, kwargs)
@@ -251,13 +286,14 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = len(next(a for a in args if isinstance(a, (list, tuple))))
 
     def at(where: list[int]) -> list[Any]:
-        return [[a[i] for i in where] if isinstance(a, (list, tuple)) else a for a in args]
+        # An optional list of a fused step is empty.
+        return [[a[i] for i in where if a] if isinstance(a, (list, tuple)) else a for a in args]
 
     encoded: list[int] = []
     plain: list[int] = []
     for i in range(count):
         lists = [a for a in at([i]) if isinstance(a, list)]
-        (encoded if any(isinstance(a[0], Readable) for a in lists) else plain).append(i)
+        (encoded if any(isinstance(x, Readable) for a in lists for x in a) else plain).append(i)
     results: list[Any] = [None] * count
     groups = [(plain, func(*at(plain), **kwargs))] if plain else []
     groups += [([i], _foreach_single(func, at([i]), kwargs)) for i in encoded]

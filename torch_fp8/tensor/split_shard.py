@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.tensor.encoded import check_address
 from torch_fp8.tensor.halves import Halves, split_matrix
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -54,6 +55,7 @@ class SplitShard(SplitWeight):
 
     # FSDP2 compares addresses to check whether this is still the shard that it padded.
     def data_ptr(self) -> int:
+        check_address()
         return self.padded.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.encoded import Encoded, plain
+from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
 from torch_fp8.tensor.shared_parts import in_shared_memory
@@ -145,6 +145,7 @@ class SplitWeight(SplitTensor):
         """Return 0 for the Parameter, and for an alias the address of a joined float32 copy, which
         lives as long as the alias.
         """
+        check_address()
         copy = self._copy()
         return super().data_ptr() if copy is None else copy.data_ptr()
 

@@ -1,13 +1,10 @@
 """Optimizers of other libraries step weights in two halves; each test skips without its library."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
-from torch_fp8.optim.bitsandbytes_overrides import placed_overrides
 from torch_fp8.tensor.split_weight import SplitWeight
 
 STEPS = 8
@@ -90,18 +87,3 @@ def test_bitsandbytes_has_options_of_single_weights():
     dtypes = [optimizer.state[m.weight]["state1"].dtype for m in model.children()]
     manager.initialize()
     assert dtypes == [torch.float32, torch.uint8, torch.float32]
-
-
-def test_places_are_known_within_a_step_alone():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    by_place = {(0, 0): {"betas": (0.5, 0.9)}}
-    options = {id(model.weight): {"optim_bits": 32}}
-    optimizer.mng = SimpleNamespace(pid2config=options, index2config=by_place)
-    optimizer.initialized, looked = False, []
-    optimizer.check_overrides = lambda: looked.append(True)
-    with placed_overrides(optimizer):
-        assert optimizer.mng.index2config == {(0, 0): {"betas": (0.5, 0.9), "optim_bits": 32}}
-    assert optimizer.mng.index2config is by_place
-    assert by_place == {(0, 0): {"betas": (0.5, 0.9)}}
-    assert looked == [True]

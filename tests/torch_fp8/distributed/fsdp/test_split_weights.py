@@ -135,8 +135,8 @@ def test_weights_that_no_converted_optimizer_trains_stay_float32(kind):
     net, optimizer = make()
     config = FP8Config(opt_level="O1") if kind == "O1" else FP8Config()
     if kind == "left alone":
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-        optimizer.held = list(net.parameters())
+        fused = type("FusedSGD", (torch.optim.SGD,), {"__module__": "apex.optimizers"})
+        optimizer = fused(net.parameters(), lr=1e-2)
     elif kind == "missing":
         optimizer = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
     split_sharded(net, [optimizer], config)
