@@ -28,7 +28,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
-from torch_fp8.tensor.wide_grad import WideGrad, WideHook
+from torch_fp8.tensor.wide_grad import WideGrad, WideHook, adapt_hooks
 
 _aten: Any = torch.ops.aten
 
@@ -140,6 +140,8 @@ class SplitWeight(SplitTensor):
         super().requires_grad_(requires_grad)
         if requires_grad:
             self.grad_dtype = None  # BF16 from layers, float32 from other code
+            if self._backward_hooks is None:
+                adapt_hooks(self, None, is_split=True)
         return self
 
     def data_ptr(self) -> int:
