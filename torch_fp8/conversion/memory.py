@@ -129,7 +129,11 @@ def memory_report(
 
 
 def expected_memory(
-    model: nn.Module, optimizers: Iterable[Optimizer] = (), *, converted: bool = True
+    model: nn.Module,
+    optimizers: Iterable[Optimizer] = (),
+    *,
+    converted: bool = True,
+    summed: bool = False,
 ) -> MemoryReport:
     """Compute the bytes that training will hold once gradients and optimizer states exist.
 
@@ -140,10 +144,12 @@ def expected_memory(
         model: module whose parameters are counted; it may be on the meta device.
         optimizers: optimizers that train it.
         converted: True to count model and optimizers as they are, False as before conversion.
+        summed: whether a gradient is the sum of several micro-batches.
     """
     owner, total = _owners(optimizers), Counter[str]()
     for parameter in model.parameters():
-        total.update(_expected(parameter, owner.get(parameter), converted=converted))
+        optimizer = owner.get(parameter)
+        total.update(_expected(parameter, optimizer, converted=converted, summed=summed))
     if converted:
         layers = {m.weight: m for m in _all_of(model, Float8Layer)}
         total["caches"] = sum(map(_cached, layers.values()))
@@ -203,11 +209,14 @@ def size_text(num_bytes: int) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool) -> dict[str, int]:
+def _expected(
+    parameter: Tensor, optimizer: Optimizer | None, *, converted: bool, summed: bool
+) -> dict[str, int]:
     """Return the elements and expected bytes of one parameter, by field of `MemoryReport`.
 
     Args:
         converted: True to count it as it is, False as before its optimizer was converted.
+        summed: whether its gradient is the sum of several micro-batches.
     """
     shard = local(parameter)
     if is_lazy(shard):
@@ -229,7 +238,7 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     split = isinstance(shard, SplitWeight)
     bits = shard.halves.step_bits if split else ours.residual_bits(parameter)
     master = math.prod(residual_shape(shard.shape, bits)) * (2 if bits > 8 else 1) if bits else 0
-    gradients, scales = numel * size, 0
+    gradients, scales = numel * (4 if split and summed else size), 0
     if ours.has_fp8_gradient(parameter):
         gradients, scales = numel, _num_scales(shard) + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:

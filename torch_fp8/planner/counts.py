@@ -79,7 +79,7 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
         model = make_model(setup, role, level, layers=layers)
         with only_stage(model, stage), fake_ranks(setup.fsdp) as mesh:
             optimizers = sharded(model, setup, role, level, mesh)
-            reports.append(expected_memory(model, optimizers))
+            reports.append(expected_memory(model, optimizers, summed=setup.accumulate > 1))
     return max(reports, key=lambda report: report.total)
 
 

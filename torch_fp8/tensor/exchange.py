@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.swap import refuse_swap, swappable
-from torch_fp8.tensor.wide_grad import WideHook
+from torch_fp8.tensor.wide_grad import adapt_hooks
 
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
 """Attributes that belong to a `torch_fp8.tensor.split_weight.SplitWeight` itself."""
@@ -46,11 +46,7 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     vars(other).update(parts)  # an earlier graph may read it
     if other.requires_grad:  # else an earlier graph delivers nothing
         other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
-    if hooks is not None:
-        for key, hook in hooks.items():
-            hook = hook.hook if isinstance(hook, WideHook) else hook
-            hooks[key] = WideHook(hook) if is_split(parameter) else hook
-        parameter._backward_hooks = hooks
+    adapt_hooks(parameter, hooks, is_split=is_split(parameter))
     if accumulated is not None:
         parameter._post_accumulate_grad_hooks = accumulated
 

@@ -29,7 +29,7 @@ from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange,
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
 from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.swap import swappable
-from torch_fp8.tensor.wide_grad import WideGrad, WideHook
+from torch_fp8.tensor.wide_grad import WideGrad, WideHook, adapt_hooks
 
 _aten: Any = torch.ops.aten
 
@@ -139,6 +139,8 @@ class SplitWeight(SplitTensor):
         super().requires_grad_(requires_grad)
         if requires_grad:
             self.grad_dtype = None  # BF16 from layers, float32 from other code
+            if self._backward_hooks is None:
+                adapt_hooks(self, None, is_split=True)
         return self
 
     def data_ptr(self) -> int:

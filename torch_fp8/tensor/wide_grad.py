@@ -1,5 +1,11 @@
-"""`WideGrad`: a BF16 gradient that reads as float32."""
+"""`WideGrad`: a BF16 gradient that reads as float32.
 
+A sum of many gradients in BF16 would fall short, because a term below half of its last bit adds
+nothing. So the first gradient is stored in BF16, and the second one turns it into float32:
+`widen_sum` before autograd adds to ``p.grad``, and `WideGrad` when other code does.
+"""
+
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -8,16 +14,22 @@ from torch import Tensor
 
 from torch_fp8.tensor.encoded import Encoded, plain
 
+_aten: Any = torch.ops.aten
+_SUM = "torch_fp8_sum"
+"""The key of `widen_sum` among a Parameter's hooks."""
+
 
 class WideGrad(Encoded):
-    """The BF16 gradient of a `SplitWeight`, which reads as float32; writes round to BF16.
+    """The BF16 gradient of a `SplitWeight`, which reads as float32.
+
+    Writes round to BF16, but adding another gradient makes it float32.
 
     Attributes:
-        stored: gradient in bfloat16.
+        stored: gradient in bfloat16, or a sum of several in float32. Aliases share it.
     """
 
     stored: Tensor
-    foreach_methods = frozenset(("mul_", "div_", "zero_"))
+    foreach_methods = frozenset(("mul_", "div_", "zero_", "add_", "sub_"))
 
     @staticmethod
     def __new__(cls: Any, stored: Tensor) -> "WideGrad":
@@ -43,10 +55,10 @@ class WideGrad(Encoded):
         self.stored.copy_(plain(x))
 
     def alias(self) -> "WideGrad":
-        return WideGrad(self.stored.detach())
+        return WideGrad(self.stored)
 
     def take(self, x: Tensor) -> None:
-        self.stored.data = plain(x).to(torch.bfloat16)  # aliases keep the old memory
+        self.stored.data = plain(x).to(self.stored.dtype)
 
     @property
     def high(self) -> Tensor:
@@ -66,6 +78,58 @@ class WideGrad(Encoded):
 
     def __repr__(self, **options: Any) -> str:
         return repr(self.dequantize())
+
+
+def _sum(sign: int) -> Any:
+    def add(grad: WideGrad, other: Any, *, alpha: Any = 1) -> Any:
+        if not isinstance(other, Tensor) or other.shape != grad.shape:
+            return NotImplemented
+        _widen(grad.stored)
+        grad.stored.add_(plain(other), alpha=sign * alpha)
+        return grad
+
+    return add
+
+
+WideGrad.handlers = {_aten.add_.Tensor: _sum(1), _aten.sub_.Tensor: _sum(-1)}
+
+
+def _widen(stored: Tensor) -> None:
+    """Turn a BF16 gradient into float32; it stays the same object, which other code may hold."""
+    if stored.dtype == torch.bfloat16:
+        stored.data = stored.detach().float()
+
+
+@torch.utils.hooks.unserializable_hook
+def widen_sum(grad: Tensor) -> None:
+    """Turn a BF16 ``p.grad`` into float32, as autograd is about to add another gradient to it."""
+    parameter = getattr(torch._C._current_autograd_node(), "variable", None)
+    before = None if parameter is None else torch.Tensor.grad.__get__(parameter)
+    if before is None or before.dtype != torch.bfloat16 or "halves" not in vars(parameter):
+        return
+    if before.requires_grad:  # autograd builds a graph and adds out of place
+        torch.Tensor.grad.__set__(parameter, before.float())
+    else:
+        _widen(before)
+
+
+def adapt_hooks(parameter: Tensor, hooks: Any, *, is_split: bool) -> None:
+    """Set the gradient hooks of a Parameter.
+
+    Args:
+        parameter: the Parameter.
+        hooks: dict of the hooks that user code has registered, which stays the same object.
+        is_split: whether the Parameter is a `SplitWeight`, whose gradients are BF16.
+    """
+    if hooks is None:
+        hooks = OrderedDict()
+    hooks.pop(_SUM, None)
+    for key, hook in hooks.items():
+        hook = hook.hook if isinstance(hook, WideHook) else hook
+        hooks[key] = WideHook(hook) if is_split else hook
+    if is_split:
+        hooks[_SUM] = widen_sum
+    parameter._backward_hooks = hooks or None
 
 
 class WideHook:

@@ -219,6 +219,28 @@ def case_averages():
     return made
 
 
+def case_small_terms():
+    """A gradient, and 12 of 1/550 of it under no_sync: projections of sums on the exact ones."""
+    made = {}
+    for communication in ("fp8", "off"):
+        ddp, optimizer, _ = wrapped("O2", communication=communication)
+        backward(ddp, 0)
+        exact = {n: p.grad.double() for n, p in ddp.named_parameters()}
+        optimizer.zero_grad()
+        for i in range(13):
+            with contextlib.nullcontext() if i == 12 else ddp.no_sync():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = ddp(batch(0)).float().square().mean()
+                (loss * (1 / 550 if i else 1)).backward()
+        projections = [
+            float((p.grad.double() * exact[n]).sum() / exact[n].square().sum())
+            for n, p in ddp.named_parameters()
+        ]
+        made[communication] = [x / (1 + 12 / 550) for x in (min(projections), max(projections))]
+        optimizer.step()
+    return made
+
+
 def case_one_rank():
     """The same data on one rank, in two micro-batches, and on two."""
     ddp, optimizer, _ = wrapped()

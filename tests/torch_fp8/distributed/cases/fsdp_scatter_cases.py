@@ -140,6 +140,27 @@ def case_o3():
     return result
 
 
+def case_small_terms():
+    """A gradient, and 12 of 1/550 of it: the projection of each sum on the exact one."""
+    result = {}
+    for name, reduced in (("sharded", torch.bfloat16), ("unsharded", torch.float32)):
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduced)
+        model, optimizer = trained(FP8Config(), policy)
+        loss_of(model, batch(0)).backward()
+        exact = {n: p.grad.to_local().double() for n, p in model.named_parameters()}
+        optimizer.zero_grad()
+        for i in range(13):
+            model.set_requires_gradient_sync(name == "sharded" or i == 12)
+            (loss_of(model, batch(0)) * (1 / 550 if i else 1)).backward()
+        projections = [
+            float((p.grad.to_local().double() * exact[n]).sum() / exact[n].square().sum())
+            for n, p in model.named_parameters()
+            if exact[n].numel()
+        ]
+        result[name] = [x / (1 + 12 / 550) for x in (min(projections), max(projections))]
+    return result
+
+
 def case_one_rank():
     """Losses of N ranks, and of one with all of their data, averaged over two runs each."""
     result = {}

@@ -51,6 +51,12 @@ def test_an_optimizer_that_keeps_its_states_has_split_weights_and_narrow_gradien
         assert value["O3"] == [3, True, ["Float8Grad torch.float32"]]
 
 
+def test_small_terms_of_a_sum_under_no_sync_are_not_lost(case):
+    for value in case("small_terms"):
+        assert value["fp8"] == pytest.approx([1, 1], abs=0.003)
+        assert value["off"] == pytest.approx([1, 1], abs=0.003)
+
+
 @pytest.mark.parametrize("micro_batches", ["1", "3"])
 def test_replicas_stay_equal_bit_for_bit(case, micro_batches):
     for value in case("replicas"):
