@@ -186,6 +186,7 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
     optimizers = _optimizers(optimizers)
     before = expected_memory(model, optimizers, converted=False)
     after = expected_memory(model, optimizers)
+    summed = expected_memory(model, optimizers, summed=True).bytes_per_param
     unknown = [type(o).__name__ for o in optimizers if _num_moments(o) is None]
     text = str(after)
     same = text == str(before)
@@ -193,6 +194,8 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
     text = text.replace(" (", change, 1)
     if not same:
         text += f", {size_text(before.total)} before"
+    if summed > after.bytes_per_param:
+        text += f"; {summed:.2f} while micro-batches are summed"
     if not _owners(optimizers):
         return f"{text}; the states are unknown and not counted"
     return f"{text}; the states of {', '.join(unknown)} are not counted" if unknown else text

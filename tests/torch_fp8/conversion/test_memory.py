@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_to_float8, memory_report
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 from torch_fp8.conversion.memory import expected_bytes_per_param
 
 
@@ -64,6 +64,19 @@ def test_expectation_is_what_a_step_then_holds(make, expected):
     assert text.startswith(f"{expected:.2f} bytes per parameter")
     _step(model, optimizer)
     assert memory_report(model, optimizer).bytes_per_param == expected
+
+
+@pytest.mark.parametrize(("level", "more"), [("O1", 0), ("O2", 2), ("O3", 0)])
+def test_the_expectation_names_the_bytes_of_summed_gradients(level, more):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    config = FP8Config(opt_level=level, recipe="tensorwise")
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    one, _, summed = expected_bytes_per_param(model, [optimizer]).partition(" bytes per parameter")
+    words = f"; {float(one) + more:.2f} while micro-batches are summed"
+    assert summed.count(words) == bool(more)
+    assert ("summed" in summed) == bool(more)
 
 
 def test_a_sharded_parameter_counts_with_this_ranks_part():
