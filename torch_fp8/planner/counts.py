@@ -2,15 +2,18 @@
 
 Persistent bytes (weights, gradients, states) are those of the whole model. It is converted, sharded
 by FSDP2 over the run's number of ranks, of which this process is one, and counted by
-`torch_fp8.conversion.memory`. Bytes that exist only within a step are followed storage by storage
-through a step of two models with a few layers. Layers are alike, so the difference between the two
-is the cost of a layer.
+`torch_fp8.conversion.memory`. If all layers hold the same, the difference between models with one
+and two layers is what a layer adds. Bytes that exist only within a step are followed storage by
+storage through a step of two models with a few layers, and the difference is the cost of a layer.
 """
 
 import contextlib
+import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,13 +77,30 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
         role: one of `torch_fp8.planner.setup.ROLES`.
         level: one of `torch_fp8.planner.setup.LEVELS`.
     """
-    reports = []
-    for stage, layers in stages(setup):
+
+    def report(stage: str, layers: int) -> Counter[str]:
         model = make_model(setup, role, level, layers=layers)
         with only_stage(model, stage), fake_ranks(setup.fsdp) as mesh:
             optimizers = sharded(model, setup, role, level, mesh)
-            reports.append(expected_memory(model, optimizers, summed=setup.accumulate > 1))
-    return max(reports, key=lambda report: report.total)
+            counted = expected_memory(model, optimizers, summed=setup.accumulate > 1)
+        return Counter(dataclasses.asdict(counted))
+
+    counts = [by_layers(setup, n, partial(report, stage)) for stage, n in stages(setup)]
+    return max((MemoryReport(**each) for each in counts), key=lambda report: report.total)
+
+
+def by_layers(setup: Setup, layers: int, count: Callable[[int], Counter[Any]]) -> Counter[Any]:
+    """Count something of a model from its first two layers, if each layer adds the same.
+
+    Args:
+        setup: the planned run.
+        layers: the number of layers of the model.
+        count: takes a number of layers, returns the count of a model with so many.
+    """
+    if layers <= 2 or not setup.layers_alike:
+        return count(layers)
+    one, two = count(1), count(2)
+    return Counter({key: one[key] + (two[key] - one[key]) * (layers - 1) for key in two})
 
 
 def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:

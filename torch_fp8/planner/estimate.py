@@ -13,6 +13,7 @@ measured them yet.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,9 @@ from torch_fp8.planner.cards import (
     SHARE_OF_FLOPS,
     SHARE_OF_LINK,
 )
-from torch_fp8.planner.counts import StepBytes
+from torch_fp8.planner.counts import StepBytes, by_layers
 from torch_fp8.planner.experts import ExpertWeight, expert_seconds, expert_weights_of
+from torch_fp8.planner.models import make_model, stages
 from torch_fp8.planner.setup import BF16, TRAINED, Setup
 
 CAST_BYTES = {
@@ -78,21 +80,29 @@ class Linears:
     experts: tuple[ExpertWeight, ...]
 
 
-def linears_of(model: nn.Module, config: Any) -> Linears:
-    """Collect the shapes of a model's linear layers and experts.
+def linears_of(setup: Setup, role: str, level: str) -> Linears:
+    """Collect the shapes of linear layers and experts on the fullest GPU of a model.
 
     Args:
-        model: the model.
-        config: its transformers configuration.
+        setup: the planned run.
+        role: one of `torch_fp8.planner.setup.ROLES`.
+        level: one of `torch_fp8.planner.setup.LEVELS`.
     """
-    fp8: list[tuple[int, int, bool]] = []
-    bf16: list[tuple[int, int, bool]] = []
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, (nn.Linear, Float8Layer)) and weight is not None:
-            shape = (*weight.shape, not weight.requires_grad)
-            (fp8 if isinstance(module, Float8Layer) else bf16).append(shape)
-    return Linears(tuple(fp8), tuple(bf16), expert_weights_of(model, config))
+
+    def count(layers: int) -> Counter[tuple[str, Any]]:
+        model = make_model(setup, role, level, layers=layers)
+        experts = expert_weights_of(model, setup.config)
+        shapes: Counter[tuple[str, Any]] = Counter(("experts", weight) for weight in experts)
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, (nn.Linear, Float8Layer)) and weight is not None:
+                kind = "fp8" if isinstance(module, Float8Layer) else "bf16"
+                shapes[kind, (*weight.shape, not weight.requires_grad)] += 1
+        return shapes
+
+    shapes = tuple(by_layers(setup, stages(setup)[0][1], count).elements())
+    kinds = ("fp8", "bf16", "experts")
+    return Linears(**{kind: tuple(shape for of, shape in shapes if of == kind) for kind in kinds})
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:

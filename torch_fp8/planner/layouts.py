@@ -13,6 +13,7 @@ import difflib
 import io
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,37 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
     return list(lists[sizes.index(max(sizes))])
+
+
+def layers_alike(config: Any) -> bool:
+    """Return whether each layer adds the same modules and parameters to a model, and no others.
+
+    Layers that only compute differently, as those with sliding windows do, are alike here.
+    """
+    full, rest = _contents(build(config))
+    try:
+        few, same_rest = _contents(build(config, num_layers=2))
+    except ValueError:  # such a model needs several kinds of layers
+        return False
+    return rest == same_rest and len(full) == num_layers(config) and len({*full, *few}) == 1
+
+
+def _contents(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Describe the modules and parameters of each repeated layer, and those of the other modules.
+
+    A parameter is described by its shape and by the number of layers that share it.
+    """
+    blocks = blocks_of(model)
+    uses = Counter(p for block in blocks for p in block.parameters())
+
+    def describe(module: nn.Module) -> tuple[Any, ...]:
+        parameters = module.named_parameters(recurse=False)
+        return type(module), *((name, p.shape, uses[p]) for name, p in parameters)
+
+    inside = [module for block in blocks for module in block.modules()]
+    rest = [describe(module) for module in model.modules() if module not in {*inside}]
+    layers = [tuple((n, describe(m)) for n, m in block.named_modules()) for block in blocks]
+    return layers, rest
 
 
 def _from_name(model: Any) -> Any:

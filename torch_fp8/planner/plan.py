@@ -4,12 +4,13 @@ import dataclasses
 import inspect
 import json
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_fp8.conversion.memory import MemoryReport
-from torch_fp8.planner.counts import StepBytes, standing_bytes, step_bytes
+from torch_fp8.planner.counts import StepBytes, by_layers, standing_bytes, step_bytes
 from torch_fp8.planner.estimate import Seconds, linears_of, seconds_of_step, wire_bytes
 from torch_fp8.planner.experts import (
     LEAST_SPEEDUP,
@@ -18,8 +19,8 @@ from torch_fp8.planner.experts import (
     rows_per_expert,
     speedup,
 )
-from torch_fp8.planner.layouts import family_of, period
-from torch_fp8.planner.models import make_model, stages
+from torch_fp8.planner.layouts import family_of, num_layers, period
+from torch_fp8.planner.models import make_model
 from torch_fp8.planner.setup import BF16, DEFAULT_SKIP, LEVELS, TRAINED, Setup, make_setup
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import unknown_options
@@ -201,8 +202,12 @@ def _plan(
         in_bf16 = {level: _plan_level(left, level, again, same) for level in levels}
         if _cost(in_bf16) < _cost(plans):
             plans, planned, note = in_bf16, left, f"{note}, so they stay in BF16"
-    roles = {role: make_model(setup, role, BF16) for role in setup.roles}
-    num_params = sum(p.numel() for m in roles.values() for p in m.parameters()) * setup.tensor
+
+    def count(layers: int) -> Counter[str]:
+        models = [make_model(setup, role, BF16, layers=layers) for role in setup.roles]
+        return Counter(numbers=sum(p.numel() for model in models for p in model.parameters()))
+
+    num_params = by_layers(setup, num_layers(setup.config), count)["numbers"] * setup.tensor
     return Plan(planned, plans, num_params, note)
 
 
@@ -273,9 +278,7 @@ def _plan_level(
     total = sum(parts.values()) + forward
     peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
-    layers = stages(setup)[0][1]
-    models = {role: make_model(setup, role, level, layers=layers) for role in setup.roles}
-    linears = {role: linears_of(model, setup.config) for role, model in models.items()}
+    linears = {role: linears_of(setup, role, level) for role in setup.roles}
     trains = dict.fromkeys(setup.roles, 0.0)  # elements of gradients that replicas exchange
     if setup.data > 1:
         trains = {role: report(role, BF16).gradients / 4 for role in setup.roles}

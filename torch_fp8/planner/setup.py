@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import check_card
 from torch_fp8.planner.cards import Card, card_named
-from torch_fp8.planner.layouts import num_layers, read_config
+from torch_fp8.planner.layouts import layers_alike, num_layers, read_config
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
@@ -79,6 +80,11 @@ class Setup:
     def tokens(self) -> int:
         """The tokens of a micro-batch."""
         return self.sequence * self.micro_batch
+
+    @cached_property
+    def layers_alike(self) -> bool:
+        """Whether all layers of the model hold the same."""
+        return layers_alike(self.config)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -4,16 +4,20 @@ import dataclasses
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, cli, memory_report
 from torch_fp8.planner import counts, layouts
 from torch_fp8.planner.counts import standing_bytes
+from torch_fp8.planner.estimate import linears_of
+from torch_fp8.planner.layouts import layers_alike
 from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8.planner.plan import _config_text as plan_config
 from torch_fp8.planner.setup import LEVELS, ROLES, make_setup
@@ -40,6 +44,45 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
     predicted = standing(config_of(layout), level)
     model, optimizer = trained(layout, config)
     assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("layout", "level", "degrees"),
+    [
+        ("llama", "O3", {"gpus": 2}),
+        ("qwen3", "bf16-mixed", {"gpus": 2}),
+        ("gpt_neox", "O2", {"accumulate": 2}),
+        ("gemma2", "O1", {"method": "lora", "rank": 2}),
+    ],
+)
+def test_what_two_layers_hold_says_what_all_hold(layout, level, degrees, monkeypatch):
+    config = config_of(layout)
+    config.num_hidden_layers = 5
+    if hasattr(config, "layer_types"):
+        config.layer_types = [*config.layer_types, *config.layer_types, config.layer_types[0]]
+    setup = make_setup(config, **SMALL, **degrees)
+    assert setup.layers_alike
+    held, linears = standing_bytes(setup, "policy", level), linears_of(setup, "policy", level)
+    monkeypatch.setattr(type(setup), "layers_alike", False)
+    assert dataclasses.asdict(standing_bytes(setup, "policy", level)) == dataclasses.asdict(held)
+    in_full = linears_of(setup, "policy", level)
+    assert Counter(in_full.fp8) == Counter(linears.fp8)
+    assert Counter(in_full.bf16) == Counter(linears.bf16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1}),
+        ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [2]}),
+        ("zamba2", {"layers_block_type": ["mamba", "hybrid", "mamba"]}),
+    ],
+)
+def test_models_whose_layers_differ_are_counted_in_full(kind, sizes):
+    config = config_of("llama").to_dict()
+    config = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
+    assert not layers_alike(AutoConfig.for_model(kind, **config, **sizes))
 
 
 @pytest.mark.long
