@@ -140,8 +140,14 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     load = outside_inference_mode(ours.load_state_dict)
     # Python accepts a class if its first base has the layout of the old class, which may be that of
     # another base than Optimizer, such as ABC. Methods are still found in `ours` first.
-    order = type(base)(base.__name__, (ours, base), {}).__mro__[1:]
-    meta: Any = type(type(base).__name__, (type(base),), {"mro": lambda cls: [cls, *order]})
+    kind: Any = type(base)
+    order = kind(base.__name__, (ours, base), {}).__mro__[1:]
+
+    def mro(cls: Any) -> list[type]:
+        is_subclass = cls.__bases__ != (base, ours)  # such as Lightning's wrapper
+        return kind.mro(cls) if is_subclass else [cls, *order]
+
+    meta: Any = type(kind.__name__, (kind,), {"mro": mro})
     methods = {"step": step, "load_state_dict": load}
     namespace = {**named, "__doc__": base.__doc__, **methods}
     cls: type[ConvertedOptimizer] = meta(base.__name__, (base, ours), namespace)

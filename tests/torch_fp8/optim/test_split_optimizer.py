@@ -1,5 +1,6 @@
 """Any optimizer steps weights in two halves as it steps float32 ones, with its own states."""
 
+import abc
 import copy
 import ctypes
 import io
@@ -553,3 +554,22 @@ def test_weights_are_restored_and_split_again():
     assert restore_weights(optimizer) == 2
     _step([model], [optimizer], 1)
     assert convert_optimizer(optimizer, model=model).num_split == 2
+
+
+def test_a_class_over_a_converted_one_keeps_its_own_bases():
+    """Lightning makes such a class for each optimizer."""
+
+    class Host:
+        pass
+
+    class Named(abc.ABC, torch.optim.SGD):
+        pass
+
+    for cls in (torch.optim.SGD, torch.optim.AdamW, Named):
+        model = nn.Sequential(nn.Linear(64, 64))
+        optimizer = cls(model.parameters(), lr=0.1)
+        convert_to_float8(model, FP8Config(recipe="tensorwise"))
+        convert_optimizer(optimizer, FP8Config(recipe="tensorwise"), model=model)
+        wrapper = type("HostOptimizer", (Host, type(optimizer)), {})
+        assert wrapper.__mro__[1:3] == (Host, type(optimizer))
+        assert wrapper.step is type(optimizer).step is not cls.step
