@@ -91,8 +91,8 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def _halves(self) -> list[tuple[int, Halves]]:
         """Return (index, halves) for each split weight."""
-        halves = ((i, halves_of(parameter)) for i, _, parameter in self.indexed_parameters())
-        return [(i, found) for i, found in halves if found is not None]
+        pairs = ((i, halves_of(parameter)) for i, _, parameter in self.indexed_parameters())
+        return [(i, halves) for i, halves in pairs if halves is not None]
 
     def set_config(self, config: FP8Config) -> None:
         """Set the parts of a configuration that apply to weights and gradients."""
