@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 TRIED = {
     "accelerate": ("1.10", "1.15"),
-    "transformers": ("4.57", "5.24"),
+    "transformers": ("4.57", "5.23"),
     "trl": ("0.24", "1.16"),
     "peft": ("0.18", "0.21"),
 }

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from benchmarks.evidence.stub_driver import Counts, references, stub_driver  # before torch_fp8
+from benchmarks.evidence.stub_driver import Counts, stub_driver  # before torch_fp8
 
 # isort: split
 import torch
@@ -98,8 +98,7 @@ def block(case: str, recipe: str) -> Run:
     tensors = [x, *layer.parameters()]
     if recipe != BF16:
         config = FP8Config(recipe=recipe, **CASES[case])
-        with references():
-            convert_to_float8(layer, config)
+        convert_to_float8(layer, config)
         optimizer = torch.optim.AdamW(layer.parameters())
         convert_optimizer(optimizer, config, model=layer)
         layer._optimizer = optimizer  # whose hooks at O3 live as long as it

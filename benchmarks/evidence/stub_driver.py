@@ -108,18 +108,6 @@ def stub_driver() -> Iterator[Counts]:
         yield counts
 
 
-@contextlib.contextmanager
-def references() -> Iterator[None]:
-    """Compute norms within by their references; conversion finds norms by their results."""
-    norms = importlib.import_module("torch_fp8.conversion.detect_rms_norm")
-    operators = importlib.import_module("torch_fp8.ops.rms_norm")
-    with contextlib.ExitStack() as stack:
-        for name in ("rms_norm", "rms_norm_statistics"):
-            reference = getattr(operators, name).reference
-            stack.enter_context(mock.patch.object(norms, name, reference))
-        yield
-
-
 class _Uncompiled:
     """A kernel with its real launcher and no code."""
 

@@ -57,7 +57,9 @@ def stored_parts(
     if revert is None:  # transformers 4, or a model of another library
         return {key: [StoredPart(key)] for key in shapes}
     plain = [key for key in shapes if key not in fused]
-    numbers = {key: torch.tensor([i], device="cpu") for i, key in enumerate(plain)}
+    numbers = {
+        key: torch.tensor([i], dtype=torch.int64, device="cpu") for i, key in enumerate(plain)
+    }
     parts: dict[str, list[StoredPart]] = {key: [] for key in shapes}
     for name, converted in revert(model, dict(numbers)).items():
         parts[plain[int(converted.flatten()[0])]].append(StoredPart(name))
@@ -71,7 +73,8 @@ def stored_parts(
 
 def _of_fused(key: str, shape: torch.Size, revert: Any, model: nn.Module) -> list[StoredPart]:
     """Return the parts of a fused weight (E, R, C)."""
-    numbers = torch.arange(shape[:2].numel(), device="cpu").view(*shape[:2], 1)  # (E, R, 1)
+    numbers = torch.arange(shape[:2].numel(), dtype=torch.int64, device="cpu")
+    numbers = numbers.view(*shape[:2], 1)  # (E, R, 1)
     parts = []
     for name, converted in revert(model, {key: numbers}).items():
         rows = converted.flatten()

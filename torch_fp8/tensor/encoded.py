@@ -307,7 +307,7 @@ def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix(_FOREACH)
     if name.endswith("_"):  # for other operators, torch increments the version
         torch.autograd.graph.increment_version(args[0])
-    first, *rest = [a[0] if isinstance(a, list) else a for a in args]
+    first, *rest = [a[0] if isinstance(a, list) and a else a for a in args]
     if isinstance(first, Encoded):
         if name in first.foreach_methods:
             return [getattr(first, name)(*rest, **kwargs)]

@@ -91,9 +91,13 @@ class QuantizedState(Encoded):
         """Return a state with `function` applied to the codes and scales."""
         return self.like(type(self.codes)(*map(function, self.codes)))
 
+    def stored_part(self) -> Tensor:
+        return self.qdata
+
     @property
     def qdata(self) -> Tensor:
-        return self.codes.qdata
+        qdata: Tensor = self.codes.qdata
+        return qdata
 
     @property
     def scale(self) -> Tensor:

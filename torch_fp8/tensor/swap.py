@@ -15,7 +15,7 @@ REFERRED = "torch.profiler refers to them"
 
 def swappable(tensor: Tensor) -> bool:
     """Return whether torch swaps a tensor's implementation, by swapping it there and back."""
-    other = torch.empty(0, device="cpu")
+    other = torch.empty(0, dtype=torch.float32, device="cpu")
     try:
         torch._C._swap_tensor_impl(tensor, other)
     except RuntimeError:
