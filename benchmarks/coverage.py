@@ -72,8 +72,8 @@ precision.
 
 ## Ten seeds
 
-One seed says little. The table shows six small models (0.07 to 0.19 million parameters) with ten seeds each after 30 steps, with
-standard errors, in percent of BF16's loss (`python -m benchmarks.evidence.small_models_loss`,
+One seed says little. The table shows six small models (0.07 to 0.19 million parameters) with ten
+seeds each after 30 steps, with standard errors, in percent of BF16's loss (`python -m benchmarks.evidence.small_models_loss`,
 `benchmarks/results/small_models_loss.csv`). Its columns are:
 
 * *BF16, perturbed*: BF16 from weights perturbed by a millionth, which shows BF16's own spread.

@@ -371,8 +371,9 @@ def test_takes_what_is_written_exactly(write, bits):
     assert (weight.halves.bits, weight.halves.step_bits) == (16, bits)
     assert weight.halves.version != before
     assert same(weight.halves.join(), plain)
-    # A graph that needs the old value notices a write where it would notice that of a plain one.
-    assert (weight._version > version) == (plain._version > 0)
+    # A graph that needs the old value notices a write at least where it would notice that of a
+    # plain one, which a fused step leaves out.
+    assert (weight._version > version) >= (plain._version > 0)
 
 
 def test_a_model_runs_with_averaged_weights_and_takes_its_own_back():
