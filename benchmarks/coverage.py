@@ -73,8 +73,9 @@ precision.
 ## Ten seeds
 
 One seed says little. The table shows six small models (0.07 to 0.19 million parameters) with ten
-seeds each after 30 steps, with standard errors, in percent of BF16's loss (`python -m benchmarks.evidence.small_models_loss`,
-`benchmarks/results/small_models_loss.csv`). Its columns are:
+seeds each after 30 steps, with standard errors, in percent of BF16's loss
+(`python -m benchmarks.evidence.small_models_loss`, `benchmarks/results/small_models_loss.csv`). Its
+columns are:
 
 * *BF16, perturbed*: BF16 from weights perturbed by a millionth, which shows BF16's own spread.
 * *Rounded in forward*, *in all GEMMs*: stock BF16 without this package, with the operands of
@@ -82,7 +83,10 @@ seeds each after 30 steps, with standard errors, in percent of BF16's loss (`pyt
 * *O2*, and *O2 beyond that*: level O2, and its difference to the run before it, seed by seed.
 
 O2 costs as much as rounding to 8 bits costs models of this size, and nothing systematic beyond
-that.
+that. The models learn 8 rows of random tokens by heart. A model that memorizes a batch ends on a
+floor that rounding noise sets, and more noise raises it. Not known: whether larger models, or
+models that do not memorize, end higher, too. In [the fine-tuning and pretraining
+runs](results.md#loss-by-level), with 4 and 0.5 million parameters, nothing shows beyond the spread.
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|

@@ -117,7 +117,7 @@ def begin_step(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         RuntimeError: a CUDA graph is being captured.
     """
     refuse_capture(
-        f"the step of {type(optimizer).__name__} in FP8",
+        f"the step of {optimizer.__class__.__name__} in FP8",
         "capture forward and backward alone, and call optimizer.step() after each replay",
     )
     optimizer._opt_called = True  # schedulers check it
