@@ -80,7 +80,7 @@ def test_packages_that_are_missing_or_garbage_leave_torch_and_the_hosts_alone(
     assert done.stdout.split() == ["gone:", error, "trained"]
 
 
-def test_an_autoload_module_that_is_gone_has_the_way_out_that_the_readme_names(installed):
+def test_an_autoload_module_that_is_gone_has_the_way_out_that_install_names(installed):
     """A clone that was installed with -e and moved: only its entry point is left."""
     (installed / "_fp8_autoload.py").write_text("raise ModuleNotFoundError('moved')")
     broken = _run(installed, "import torch")
@@ -88,4 +88,4 @@ def test_an_autoload_module_that_is_gone_has_the_way_out_that_the_readme_names(i
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in broken.stderr
     assert _run(installed, "import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="0").returncode == 0
     for words in ("TORCH_DEVICE_BACKEND_AUTOLOAD=0", "pip uninstall torch-fp8"):
-        assert words in (ROOT / "README.md").read_text()
+        assert words in (ROOT / "docs/install.md").read_text()
