@@ -95,14 +95,14 @@ class MuonOptimizer(SplitOptimizer):
 
     @contextlib.contextmanager
     def _decoded(self, chosen: set[Tensor], step: int) -> Iterator[None]:
-        """Hold the momenta of some weights in float32, and round these weights afterwards."""
+        """Hold the momenta of some weights in their dtype, and round these weights afterwards."""
         with self.rounded(step):
             indices = {p: i for i, _, p in self.indexed_parameters() if p in chosen}
             try:
                 for parameter in indices:
                     state = self.state.get(parameter, {})
                     if isinstance(local(state.get(BUFFER)), Int8Momentum):
-                        momentum = local(state[BUFFER]).dequantize()
+                        momentum = local(state[BUFFER]).dequantize().to(parameter.dtype)
                         state[BUFFER] = with_data(parameter, momentum, tuple(parameter.shape))
                 yield
             finally:
