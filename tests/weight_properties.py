@@ -265,6 +265,32 @@ for _name, _read in READS.items():
     add("1 reading", _name, lambda k, f=_read: (k.grads, f(k))[1], _near)
     add("1 reading, autocast", _name, lambda k, f=_read: (k.grads, _under_autocast(k, f))[1], _near)
 
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cpu": lambda w: w.cpu(),
+    "to": lambda w: w.to("cpu"),
+    "float": lambda w: w.float(),
+}
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "element": lambda w: w[3, 4].item(),
+    "transpose": lambda w: w.t(),
+    "bits": lambda w: w.view(torch.int32),
+    "rows": lambda w: list(w.chunk(3)),
+    "write": lambda w: w.mul_(2).sum(),
+    "row write": lambda w: (w[1].zero_(), w)[1],
+    "sharing": lambda w: (w.is_shared(), w.share_memory_(), w.is_shared()),
+    "copy": lambda w: copy.deepcopy(w),
+}
+
+
+def _moved(k: Kit, move: Callable[[Tensor], Tensor], use: Callable[[Tensor], Any]) -> Any:
+    with torch.no_grad():
+        return use(move(k.p))
+
+
+for _name, _move in MOVES.items():
+    for _of, _use in USES.items():
+        add("1 reading, moved", f"{_of} after {_name}", lambda k, m=_move, u=_use: _moved(k, m, u))
+
 
 def _grad_view(k: Kit) -> None:
     view = k.p.view(-1)

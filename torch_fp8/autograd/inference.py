@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -25,13 +24,3 @@ def outside_inference_mode(function: _F) -> _F:
             return function(*args, **options)
 
     return wrapper  # type: ignore[return-value]
-
-
-def saveable(weight: Tensor) -> Tensor:
-    """Return a weight, or a copy if autograd cannot save it because inference mode created it.
-
-    torch's layers train such a weight under autocast, because they save their cast copy of it.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return weight
-    return weight.clone() if weight.is_inference() else weight

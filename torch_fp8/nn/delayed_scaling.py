@@ -34,7 +34,6 @@ from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.scale_source import ScaleSource
-from torch_fp8.tensor.shared_parts import in_shared_memory
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_amaxes", "fp8_grad_amax")
@@ -131,20 +130,13 @@ class LayerScaling:
                     self.take(layer, scales.clone())
         return self._sources
 
-    def follow(self, layer: Any) -> bool:
-        """Take over scales that another process has computed, if processes share the buffers.
-
-        Returns:
-            Whether the layer records amaxes of input and weight.
-        """
-        if in_shared_memory(local(layer.fp8_scales)):
-            scales = scaling_buffers(layer)[1]
-            known = [source.scale for source in self._all_sources(layer)[:3]]
-            current = [scale for scale in known if scale is not None]
-            if scales.all() and not torch.equal(scales[:, 0], scales.new_tensor(current)):
-                self.take(layer, scales.clone())
-        training: bool = layer.training
-        return training
+    def follow(self, layer: Any) -> None:
+        """Take over scales that another process has computed in shared buffers."""
+        scales = scaling_buffers(layer)[1]
+        known = [source.scale for source in self._all_sources(layer)[:3]]
+        current = [scale for scale in known if scale is not None]
+        if scales.all() and not torch.equal(scales[:, 0], scales.new_tensor(current)):
+            self.take(layer, scales.clone())
 
     def take(self, layer: Any, scales: Tensor) -> None:
         """Cast with other scales from now on.

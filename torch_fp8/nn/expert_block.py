@@ -33,7 +33,6 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.autograd.function import once_differentiable
-from torch_fp8.autograd.inference import saveable
 from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
@@ -103,7 +102,7 @@ def expert_block(
         grouped: options of the GEMMs.
         form: gated activation.
     """
-    first, second = map(saveable, weights)
+    first, second = weights
     grad_dtypes = gradient_dtype(first), gradient_dtype(second)
     options = BlockOptions(grouped, form, output_dtype(x), grad_dtypes, torch.is_grad_enabled())
     bias = None if biases is None else biases[0]

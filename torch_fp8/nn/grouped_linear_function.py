@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.autograd.function import is_returned, once_differentiable
-from torch_fp8.autograd.inference import saveable
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.moe_route import Route, spread_rows
@@ -73,7 +72,7 @@ def grouped_linear(
     """
     token, row = (None, None) if route is None else (route.token, route.row)
     y: Tensor = GroupedLinearFunction.apply(
-        x, saveable(weight), offs, token, row, output_dtype(x), gradient_dtype(weight), options
+        x, weight, offs, token, row, output_dtype(x), gradient_dtype(weight), options
     )
     return y
 

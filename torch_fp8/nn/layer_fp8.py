@@ -129,7 +129,7 @@ class LayerFP8:
         """
         compiling = torch.compiler.is_compiling()
         steady = group is None and not compiling
-        records = self.scaling is not None and self.scaling.follow(layer)
+        records = self._records(layer)
         if steady:  # cached: they are many objects, and depend on `records` and the scales only
             known = self._quantizers.get(records)
             if known is not None:
@@ -154,6 +154,15 @@ class LayerFP8:
             self._quantizers[records] = quantizers
         return quantizers
 
+    def _records(self, layer: Any) -> bool:
+        """Return whether casts record amaxes; first take scales from shared memory, if they are."""
+        if self.scaling is None:
+            return False
+        scales, training = layer.fp8_scales, layer.training
+        if scales.device.type == "cpu" and not torch.compiler.is_compiling() and scales.is_shared():
+            self.scaling.follow(layer)
+        return training
+
     def quantizer(self, layer: Any, operand: int, group: Any = None) -> Quantizer:
         """Return the quantizer of one operand: INPUT, WEIGHT or GRAD_OUTPUT; see `quantizers`."""
         every = self.quantizers(layer, group)
@@ -167,11 +176,7 @@ class LayerFP8:
         return None if quantizer.source.scale is None else quantizer
 
     def observe(self, observer: Any) -> None:
-        """Show each operand of a GEMM to a monitor from now on.
-
-        Args:
-            observer: see `torch_fp8.tensor.quantizer.Quantizers`; None: no monitor.
-        """
+        """Show each operand of a GEMM to a monitor (see `Quantizers`) from now on, or to None."""
         self.observer = observer
         self.forget_quantizers()
         self.payloads.quantizer = None  # so that `repeated` asks again
@@ -202,7 +207,7 @@ class LayerFP8:
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget_evaluation()
-        if self.scaling is not None and self.scaling.follow(layer):
+        if self.scaling is not None and self._records(layer):
             self.scaling.recorded = True
         if operands.parts is not None:
             return self.new_options(layer, operands)
@@ -272,12 +277,7 @@ class LayerFP8:
     # ---- a scope without writes to the weight ----------------------------------------------------
 
     def begin_scope(self, layer: Any, compiled: bool) -> None:
-        """Begin a scope in which nothing writes to the weight.
-
-        Args:
-            layer: layer to which this state belongs.
-            compiled: whether to cast the weight now, because compiled graphs cannot cache it.
-        """
+        """Begin a scope in which nothing writes to the weight; cast it now for compiled graphs."""
         cache, weight = self.payloads, layer._parameters.get("weight")
         if not cache.keeps_evaluation or self.recipe.smooth:
             return

@@ -25,7 +25,6 @@ from torch_fp8.autograd.function import (
     shape_of_result,
     written_in_backward,
 )
-from torch_fp8.autograd.inference import saveable
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
@@ -96,7 +95,7 @@ def linear(
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
         return _fprop(x, weight, bias, shape, options, quantizers)[0]
-    y: Tensor = LinearFunction.apply(x, saveable(weight), bias, shape, options, *buffers)
+    y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
 

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_fp8.quantization.split_float import split
+from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -12,8 +14,12 @@ def save_by_name(ctx: Any, tensors: dict[str, Tensor | None]) -> None:
     """Save tensors for backward under names, without those that are None.
 
     Names are needed because torch.compile of torch 2.11 shifts saved tensors if one is None.
+    Autograd does not save tensors that inference mode created: a copy is saved. torch's layers
+    train such a weight under autocast, because they save their cast copy of it.
     """
     present = {name: t for name, t in tensors.items() if t is not None}
+    if not torch.compiler.is_compiling():
+        present = {name: t.clone() if t.is_inference() else t for name, t in present.items()}
     ctx.saved_names = tuple(present)
     ctx.split_names = [name for name, t in present.items() if isinstance(t, SplitWeight)]
     ctx.save_for_backward(*present.values())
@@ -28,5 +34,5 @@ def saved_by_name(ctx: Any) -> dict[str, Tensor]:
     saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
     for name in ctx.split_names:
         if not isinstance(saved[name], SplitWeight):
-            saved[name] = split(saved[name], bits=0)[0]
+            saved[name] = split(plain(saved[name]), bits=0)[0]
     return saved

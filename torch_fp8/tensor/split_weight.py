@@ -63,6 +63,19 @@ class SplitTensor(Encoded):
     def alias(self) -> Any:
         return type(self)(self.halves)
 
+    def stored_part(self) -> Tensor:
+        return self.halves.high
+
+    def share_memory_(self) -> Tensor:
+        if self.halves.bits != EXACT_BITS:
+            self.halves.write(self.halves.join())  # later writes are in place
+        for half in self.halves.tensors:
+            half.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.halves.high.is_shared()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self._plain())
 
@@ -185,10 +198,7 @@ class SplitWeight(SplitTensor):
         return count
 
     def share_memory_(self) -> Tensor:
-        if self.halves.bits != EXACT_BITS:
-            self.halves.write(self.halves.join())  # later writes are in place
-        super().share_memory_()
-        return _unswapped(self)
+        return _unswapped(super().share_memory_())
 
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
