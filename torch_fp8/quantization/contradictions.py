@@ -7,7 +7,6 @@ from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
 
 PROBES = ("clip_search", "logit_sharpness")
 ON_ALARM = ("warn", "bf16", *RECIPES)
-ON_LOSS_SPIKE = ("warn", "skip", "bf16", "restore")
 
 
 def check_contradictions(config: Any) -> None:
@@ -106,11 +105,6 @@ def _check_monitor(config: Any) -> None:
         raise ValueError(
             f"FP8Config: on_alarm={config.on_alarm!r} casts weights differently from "
             "cache_weights; leave cache_weights out, or use on_alarm='bf16'"
-        )
-    if config.on_loss_spike in ("skip", "restore") and config.gradient_release:
-        raise ValueError(
-            f"FP8Config: on_loss_spike={config.on_loss_spike!r} skips a step, but with "
-            "gradient_release=True weights are updated in backward; leave one of them out"
         )
     if config.monitor and config.backend == "transformer-engine":
         raise ValueError(
