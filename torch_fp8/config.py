@@ -201,7 +201,7 @@ class FP8Config:
     overrides: dict[str, Any] = field(default_factory=Overrides)
     emulate: bool = option(False, of="torch")
     backend: str = option("torch", choices=("torch", "transformer-engine"))
-    monitor: int = option(0, least=0)
+    monitor: int = option(0, least=0, of="torch")
     monitor_probes: tuple[str, ...] = option((), choices=PROBES, of="monitor")
     on_alarm: str = option("warn", choices=ON_ALARM, of="monitor")
     fallback_steps: int = option(100, least=1, of="monitor")
