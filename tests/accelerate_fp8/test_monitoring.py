@@ -11,8 +11,7 @@ from accelerate.tracking import GeneralTracker
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from torch_fp8.monitor.run_log import read_run
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import Float8Layer, is_paused
 
 DOWN = "model.layers.0.mlp.down_proj"
 

@@ -13,8 +13,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.monitor.alarm import Crossing, layer_of
 from torch_fp8.monitor.parameters import GatedMLPs, Layers
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused, pause, resume
+from torch_fp8.nn.linear import Float8Layer, is_paused, pause, resume
 from torch_fp8.ops.hardware import check_device, runs_natively
 from torch_fp8.quantization.recipe import RECIPES, Recipe
 

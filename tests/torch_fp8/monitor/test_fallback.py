@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.torch_fp8.monitor.test_faults import Watched, _outlier_channel
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.paused import is_paused, pause, resume
+from torch_fp8.nn.linear import Float8Linear, is_paused, pause, resume
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 

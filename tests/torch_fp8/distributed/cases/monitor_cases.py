@@ -30,7 +30,7 @@ from torch_fp8.distributed.tensor_parallel.styles import (
     Float8RowwiseParallel,
 )
 from torch_fp8.monitor.run_log import FILE_NAME
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import is_paused
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 
