@@ -67,6 +67,13 @@ def test_a_rank_that_comes_too_late_raises_as_the_others_do(ranks):
     assert late.startswith("ranks 0-2 did not enable FP8 while node-1 (rank 3) did, or did not get")
 
 
+def test_one_rank_warns_of_those_that_it_waits_for(ranks):
+    *others, late = [results["waiting"] for results in ranks]
+    said = "FP8 is waiting for rank 3 to enable it too, for up to 2 s"
+    assert [text for texts in others for text in texts] == [said]
+    assert late == ["FP8 is waiting for ranks 0-2 to enable it too, for up to 2 s"]
+
+
 def test_other_versions_are_named_with_their_hosts(ranks):
     said = (
         f"ranks have different versions: torch-fp8 is {torch_fp8.__version__} on node-0 "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import torch_fp8
 from torch_fp8 import FP8Config, count_communication
-from torch_fp8.distributed import config_check
+from torch_fp8.distributed import agreement, config_check
 from torch_fp8.distributed.config_check import check_same_config
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
@@ -70,7 +70,11 @@ def main():
     dist.barrier()
     if RANK == 3:
         time.sleep(4)  # it comes when the others have given up
-    results["late"] = error(FP8Config(agreement_timeout=2))
+    agreement._WARN_AFTER = 1
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        results["late"] = error(FP8Config(agreement_timeout=2))
+    results["waiting"] = [str(warning.message) for warning in warned]
     # A rank goes on as a script without FP8 does, into a collective that nobody else comes to.
     for missing in (3, 0):
         store.add(f"before {missing}", 1)
