@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch_fp8.monitor.monitor import Monitor
     from torch_fp8.nn.linear import Float8Linear
     from torch_fp8.nn.rollout import rollout
-    from torch_fp8.nn.routing import RoutingRecord, RoutingReplay, record_routing, routing_replay
     from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, restore_weights
     from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
     from torch_fp8.planner.plan import LevelPlan, Plan, plan
@@ -49,11 +48,12 @@ _NAMES = {  # module: public names that it defines; type checkers read the impor
     "monitor.monitor": ("Monitor",),
     "nn.linear": ("Float8Linear",),
     "nn.rollout": ("rollout",),
-    "nn.routing": ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay"),
     "optim.convert": ("OptimizerReport", "convert_optimizer", "restore_weights"),
     "optim.merged_state": ("merged_state_dict", "stream_state_dict"),
     "planner.plan": ("LevelPlan", "Plan", "plan"),
 }
+_MOVED = ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay")
+"""Names that were public here and are now those of `accelerate_fp8`."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -67,8 +67,6 @@ __all__ = [
     "Monitor",
     "OptimizerReport",
     "Plan",
-    "RoutingRecord",
-    "RoutingReplay",
     "__version__",
     "conversion_report",
     "convert_optimizer",
@@ -83,11 +81,9 @@ __all__ = [
     "memory_report",
     "merged_state_dict",
     "plan",
-    "record_routing",
     "restore_weights",
     "revert",
     "rollout",
-    "routing_replay",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
     "stream_state_dict",
@@ -104,6 +100,8 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
+    if name in _MOVED:  # `from torch_fp8 import name` would hide the text of an AttributeError
+        raise ImportError(f"torch_fp8.{name} was removed: take accelerate_fp8.{name}", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 

@@ -15,9 +15,6 @@ EVENTS = {
     "left_out": ("#e0a100", "amax left out"),
     "loss_spike": (RED, "loss spike"),
     "fallback": (AWAY, "fallback"),
-    "bf16": (AWAY, "all layers in BF16"),
-    "skip": ("#c05621", "step left out"),
-    "restore": ("#c05621", "back to a checkpoint"),
     "return": (GREEN, "back to FP8"),
 }
 """Colour and label of each kind of event."""

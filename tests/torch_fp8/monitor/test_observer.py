@@ -15,7 +15,7 @@ from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
 from torch_fp8.monitor.run_log import read_run
 from torch_fp8.nn import linear_function
-from torch_fp8.nn.paused import pause, resume
+from torch_fp8.nn.linear import pause, resume
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.smooth import column_amax, smooth_factors
 from torch_fp8.quantization.formats import format_of
