@@ -1,4 +1,4 @@
-"""Suggestions for unknown names in error messages."""
+"""Error messages for unknown and removed names, with what to write instead."""
 
 import difflib
 import functools
@@ -13,6 +13,9 @@ _ELSEWHERE = {
     "MXFP8BlockScaling": "recipe='mxfp8'",
 }
 """Our options for the names of recipes in torchao and Transformer Engine."""
+
+REMOVED: dict[str, str] = {}
+"""What to do instead of using an option that 0.1.0 had and this version removed."""
 
 
 def suggestion(value: object, choices: Iterable[object]) -> str:
@@ -30,10 +33,12 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
 
 
 def unknown_options(given: Iterable[str], known: Collection[str], taker: str) -> str:
-    """Return an error message for unknown option names of `taker`; "": all are known."""
+    """Return an error message for unknown or removed option names of `taker`; "": all are known."""
     unknown = sorted(set(given) - set(known))
     if not unknown:
         return ""
+    if removed := [f"{name!r}: {REMOVED[name]}" for name in unknown if name in REMOVED]:
+        return f"{taker} no longer takes {'; '.join(removed)}"
     names, valid = ", ".join(map(repr, unknown)), ", ".join(known)
     hint = suggestion(unknown[0], known)
     return f"unknown {taker} option(s) {names}; the valid ones are {valid}{hint}"
