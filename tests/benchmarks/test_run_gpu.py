@@ -61,53 +61,6 @@ def test_every_recipe_has_a_time_for_every_linear_and_the_block(results, recipe)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", PEERS)
-def test_a_peer_has_a_time_or_a_reason(results, recipe):
-    measured = [row for row in rows(results, "linear.csv") if row["variant"] == recipe]
-    assert len(measured) == 10
-    assert all(row["median_ms"] or row["note"] for row in measured)
-
-
-@pytest.mark.long
-def test_errors_of_linears_are_those_of_their_formats(results):
-    """GEMMs of E4M3 28.5 dB, of E5M2 gradients 24.6 dB, on normal operands."""
-    measured = {
-        row["variant"]: row for row in rows(results, "linear.csv") if row["linear"] == "up_proj"
-    }
-    found = {
-        name: [float(measured[name][f"{what}_db"]) for what in ("output", "grad_input")]
-        for name in ("bf16", "tensorwise", "blockwise")
-    }
-    assert found["tensorwise"] == pytest.approx([28.5, 24.6], abs=0.7)
-    # A gradient of 176 columns has blocks of 128 and of 48, the smaller ones a bit finer.
-    assert found["blockwise"] == pytest.approx([28.5, 28.5], abs=0.9)
-    assert min(found["bf16"]) > 50
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["linear.csv", "gemm.csv", "block.csv"])
-def test_every_time_has_its_floor(results, name):
-    """What a floor is of: tests/benchmarks/test_floors.py, with a clock that counts."""
-    timed = [row for row in rows(results, name) if row["median_ms"]]
-    assert timed
-    for row in timed:
-        floor, median = float(row["floor_ms"]), float(row["median_ms"])
-        assert 0 < float(row.get("fused_floor_ms", floor)) <= floor
-        digits = 5e-4 + 5e-5 / median  # of the share, and of a floor of few microseconds
-        assert float(row["floor_share"]) == pytest.approx(floor / median, rel=0.02, abs=digits)
-
-
-@pytest.mark.long
-def test_the_fastest_of_each_shape_is_told(results):
-    found = rows(results, "linear_shapes.csv")
-    assert len(found) == 4
-    for row in found:
-        times = {n: float(row[f"{n}_ms"]) for n in ("bf16", *RECIPES)}
-        assert row["fastest"] == min(times, key=times.get)
-        assert float(row["speedup"]) >= 1
-
-
-@pytest.mark.long
 def test_gemms_have_errors_and_times(results):
     found = rows(results, "gemm.csv")
     timed = [row for row in found if row["gemm"] in ("fprop", "dgrad", "wgrad")]
@@ -212,12 +165,6 @@ def test_rows_say_where_they_come_from(results, name):
         for column in ("gpu", "driver", "triton", "commit", "date", "command"):
             assert row[column], column
         assert row["command"].startswith("python -m benchmarks.")
-
-
-@pytest.mark.long
-def test_every_part_is_drawn(results):
-    pytest.importorskip("matplotlib")
-    assert {path.stem for path in results.glob("*.png")} == {*PARTS, "loss_curves"}
 
 
 @pytest.mark.long
