@@ -26,6 +26,13 @@ FAULTS = [
         f"{_TESTS}/test_selection.py tests/accelerate_fp8/test_adapters.py",
     ),
     Fault(
+        "a wide norm is not found, for float16 rounds its small results twice",
+        "torch_fp8/conversion/detect_rms_norm.py",
+        "x = x.sign() * x.abs().clamp(2.0**-4) * scale",
+        "x = x * scale",
+        "tests/torch_fp8/nn/test_trial_reads.py",
+    ),
+    Fault(
         "a history with a NaN is loaded",
         "torch_fp8/conversion/scaling_state.py",
         "        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():",

@@ -5,6 +5,15 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/tensor"
 FAULTS = [
     Fault(
+        "a weight that has moved without gradients names no stored part",
+        "torch_fp8/tensor/split_weight.py",
+        """    def stored_part(self) -> Tensor:
+        return self.halves.high
+""",
+        "",
+        "tests/torch_fp8/tensor/test_weight_properties.py",
+    ),
+    Fault(
         "a payload is kept after its producer's input was written",
         "torch_fp8/tensor/producer.py",
         "        if self.written_by is not None:\n            self._check_written()\n"

@@ -20,6 +20,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm, NormFP8
 from torch_fp8.quantization.option_values import named
 from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class Producers(NamedTuple):
@@ -94,7 +95,7 @@ def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | N
     if not layers:
         return None
     wgrad = any(m.weight.requires_grad and m.fp8.recipe.wgrad is not None for m in layers)
-    return Quantizer(layers[0].fp8.recipe.input, columnwise_usage=wgrad)
+    return Quantizer(layers[0].fp8.recipe.input, OF_TENSOR, columnwise_usage=wgrad)
 
 
 def _cast_alike(layers: Iterable[Float8Layer]) -> bool:

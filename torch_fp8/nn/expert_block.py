@@ -53,6 +53,7 @@ from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.quantizer import Quantizer, output_dtype
+from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 X, FIRST, SECOND, BIAS, SCORES = range(5)
@@ -155,7 +156,7 @@ class ExpertBlockFunction(torch.autograd.Function):
     ) -> Tensor:
         grouped, dtype = options.grouped, options.out_dtype
         # (T, H): each token once, before its rows are gathered
-        x8, _, _ = Quantizer(grouped.recipe.input)(x, rowwise=True, columnwise=False)
+        x8, _, _ = Quantizer(grouped.recipe.input, OF_TENSOR)(x, rowwise=True, columnwise=False)
         assert x8 is not None
         score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
         rows = gather_rows(x8, token)  # (R, H)
@@ -199,7 +200,7 @@ class ExpertBlockFunction(torch.autograd.Function):
         options: BlockOptions = ctx.options
         token, row, offs = saved["token"], saved["row"], saved["offs"]
         grouped, wants = options.grouped, ctx.needs_input_grad
-        g8, _, _ = Quantizer(grouped.recipe.grad_output)(
+        g8, _, _ = Quantizer(grouped.recipe.grad_output, OF_TENSOR)(
             grad_output, rowwise=True, columnwise=False
         )  # (T, H)
         assert g8 is not None

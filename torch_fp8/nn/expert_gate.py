@@ -41,8 +41,9 @@ def find_gate(module: Any) -> FoundGate | None:
 def _recorder(module: nn.Module) -> Recorder:
     children = {k: Recorder(child, {"training": True}) for k, child in module.named_children()}
     recorder = Recorder(module, {"training": True, **children})
-    for name in _FLAGS:
-        getattr(recorder.twin, name)
+    for name in _FLAGS:  # transformers 5.17 sets only the first
+        if name in vars(module) or hasattr(recorder.cls, name):
+            getattr(recorder.twin, name)
     return recorder
 
 

@@ -43,6 +43,7 @@ from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class GatedMLPSpec(NamedTuple):
@@ -139,7 +140,7 @@ class Float8GatedMLP(RunsFP8):
             if delayed is not None or spec.granularity.startswith("block"):
                 recipe = down_layer.fp8.recipe
                 wgrad = down_layer.weight.requires_grad and recipe.wgrad is not None
-                ahead = (delayed or Quantizer(spec))._replace(columnwise_usage=wgrad)
+                ahead = (delayed or Quantizer(spec, OF_TENSOR))._replace(columnwise_usage=wgrad)
         return _Options(
             name_of(self),
             True,
@@ -271,7 +272,7 @@ def _product_in_graph(
         # checkpointing would recompute a separate save in backward, with two GEMMs.
         if recipe.input.granularity != "tensorwise" and not recipe.smooth:
             wgrad = keep and down[1] and recipe.wgrad is not None
-            ahead = Quantizer(recipe.input, columnwise_usage=wgrad)
+            ahead = Quantizer(recipe.input, OF_TENSOR, columnwise_usage=wgrad)
     options = _Options("", keep, save_fp8, ahead, None, gate_first, True)
     inputs = (first,) if second is None else (first, second)
     output: Tensor = _SwiGLUFunction.apply(options, *inputs)

@@ -30,6 +30,7 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import Quantizer, matrix, output_dtype
+from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype
 
@@ -169,7 +170,9 @@ class GroupedLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         recipe = options.recipe
-        payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)  # (T, K)
+        payload, _, _ = Quantizer(recipe.input, OF_TENSOR)(
+            x, rowwise=True, columnwise=False
+        )  # (T, K)
         assert payload is not None
         for observer in options.observers:
             observer.input(x, payload, offs, token)
@@ -199,7 +202,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         if wants_wgrad:
             weight_dtype = weight_grad_dtype(ctx, 1, weight_dtype, own_dtype)
         grad_input = grad_weight = None
-        g, _, _ = Quantizer(recipe.grad_output)(  # (R, N)
+        g, _, _ = Quantizer(recipe.grad_output, OF_TENSOR)(  # (R, N)
             grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
         )
         for observer in options.observers if g is not None else ():

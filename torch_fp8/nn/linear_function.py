@@ -39,6 +39,7 @@ from torch_fp8.tensor.quantizer import (
     output_dtype,
     quantize_input,
 )
+from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 
@@ -105,9 +106,9 @@ def _options(
 ) -> LinearOptions:
     recipe, transposed, emulate = of_text(text)
     quantizers = Quantizers(
-        Quantizer(recipe.input),
-        WeightQuantizer(Quantizer(recipe.weight), transposed=transposed),
-        Quantizer(recipe.grad_output),
+        Quantizer(recipe.input, OF_TENSOR),
+        WeightQuantizer(Quantizer(recipe.weight, OF_TENSOR), transposed=transposed),
+        Quantizer(recipe.grad_output, OF_TENSOR),
     )
     return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
 

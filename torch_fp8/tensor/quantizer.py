@@ -23,7 +23,7 @@ from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.saved_output import SAVED_OUTPUT
-from torch_fp8.tensor.scale_source import OF_TENSOR, ScaleSource
+from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -40,7 +40,7 @@ class Quantizer(NamedTuple):
     """
 
     spec: CastSpec
-    source: ScaleSource = OF_TENSOR
+    source: ScaleSource
     group: Any = None
     columnwise_usage: bool = False
 

@@ -12,6 +12,7 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 def _x(*shape, dtype=torch.bfloat16):
@@ -93,7 +94,7 @@ def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     assert isinstance(y, LazyQuantizedTensor)
     spec = _stack(nn.Linear(64, 64))[0].fp8.recipe.input
     assert spec.granularity == "tensorwise"
-    row, col = y.production.layouts(Quantizer(spec), rowwise=True, columnwise=True)
+    row, col = y.production.layouts(Quantizer(spec, OF_TENSOR), rowwise=True, columnwise=True)
     dense = y.production.producer.dense()
     want_row, want_col = quantize_layouts(
         dense, CastOptions.of(spec, rowwise=True, columnwise=True)

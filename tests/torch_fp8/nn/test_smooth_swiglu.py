@@ -31,6 +31,7 @@ from torch_fp8.ops.swiglu import swiglu
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 SIZE, INNER, ALIGNED = 64, 512, 3
@@ -300,7 +301,7 @@ def test_ranks_of_a_group_agree_on_the_amax_of_what_is_smoothed(monkeypatch):
     monkeypatch.setattr(smooth_operands, "group_amax", group_amax)
     spec = make_recipe("tensorwise").input
     for group, amax in (("ranks", 448.0), (None, 2.0)):
-        quantizer = Quantizer(spec, group=group)
+        quantizer = Quantizer(spec, OF_TENSOR, group=group)
         options = smooth_operands._options(
             quantizer, torch.tensor(2.0), rowwise=True, columnwise=True
         )

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.moe_experts import batch, experts, run
 from tests.steps import gaussian
@@ -350,3 +352,9 @@ def test_a_limit_of_any_size_is_part_of_the_gate():
         F.silu(rows.chunk(2, -1)[0]).clamp(max=50) * rows.chunk(2, -1)[1]
     )
     assert find_gate(plain) is None
+
+
+@pytest.mark.parametrize("size", [64, 128, 2880, 4096, 5120, 8192, 16384])
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])
+def test_a_norm_is_found_at_every_size(cls, size):
+    assert find_rms_norm(cls(size, eps=1e-6)) is not None

@@ -15,6 +15,7 @@ from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.frozen_payload import freeze_tensor, frozen_from_bytes
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 BLOCKS = make_recipe("blockwise").weight
 ONE_SCALE = make_recipe("tensorwise", power_of_two_weights=True).weight
@@ -285,7 +286,7 @@ def test_a_layer_that_asks_for_other_scales_is_refused_by_name():
     with pytest.raises(
         RuntimeError, match=r"layer\.weight is .* with tensorwise scales, but its l"
     ):
-        p.quantize(Quantizer(BLOCKS), rowwise=True, columnwise=False)
+        p.quantize(Quantizer(BLOCKS, OF_TENSOR), rowwise=True, columnwise=False)
 
 
 def test_autograd_goes_through_what_is_read():

@@ -17,7 +17,7 @@ from torch_fp8.nn.layer_norm import shared
 from torch_fp8.tensor import producer
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.quantizer import Quantizer
-from torch_fp8.tensor.scale_source import ScaleSource
+from torch_fp8.tensor.scale_source import OF_TENSOR, ScaleSource
 
 
 def _norm_and_layer():
@@ -46,11 +46,11 @@ def test_who_asks_first_decides_the_scale_of_both_layouts():
 def test_ranks_with_parts_of_an_activation_cast_them_with_one_scale(monkeypatch):
     spec = _norm_and_layer()[1].fp8.recipe.input
     alone, _ = shared(_x(16, 64), "mlp").production.layouts(
-        Quantizer(spec), rowwise=True, columnwise=False
+        Quantizer(spec, OF_TENSOR), rowwise=True, columnwise=False
     )
     # Another rank's part has an amax that is four times as large.
     monkeypatch.setattr(producer, "group_amax", lambda amax, group: 4 * amax)
-    grouped = Quantizer(spec, group=object())
+    grouped = Quantizer(spec, OF_TENSOR, group=object())
     row, col = shared(_x(16, 64), "mlp").production.layouts(grouped, rowwise=True, columnwise=True)
     assert row.scale == col.scale == 4 * alone.scale
 
