@@ -109,6 +109,7 @@ def _gradients_at_edges() -> None:
     parts = card_module(torch_fp8.ops.grad_codec)
     for shape in ((5, 48), (3, 7), (0, 64), (1, 1)):
         messages.check_gradient(parts, "cpu", shape, torch.float32)
+    messages.check_rounding(parts, card_module(torch_fp8.ops.messages), "cpu")
 
 
 def _producers_at_edges(ops: Any) -> None:
