@@ -25,7 +25,7 @@ case "$*" in
   "$venv/bin/python" -m ruff format --check .
   "$venv/bin/python" -m mypy
   [ -z "$pythons" ] || wait_for_pythons
-  chosen="not gpu and not slow and not transformer_engine"
+  chosen="not gpu and not slow"
   [ "$*" = --all ] || chosen+=" and not combination"
   [ "$*" != --fast ] || chosen+=" and (not long or smoke)"
   # A file's tests share what they set up and stay together; tests/durations.py has the order.

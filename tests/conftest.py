@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import _fp8_autoload
-from tests import durations, transformer_engine_sources, transformer_engine_stub
+from tests import durations, transformer_engine_stub
 from tests.durations import (  # noqa: F401  (hooks)
     pytest_collection_modifyitems,
     pytest_runtest_setup,
@@ -151,14 +151,9 @@ def _nothing_compiled_before():
         dynamo.reset()
 
 
-@pytest.fixture(scope="session")
-def _sources(tmp_path_factory):
-    return transformer_engine_sources.unpacked(tmp_path_factory.mktemp("transformer_engine"))
-
-
-@pytest.fixture(params=["stub", pytest.param("sources", marks=pytest.mark.transformer_engine)])
-def te(request, monkeypatch):
-    """``transformer_engine.pytorch`` on the CPU: a stub, and the Python of the pinned release."""
+@pytest.fixture
+def te(monkeypatch):
+    """``transformer_engine.pytorch`` on the CPU: a stub."""
     from torch_fp8.nn import transformer_engine
 
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
@@ -166,14 +161,9 @@ def te(request, monkeypatch):
     transformer_engine.native_recipe.cache_clear()
     monkeypatch.setattr(transformer_engine, "_is_cuda", lambda device: True)
     monkeypatch.setattr("torch_fp8.conversion.convert.check_driver", lambda device: None)
-    if request.param == "stub":
-        for name, module in transformer_engine_stub.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
-        yield sys.modules["transformer_engine.pytorch"]
-    else:
-        yield transformer_engine_sources.load(request.getfixturevalue("_sources"), monkeypatch)
-        for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
-            del sys.modules[name]
+    for name, module in transformer_engine_stub.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield sys.modules["transformer_engine.pytorch"]
     transformer_engine.native_recipe.cache_clear()
 
 

@@ -2,7 +2,7 @@
 
 GEMMs run in high precision, and delayed scaling keeps nothing. As in the original, ``te.Linear``
 has parameters of its own, and refuses several dtypes outside autocast, and numbers of tokens that
-cuBLAS does not take. The same tests run on the original's Python: ``pytest -m transformer_engine``.
+cuBLAS does not take.
 """
 
 import contextlib

@@ -16,7 +16,12 @@ from torch_fp8.quantization.option_values import checked, named, option, read_js
 from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
-from torch_fp8.quantization.suggestions import naming_valid_options, suggestion, unknown_options
+from torch_fp8.quantization.suggestions import (
+    naming_valid_options,
+    suggestion,
+    unknown_options,
+    without_removed,
+)
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 
@@ -216,6 +221,9 @@ class FP8Config:
         check_contradictions(self)
         for pattern, options in self.overrides.items():
             check_override(self, pattern, options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(_DEFAULTS | without_removed(state, _DEFAULTS))
 
     @property
     def large_residual_bits(self) -> int | None:

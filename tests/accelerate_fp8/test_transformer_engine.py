@@ -1,7 +1,6 @@
 """``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; te stays Accelerate's."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from accelerate.utils import DistributedType, is_transformer_engine_available
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from torch_fp8 import Float8Linear
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
 
@@ -68,24 +66,6 @@ def test_trains_as_with_our_own_layers(
     assert "Transformer Engine has its own casts" in summaries[0]
 
 
-def test_saves_what_a_stock_model_saves(accelerate: Any, te: Any, tmp_path: Path) -> None:
-    options = {"recipe": "delayed", "amax_history_len": 8, "opt_level": "O1"}
-    accelerator = make(accelerate, **options)
-    _, model = train(accelerator)
-    accelerator.save_state(tmp_path)
-    accelerator.save_model(model, tmp_path / "model")
-    from safetensors.torch import load_file
-
-    saved = load_file(tmp_path / "model" / "model.safetensors")
-    assert sorted(saved) == sorted(Block().state_dict())
-    before = [p.clone() for p in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    accelerator.load_state(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
     accelerator = make(accelerate, opt_level="O1")
     model = Block()
@@ -105,18 +85,6 @@ def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> 
         make(accelerate)
 
 
-def test_the_cpu_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
-    with pytest.raises(ValueError, match="CUDA devices only; this one is 'cpu'"):
-        make(accelerate)
-
-
-def test_not_installed_says_what_to_install(accelerate: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformer_engine.pytorch", None)
-    with pytest.raises(ImportError, match=r"pip install .*transformer-engine\[pytorch\]"):
-        make(accelerate)
-
-
 def test_accelerates_own_flag_stays_accelerates_own(
     accelerate: Any, te: Any, monkeypatch: Any
 ) -> None:
@@ -129,9 +97,3 @@ def test_accelerates_own_flag_stays_accelerates_own(
     else:
         with pytest.raises(ImportError, match="TransformerEngine is not available"):
             accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-
-
-def test_our_own_layers_are_the_default(accelerate: Any) -> None:
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-    model = accelerator.prepare(Block())
-    assert type(model.up) is Float8Linear

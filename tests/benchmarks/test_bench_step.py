@@ -158,16 +158,6 @@ def test_no_step_of_ours_waits_for_the_device(name, te):
     assert counted == [1, 1]
 
 
-def test_tokens_can_be_learned():
-    tokens = bigram_tokens(8, 200, 128)
-    follower = {}
-    for first, second in zip(tokens[:, :-1].flatten(), tokens[:, 1:].flatten(), strict=True):
-        follower.setdefault(int(first), []).append(int(second))
-    known = [max(map(seen.count, set(seen))) / len(seen) for seen in follower.values()]
-    assert 0.8 < sum(known) / len(known) < 0.99
-    assert torch.equal(tokens, bigram_tokens(8, 200, 128))
-
-
 def test_a_step_lasts_until_the_next_one_begins(monkeypatch):
     from benchmarks import training_run
 
@@ -181,21 +171,3 @@ def test_a_step_lasts_until_the_next_one_begins(monkeypatch):
     found = marks.milliseconds()
     one = {"forward": 1e3, "backward": 1e3, "optimizer": 1e3, "step": 4e3}
     assert found == [one, one]
-
-
-@pytest.mark.parametrize(
-    ("gib", "batches"),
-    [
-        (139.8, {"Llama-3.2-1B": 6, "Llama-3.2-3B": 2, "Llama-3.1-8B": 1}),
-        (79.2, {"Llama-3.2-1B": 3, "Llama-3.2-3B": 1, "Llama-3.1-8B": 1}),
-    ],
-    ids=["H200", "H100"],
-)
-def test_the_batch_is_what_bf16_fits_into_the_card(monkeypatch, gib, batches):
-    properties = SimpleNamespace(total_memory=gib * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    found = {model: bench_step.batch_for(model, torch.device("cuda")) for model in batches}
-    assert found == batches
-    assert (
-        bench_step.batch_for("toy", CPU) == bench_step.batch_for("toy", torch.device("cuda")) == 2
-    )

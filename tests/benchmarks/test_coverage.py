@@ -1,20 +1,6 @@
-import csv
-
 import pytest
 
-from benchmarks import architectures, coverage
-from benchmarks.rows import CODE
-
-
-def test_the_document_is_that_of_the_rows():
-    rows = coverage.by_architecture(coverage.RESULTS)
-    mixtures = coverage.by_architecture(coverage.EXPERTS)
-    assert coverage.TABLE.read_text() == coverage.document(rows, mixtures)
-    assert set(mixtures) == set(coverage.MIXTURES)
-    assert set(rows) == set(architectures.KINDS)
-    assert len(rows) >= 70
-    with coverage.RESULTS.open() as file:
-        assert next(csv.reader(file)) == [*coverage.COLUMNS, CODE]
+from benchmarks import coverage
 
 
 def test_a_row_is_measured_once_unless_it_failed(monkeypatch, tmp_path):

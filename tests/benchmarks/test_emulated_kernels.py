@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks.evidence.emulated_kernels import rows_of
-from benchmarks.rows import RESULTS, ROOT, read_rows
+from benchmarks.rows import RESULTS, read_rows
 from tests.emulator.accesses import Access
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Launched
@@ -69,28 +69,3 @@ def test_each_recorded_variant_has_a_row_and_none_is_unequal():
     assert recorded <= {tuple(row[c] for c in KEY) for row in rows}
     for row in rows:
         assert row["equal"] == ("True" if row["case"] else "missing")
-
-
-def test_the_page_counts_the_variants_of_each_triton():
-    recorded = {tuple(r[c] for c in KEY) for r in read_rows(RESULTS / "kernel_resources.csv")}
-    launched = {}
-    for row in read_rows(RESULTS / "emulated_kernels.csv"):
-        launched.setdefault(row["triton"], set()).add(tuple(row[c] for c in KEY))
-    counts = set()
-    for target in ("sm_90", "sm_100"):
-        of_target = {key for key in recorded if key[2] == target}
-        counts.add((len(of_target), *(len(of_target & launched[v]) for v in sorted(launched))))
-    ((total, first, second),) = counts
-    assert first == total
-    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
-    assert f"of every kernel, {total} for each of Hopper and Blackwell" in page
-    assert f"Triton 3.6 compiles it, and {second} of them as Triton 3.7 does" in page
-    assert f"Not launched with 3.7 were {total - second} variants of the optimizer's" in page
-    missing = recorded - launched["3.7.0"]
-    optimizers = (
-        "adamw_step_kernel",
-        "recast_kernel",
-        "update_rms_kernel",
-        "update_squares_kernel",
-    )
-    assert {key[0] for key in missing} == set(optimizers)

@@ -5,8 +5,7 @@ import builtins
 import pytest
 
 from benchmarks import bench_linear, plot
-from benchmarks.bench_linear import write_shapes
-from benchmarks.measurement import RESULTS, read_rows, write_rows
+from benchmarks.measurement import write_rows
 from benchmarks.plot import PICTURES, draw
 
 MODES = ("eager", "compiled")
@@ -32,20 +31,6 @@ def test_without_matplotlib_a_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", missing)
     assert draw(tmp_path / "linear.csv") is None
     assert "torch-fp8[examples]" in capsys.readouterr().out
-
-
-def test_the_fastest_recipe_of_a_shape(tmp_path):
-    rows = [
-        {"linear": "q_proj", "M": 8, "K": 4, "N": 2, "variant": v, "mode": "eager", "median_ms": ms}
-        for v, ms in (("bf16", 3.0), ("rowwise", 2.0), ("tensorwise", 2.5), ("torchao rowwise", 1))
-    ]
-    rows.append({"linear": "block", "M": 8, "variant": "rowwise", "median_ms": 1})
-    write_rows(tmp_path / "linear.csv", bench_linear.COLUMNS, rows)
-    write_shapes(tmp_path / "linear.csv")
-    (found,) = read_rows(tmp_path / "linear_shapes.csv")
-    assert (found["M"], found["K"], found["N"]) == ("8", "4", "2")
-    assert (found["fastest"], found["speedup"]) == ("rowwise", "1.5")
-    assert (found["bf16_ms"], found["mxfp8_ms"]) == ("3.0", "")
 
 
 def drawn(monkeypatch, path):
@@ -90,34 +75,6 @@ def test_a_panel_has_eight_lines_that_can_be_told_apart(monkeypatch, every_linea
         names |= {line.get_label() for line in series}
     assert len(names) == len(bench_linear.VARIANTS) * len(MODES)
     assert len({panel.title for panel, _ in panels}) == len(panels)
-
-
-def test_axes_have_names_and_units_and_labels_are_words(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("roofline", "memory_counted"):
-        (tmp_path / f"{name}.csv").write_bytes((RESULTS / f"{name}.csv").read_bytes())
-        for _, axis in drawn(monkeypatch, tmp_path / f"{name}.csv"):
-            assert axis.get_xlabel() in ("tokens (rows M of the input)", "memory at the peak (GiB)")
-            shown = [text.get_text() for text in axis.get_yticklabels()]
-            shown += [str(line.get_label()) for line in axis.get_lines()]
-            assert not any(word in text for text in shown for word in ("False", "True", "mixed"))
-    ticks = [text for text in shown if "sequence" in text]
-    assert "FP8, level O2, checkpointed, 1 sequence" in ticks
-
-
-def test_lines_that_lie_on_one_another_are_one():
-    line = [(1.0, 1.0), (2.0, 1.5)]
-    same, other = [(1.0, 1.004), (2.0, 1.5)], [(1.0, 1.0), (2.0, 1.6)]
-    assert plot._merged({"a": line, "b": other, "c": same}) == {"a\n= c": line, "b": other}
-
-
-def test_pictures_that_are_kept_are_of_the_csv_beside_them():
-    """Drawn by python -m benchmarks.plot, or by the benchmark of that name itself."""
-    for picture in RESULTS.glob("*.png"):
-        if picture.stem not in PICTURES:
-            (own,) = RESULTS.parent.glob(f"**/{picture.stem}.py")
-            assert "savefig" in own.read_text() or "draw(" in own.read_text()
-        assert picture.with_suffix(".csv").exists()
 
 
 def test_a_csv_of_another_name_has_no_picture(tmp_path, capsys):

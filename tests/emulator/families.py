@@ -99,6 +99,24 @@ def _gradient() -> None:
     messages.check_gradient(parts, "cpu", ODD, BF16)
 
 
+def _messages_at_edges() -> None:
+    wire = card_module(torch_fp8.ops.messages)
+    for layout, numel in ((Layout(70), 4 * 70 * 32 - 16), (Layout(5), 100), (Layout(1), 64)):
+        messages.check_messages(wire, "cpu", layout, numel, torch.float32, 0, None)
+
+
+def _gradients_at_edges() -> None:
+    parts = card_module(torch_fp8.ops.grad_codec)
+    for shape in ((5, 48), (3, 7), (0, 64), (1, 1)):
+        messages.check_gradient(parts, "cpu", shape, torch.float32)
+    messages.check_rounding(parts, card_module(torch_fp8.ops.messages), "cpu")
+
+
+def _producers_at_edges(ops: Any) -> None:
+    producers.check_norm(ops, "cpu", (1, 160), "inf", few=True)
+    producers.check_swiglu(ops, "cpu", (48, 1), "zeros", smooth=False, few=True)
+
+
 def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
     """Return the cases by name; each raises `Mismatch` where a kernel is wrong.
 
@@ -127,6 +145,8 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
             producers.check_norm_once, ops, "cpu", (17, 272), "tensorwise", finds_amax=True
         ),
         "norm backward": partial(producers.check_norm_backward, ops, "cpu", WHOLE, True),
+        "producers at edges": partial(_producers_at_edges, ops),
+        "producers of strided inputs": partial(producers.check_strides, ops),
         "swiglu": partial(producers.check_swiglu, ops, "cpu", WHOLE, "inf", True, **few),
         "smoothing": partial(producers.check_smoothing, ops, "cpu", ODD, "gaussian"),
         "swiglu backward": partial(
@@ -141,7 +161,9 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
         "size of updates": _update_rms,
         "messages": partial(_messages, None),
         "messages, stochastic": partial(_messages, messages.KEYS["stochastic"]),
+        "messages at edges": _messages_at_edges,
         "gradient": _gradient,
+        "gradients at edges": _gradients_at_edges,
         "expert rows": partial(expert_rows, experts.check_rows, few=few_rows),
         "expert rows transposed": partial(rows_transposed, False),
         "tokens transposed": partial(rows_transposed, True),

@@ -14,7 +14,7 @@ import torch_fp8.ops.messages
 from tests.kernel_cases.comparison import close, require, same_values
 from tests.rows_of_messages import unpack
 from torch_fp8.ops.messages import Layout
-from torch_fp8.quantization.stochastic_rounding import stream_keys
+from torch_fp8.quantization.stochastic_rounding import random_words, stream_keys
 
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
 DTYPES = (torch.bfloat16, torch.float32)
@@ -56,6 +56,25 @@ def check_gradient(
             got.multiplier.fill_(multiplier)
             decoded = parts.decode_gradient(got, dtype)
             close(decoded, reference.decode_gradient(want, dtype), 0.0, f"{what}: decoded")
+
+
+def check_rounding(parts: Any, wire: Any, device: str) -> None:
+    """Check values that are rounded up by half a random step.
+
+    Without the half bit below the 16 random ones, or with the words of other elements, they are
+    rounded down: what random values do not tell in 2^16 draws.
+    """
+    rows, layout, keys = 140, Layout(70), (1, 2)
+    words = random_words(torch.arange(rows * 32, dtype=torch.int32), keys) & 0xFFFF
+    below = (1 << 20) - (words << 4) - 4  # of the spacing of three mantissa bits
+    x = (torch.tensor(2.5).view(torch.int32) + below).view(torch.float32).view(rows, 32)
+    x[:, 0] = 100.0  # so that the scale is one
+    want = torch_fp8.ops.grad_codec.quantize_gradient(x, keys)
+    require((torch_fp8.ops.grad_codec.decode_gradient(want, x.dtype) >= x).all(), "rounded down")
+    same_values(parts.quantize_gradient(x.to(device), keys).qdata, want.qdata, "rounded gradient")
+    packed = torch_fp8.ops.messages.pack_flat(x.view(-1), None, layout, 2, keys=keys)
+    got = wire.pack_flat(x.view(-1).to(device), None, layout, 2, keys=keys)
+    _same_messages(got, packed, layout, "rounded messages")
 
 
 def check_messages(

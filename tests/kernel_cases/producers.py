@@ -150,6 +150,21 @@ def check_norm_once(
         _same_cast(made, rms_norm.rms_norm(inputs.with_rstd(rstd)), how, what)
 
 
+def check_strides(ops: Any) -> None:
+    """Check that inputs of any strides give what contiguous ones give, on the CPU."""
+    cast = CastOptions(E4M3, "block_1x128", True, True, True)
+    for x in (matrix((160, 48), BF16).t(), matrix((96, 480), BF16)[::2, 1::3]):
+        results, what = [], f"of strides {x.stride()}"
+        rstd = ops.rms_norm.rms_norm_statistics(_norm_of(x.contiguous(), _weight(160)), False)[0]
+        for one in (x, x.contiguous()):
+            other, _, *saved = ops.rms_norm.rms_norm_statistics(_norm_of(one, _weight(160)), True)
+            close(other, rstd, 1e-6, f"{what}: rstd")
+            inputs = NormWithRstd(one, _weight(160), rstd, 0.0, BF16)
+            made = (*ops.rms_norm.rms_norm_quantize(inputs, cast), ops.rms_norm.rms_norm(inputs))
+            results.append((*saved, *made, *ops.swiglu.swiglu_save(one, one, None)))
+        _all_same(*results, what)
+
+
 def _norm_of(x: Tensor, weight: Tensor) -> NormInputs:
     return NormInputs(x, weight, EPS, 0.0, BF16)
 

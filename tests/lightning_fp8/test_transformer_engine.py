@@ -5,7 +5,6 @@ from dataclasses import replace
 import lightning.pytorch
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
@@ -77,12 +76,8 @@ def test_trains_as_with_our_own_layers(te, options):
     assert len(trainer.optimizers[0].state) == 4
 
 
-def test_a_checkpoint_opens_in_a_stock_trainer_and_with_the_other_backend(te, request, tmp_path):
-    """With histories, where there are some: the stub has none."""
-    recipe = {"recipe": "tensorwise"}
-    if request.node.callspec.params["te"] == "sources":
-        recipe = {"recipe": "delayed", "amax_history_len": 8}
-    config = FP8Config(backend="transformer-engine", opt_level="O1", **recipe)
+def test_a_checkpoint_opens_in_a_stock_trainer_and_with_the_other_backend(te, tmp_path):
+    config = FP8Config(backend="transformer-engine", opt_level="O1", recipe="tensorwise")
     model, trainer = fit(config, tmp_path)
     path = trainer.checkpoint_callback.best_model_path
     saved = torch.load(path, weights_only=True)
@@ -111,27 +106,7 @@ def test_a_checkpoint_opens_in_a_stock_trainer_and_with_the_other_backend(te, re
         assert again.losses[0] < 0.9 * model.losses[0]
 
 
-def test_fabric(te):
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=1,
-        plugins=[FP8Precision(FP8Config(backend="transformer-engine"))],
-    )
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = fabric.setup(model, optimizer)
-    fabric.backward(model(torch.randn(5, 64)).float().pow(2).mean())
-    optimizer.step()
-    assert type(model.module[0]) is TransformerEngineLinear
-
-
 @pytest.mark.parametrize("strategy", [FP8FSDPStrategy, ModelParallelStrategy])
 def test_sharding_is_refused_by_name(te, strategy):
     with pytest.raises(ValueError, match="one device and under DDP"):
         fit(FP8Config(backend="transformer-engine"), strategy=strategy())
-
-
-def test_the_cpu_is_refused_by_name(te, monkeypatch):
-    monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
-    with pytest.raises(ValueError, match="CUDA devices only; this one is 'cpu'"):
-        fit(FP8Config(backend="transformer-engine"))

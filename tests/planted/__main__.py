@@ -82,7 +82,7 @@ def run_tests(python: Path, root: Path, tests: list[str]) -> tuple[int, str]:
     ]
     try:
         result = subprocess.run(
-            [*command, "-m", "not gpu and not slow and not transformer_engine", *tests],
+            [*command, "-m", "not gpu and not slow", *tests],
             cwd=root,
             capture_output=True,
             text=True,

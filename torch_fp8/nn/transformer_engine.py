@@ -2,8 +2,7 @@
 
 The package is imported for that backend only. We use its documented interface (``te.Linear``,
 ``te.autocast``, the recipes, ``te.is_..._available``) and the two methods by which a ``te.Linear``
-reads and writes its delayed scaling. ``pytest -m transformer_engine`` tests this on the Python
-sources of 2.20.2.
+reads and writes its delayed scaling, as of release 2.20.2.
 
 A `TransformerEngineLinear` contains a ``te.Linear`` that owns nothing. Each forward passes it this
 module's parameters, so that tying, ``requires_grad``, optimizers and ``assign=True`` work as

@@ -1,1 +1,1 @@
-"""Memory, network traffic and step time of a training run, planned before you rent a GPU."""
+"""Memory and network traffic of a training run, planned before you rent a GPU."""

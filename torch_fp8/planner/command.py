@@ -17,12 +17,12 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to those of ``torch-fp8``."""
     parser = commands.add_parser(
         "plan",
-        help="estimate memory, communication and time of a training run before you rent a GPU",
+        help="estimate memory and communication of a training run before you rent a GPU",
         description=(
             "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
-            "by the training code; seconds are estimated from data sheets. If no level fits, O2 "
-            "and O3 are planned again with --checkpointing. Exit status: 0 planned, "
-            "1 no level fits, 2 a mistake in the call, 130 interrupted."
+            "by the training code. If no level fits, O2 and O3 are planned again with "
+            "--checkpointing. Exit status: 0 planned, 1 no level fits, 2 a mistake in the call, "
+            "130 interrupted."
         ),
         epilog=f"Presets: {', '.join(PRESETS)}.",
     )

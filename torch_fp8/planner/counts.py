@@ -58,7 +58,6 @@ class StepBytes:
         backward: the peak after that, including gradients.
         saved: the part of `forward` that is saved for backward.
         gathered, scattered: the bytes that FSDP2 sends for weights and for gradients.
-        calls: the number of FSDP2's collectives.
     """
 
     forward: float
@@ -66,7 +65,6 @@ class StepBytes:
     saved: float
     gathered: float
     scattered: float
-    calls: float
 
 
 def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
@@ -117,6 +115,40 @@ def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     return StepBytes(**total)
 
 
+def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
+    """Return the bytes that a GPU sends in an optimizer step.
+
+    FSDP2's bytes are counted. Replicas exchange gradients once: DDP all-reduces them in float32
+    (BF16-mixed), and replicas of FSDP2 shards (HSDP) in BF16. With FP8 both send 8-bit values in
+    groups of 32 with a scale each. Tensor parallelism all-reduces BF16 activations, twice in
+    forward and twice in backward of each layer.
+
+    Args:
+        setup: the planned run.
+        trained: the number of elements of a GPU's gradients.
+        step: the counted bytes of a step.
+        level: one of `torch_fp8.planner.setup.LEVELS`.
+    """
+    fsdp = (step.gathered + step.scattered) * setup.accumulate
+    return fsdp + _replica_bytes(setup, trained, level) + _tensor_bytes(setup)
+
+
+def _replica_bytes(setup: Setup, elements: float, level: str) -> float:
+    """Return the bytes of a rank's shards in the gradient exchange between replicas."""
+    plain = 2.0 if setup.fsdp > 1 else 4.0
+    each = plain if level == BF16 else 1 + 1 / 32
+    return 2 * (setup.data - 1) / setup.data * each * elements
+
+
+def _tensor_bytes(setup: Setup) -> float:
+    if setup.tensor == 1:
+        return 0.0
+    text = setup.config.get_text_config()
+    layers = -(-text.num_hidden_layers // setup.pipeline)
+    ring = 2 * (setup.tensor - 1) / setup.tensor
+    return 4 * layers * ring * 2 * setup.tokens * text.hidden_size * setup.accumulate
+
+
 def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
     """Run a step of a model with a few layers on fake tensors."""
     ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
@@ -152,7 +184,6 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
         saved=watch.saved,
         gathered=gathers * factor,
         scattered=(sent.bytes_sent - gathers) * factor,
-        calls=sent.calls,
     )
 
 

@@ -1,4 +1,4 @@
-"""`plan`: memory, network traffic and step time of a training run, for BF16 and each level."""
+"""`plan`: memory and network traffic of a training run, for BF16 and each level."""
 
 import dataclasses
 import inspect
@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_fp8.conversion.memory import MemoryReport
-from torch_fp8.planner.counts import StepBytes, by_layers, standing_bytes, step_bytes
-from torch_fp8.planner.estimate import Seconds, linears_of, seconds_of_step, wire_bytes
-from torch_fp8.planner.experts import (
-    LEAST_SPEEDUP,
-    SKIP,
-    expert_weights_of,
-    rows_per_expert,
-    speedup,
+from torch_fp8.planner.counts import (
+    StepBytes,
+    by_layers,
+    standing_bytes,
+    step_bytes,
+    wire_bytes,
 )
-from torch_fp8.planner.layouts import family_of, num_layers, period
+from torch_fp8.planner.experts import rows_of_experts
+from torch_fp8.planner.layouts import family_of, num_layers
 from torch_fp8.planner.models import make_model
-from torch_fp8.planner.setup import BF16, DEFAULT_SKIP, LEVELS, TRAINED, Setup, make_setup
+from torch_fp8.planner.setup import BF16, LEVELS, TRAINED, Setup, make_setup
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import unknown_options
 
@@ -43,7 +42,7 @@ def left_of(memory: float, peak: float) -> float:
 
 @dataclass(frozen=True)
 class LevelPlan:
-    """The memory, traffic and time of each GPU at one level.
+    """The memory and traffic of each GPU at one level.
 
     Attributes:
         bytes: bytes by category: those of `torch_fp8.MemoryReport`, ``activations`` (everything
@@ -54,8 +53,6 @@ class LevelPlan:
         fits: whether `peak` and the GPU's own overhead fit into its memory.
         headroom: the bytes that are left (`left_of`); negative if the run does not fit.
         wire: the bytes that a GPU sends per optimizer step.
-        seconds: the estimated seconds of an optimizer step.
-        detail: the parts of the estimated seconds.
         config: the level's FP8Config as JSON, ready to copy; empty for BF16.
     """
 
@@ -64,8 +61,6 @@ class LevelPlan:
     fits: bool
     headroom: int
     wire: int
-    seconds: float
-    detail: Seconds
     config: str
 
 
@@ -77,8 +72,7 @@ class Plan:
         setup: the planned run.
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         num_params: the number of parameters of all models of the run, on all GPUs of one replica.
-        experts: a text on the expected speed of experts, and whether they stay in BF16; empty
-            without experts.
+        experts: a text on the rows that each expert computes; empty without experts.
     """
 
     setup: Setup
@@ -104,7 +98,6 @@ class Plan:
             "parameters": self.num_params,
             "card": dataclasses.asdict(self.setup.card),
             "setup": setup,
-            "rates": "paper",
             "experts": self.experts,
             "levels": levels,
         }
@@ -116,12 +109,11 @@ class Plan:
 
 
 def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) -> Plan:
-    """Plan the memory, network traffic and step time of a training run, without a GPU.
+    """Plan the memory and network traffic of a training run, without a GPU.
 
     Weights, gradients and optimizer states are counted exactly: the real conversion runs on the
     real modules on the meta device, sharded by FSDP2 over the same number of ranks. Activations and
-    network traffic are counted in a step on tensors without memory. Time is an estimate from data
-    sheets (`torch_fp8.planner.estimate`).
+    network traffic are counted in a step on tensors without memory.
 
     Args:
         model: a preset (``llama-3.1-8b``, ...), a ``config.json`` or a folder that contains one, or
@@ -191,41 +183,14 @@ def _plan(
 ) -> Plan:
     standing: dict[tuple[str, str], MemoryReport] = {}
     plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
-    rows, faster = _experts_of(setup)
-    planned, note = setup, ""
-    if rows:
-        note = f"experts: {rows}; in FP8 their GEMMs and casts are {faster:.2f}x as fast as BF16's"
-    if rows and faster < LEAST_SPEEDUP:
-        left = dataclasses.replace(setup, skip=(SKIP,))
-        again = {key: step for key, step in counted.items() if key[1] == BF16}
-        same = {key: report for key, report in standing.items() if key[1] == BF16}
-        in_bf16 = {level: _plan_level(left, level, again, same) for level in levels}
-        if _cost(in_bf16) < _cost(plans):
-            plans, planned, note = in_bf16, left, f"{note}, so they stay in BF16"
 
     def count(layers: int) -> Counter[str]:
         models = [make_model(setup, role, BF16, layers=layers) for role in setup.roles]
         return Counter(numbers=sum(p.numel() for model in models for p in model.parameters()))
 
     num_params = by_layers(setup, num_layers(setup.config), count)["numbers"] * setup.tensor
-    return Plan(planned, plans, num_params, note)
-
-
-def _cost(plans: dict[str, LevelPlan]) -> tuple[bool, float]:
-    """Return whether no FP8 level fits, and the seconds of the fastest that does, or of all."""
-    of_fp8 = [plan for plan in plans.values() if plan.config]
-    fitting = [plan.seconds for plan in of_fp8 if plan.fits]
-    return not fitting, min(fitting or [plan.seconds for plan in of_fp8], default=0.0)
-
-
-def _experts_of(setup: Setup) -> tuple[str, float]:
-    """Describe how many rows experts compute; return it with the speedup of FP8 over BF16."""
-    model = make_model(setup, "policy", "O1", layers=period(setup.config))
-    weights = [w for w in expert_weights_of(model, setup.config) if w.in_fp8]
-    if not weights:
-        return "", 1.0
-    rows, count = rows_per_expert(setup, weights[0]), weights[0].num_experts
-    return f"{rows:.0f} rows each of {count} experts", speedup(setup, weights, trained=True)
+    rows = rows_of_experts(setup)
+    return Plan(setup, plans, num_params, f"experts: {rows}" if rows else "")
 
 
 def largest(
@@ -278,11 +243,9 @@ def _plan_level(
     total = sum(parts.values()) + forward
     peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
-    linears = {role: linears_of(setup, role, level) for role in setup.roles}
     trains = dict.fromkeys(setup.roles, 0.0)  # elements of gradients that replicas exchange
     if setup.data > 1:
         trains = {role: report(role, BF16).gradients / 4 for role in setup.roles}
-    seconds = seconds_of_step(setup, level, linears, standing, steps, trains)
     wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
     config = "" if level == BF16 else _config_text(setup, level)
     return LevelPlan(
@@ -291,8 +254,6 @@ def _plan_level(
         fits=left_of(memory, peak) >= 0,
         headroom=round(left_of(memory, peak)),
         wire=round(wire),
-        seconds=seconds.step,
-        detail=seconds,
         config=config,
     )
 
@@ -320,6 +281,4 @@ def _config_text(setup: Setup, level: str) -> str:
         named["save_attention"] = setup.save_attention
     if setup.moment_bits != 8 and level != "O1":
         named["moment_bits"] = setup.moment_bits
-    if setup.skip:
-        named["skip"] = [*DEFAULT_SKIP, *setup.skip]
     return json.dumps({"opt_level": level, **named})

@@ -23,7 +23,6 @@ ROLES = ("policy", "value", "reference", "reward")
 TRAINED = ("policy", "value")
 JUDGES = ("value", "reward")
 """The models whose head returns one number."""
-DEFAULT_SKIP = FP8Config().skip
 _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
 
@@ -49,7 +48,6 @@ class Setup:
         method: ``full``, ``lora`` or ``rlhf``.
         roles: the models of ``rlhf`` that exist.
         rank: the rank of LoRA adapters.
-        skip: patterns of modules that stay in BF16 in addition to the default ones.
         save_attention: the tensors that attention saves in FP8 at the FP8 levels.
         moment_bits: the bits of Adam's first moment at O2 and O3.
     """
@@ -72,7 +70,6 @@ class Setup:
     method: str
     roles: tuple[str, ...]
     rank: int
-    skip: tuple[str, ...] = ()
     save_attention: str = "bf16"
     moment_bits: int = 8
 
@@ -96,7 +93,6 @@ class Setup:
         return FP8Config(
             recipe=self.recipe,
             opt_level=level,
-            skip=(*DEFAULT_SKIP, *self.skip),
             save_attention=self.save_attention,
             moment_bits=8 if level == "O1" else self.moment_bits,
         )

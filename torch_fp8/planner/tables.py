@@ -5,13 +5,11 @@ from typing import Any
 
 from torch_fp8.config import FP8Config
 from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
-from torch_fp8.planner.setup import BF16, Setup
+from torch_fp8.planner.setup import Setup
 from torch_fp8.quantization.wording import aligned
 
 _GIB = 2**30
 _DEFAULT = FP8Config().opt_level
-_EQUAL = 1.01
-"""The factor up to which estimated seconds count as equal to the lowest."""
 
 
 def plain_text(plan: Plan) -> str:
@@ -57,10 +55,6 @@ def lines_of(plan: Plan) -> list[list[str]]:
     rows.append(["peak", *(gib(level.peak) for level in levels)])
     rows.append(["fits", *(_fits(level) for level in levels)])
     rows.append(["wire a step", *(gib(level.wire) for level in levels)])
-    rows.append(["seconds a step", *(f"{level.seconds:.3f}" for level in levels)])
-    base = plan.levels.get(BF16)
-    if base is not None and len(plan.levels) > 1:
-        rows.append(["speed", *(f"{base.seconds / level.seconds:.2f}x" for level in levels)])
     return rows
 
 
@@ -69,7 +63,6 @@ def notes(plan: Plan) -> list[str]:
     lines = [
         "Bytes are counted by the training code; activations are all tensors that live",
         "within a step. The total is the sum; the peak is the most held at one time.",
-        "Seconds are estimates from data sheets, not measured on any card.",
     ]
     if plan.experts:
         lines += ["", f"{plan.experts}."]
@@ -87,13 +80,10 @@ def advice(plan: Plan) -> tuple[str, str]:
     fitting = {name: level for name, level in plan.levels.items() if level.config and level.fits}
     if not fitting:
         return "", ""
-    least = min(level.seconds for level in fitting.values())
-    equal = [name for name, level in fitting.items() if level.seconds <= _EQUAL * least]
-    if _DEFAULT not in equal:
-        return equal[0], "the fastest level that fits"
-    others = " and ".join(name for name in equal if name != _DEFAULT)
-    why = f"as fast as {others}, and the default" if others else "the fastest level that fits"
-    return _DEFAULT, why
+    if _DEFAULT in fitting:
+        return _DEFAULT, "the default, and it fits"
+    least = min(fitting, key=lambda name: fitting[name].peak)
+    return least, "of the levels that fit, the one with the lowest peak"
 
 
 def gib(num_bytes: float) -> str:
@@ -107,11 +97,7 @@ def _fits(level: LevelPlan) -> str:
 
 
 def scaling_text(plans: Sequence[Plan]) -> str:
-    """Format plans as three tables of at most 80 columns: memory, network traffic, seconds.
-
-    ``tokens/s`` is for all GPUs at the fastest level that fits; ``of linear`` compares this number
-    per GPU with the first row's.
-    """
+    """Format plans as two tables of at most 80 columns: memory and network traffic."""
     setup = plans[0].setup
     head = (
         f"{setup.name}, {plans[0].num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
@@ -122,35 +108,20 @@ def scaling_text(plans: Sequence[Plan]) -> str:
     tables = [
         ("peak GiB per GPU", lambda p: [_peak(level) for level in p.levels.values()]),
         ("wire GiB per GPU", lambda p: [gib(level.wire) for level in p.levels.values()]),
-        ("seconds a step", lambda p: [f"{level.seconds:.3f}" for level in p.levels.values()]),
     ]
     parts = [head]
     for title, cells in tables:
         rows = [[title, *levels]]
         rows += [[_degrees(result), *cells(result)] for result in plans]
         parts.append(aligned(rows))
-    rows = [["tokens/s", *levels, "of linear"]]
-    first = _tokens_per_second(plans[0])
-    for result in plans:
-        speeds = _tokens_per_second(result)
-        share = max(speeds) / max(first) * plans[0].setup.gpus / result.setup.gpus
-        rows.append([_degrees(result), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
-    parts.append(aligned(rows))
     parts.append(
-        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated. "
-        "Seconds are estimates from data sheets, not measured on any card."
+        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated."
     )
     return "\n\n".join(parts)
 
 
 def _peak(level: Any) -> str:
     return gib(level.peak) + ("" if level.fits else " NO")
-
-
-def _tokens_per_second(made: Plan) -> list[float]:
-    setup = made.setup
-    tokens = setup.tokens * setup.accumulate * setup.data * setup.fsdp
-    return [tokens / level.seconds for level in made.levels.values()]
 
 
 def _degrees(made: Plan) -> str:

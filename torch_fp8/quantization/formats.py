@@ -129,7 +129,7 @@ Rounding v at every step is a random walk. Relative to v, the variance of the er
 the spacing, for any beta2, as long as a step moves v by a small part of the spacing. So one more
 bit halves it. In a small Llama, nine tenths of v are in the upper eight binades of their group.
 Four bits in all binades would reach down to 2^-19 of the largest, this format reaches 2^-26
-(benchmarks/evidence/moments.py).
+(benchmarks/results/moments.csv).
 """
 
 GRADIENT = ByteFloat("tapered", 3, 3, 0x7F, True, (48, 96))

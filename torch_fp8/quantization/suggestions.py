@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import warnings
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ REMOVED: dict[str, str] = {
     "a run goes back by its host's checkpoints",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""
+REMOVED_DEFAULTS: dict[str, Any] = {"save_attention": "bf16", "moment_bits": 8, "residual_bits": 8}
+"""The defaults that removed options had: pickled configurations hold every option."""
 
 
 def suggestion(value: object, choices: Iterable[object]) -> str:
@@ -45,6 +48,18 @@ def unknown_options(given: Iterable[str], known: Collection[str], taker: str) ->
     names, valid = ", ".join(map(repr, unknown)), ", ".join(known)
     hint = suggestion(unknown[0], known)
     return f"unknown {taker} option(s) {names}; the valid ones are {valid}{hint}"
+
+
+def without_removed(state: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the known options of a pickled configuration, and warn of others that were set."""
+    for name in state.keys() - set(known):
+        if state[name] != REMOVED_DEFAULTS.get(name):
+            warnings.warn(
+                f"a configuration that 0.1.0 pickled has {name!r}: {state[name]!r}, which is "
+                f"ignored: {REMOVED.get(name, 'this version has no such option')}",
+                stacklevel=3,
+            )
+    return {name: value for name, value in state.items() if name in known}
 
 
 def naming_valid_options(cls: type, names: Collection[str]) -> None:

@@ -23,7 +23,6 @@ from tests import kernel_code
 from tests.cubin import usage
 from tests.kernel_cases.states import matrix_differences, optimizer_matrix
 from tests.unwritten_registers import unwritten_registers
-from torch_fp8.quantization.stochastic_rounding import random_words
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
 FAR_FROM_SPILLING = 0.5
@@ -204,19 +203,6 @@ def instructions(compiled, directory: Path) -> int:
     """How many the kernel has."""
     text = machine_code(compiled, directory)
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", text, re.MULTILINE))
-
-
-def just_rounded_up(rows, cols, keys):
-    """(R, K) float32, K a multiple of 32, that 8-bit gradients round up by half a random step.
-
-    Without the half bit below the 16 random ones, or with the words of other elements, they round
-    down: what random values do not tell in 2^16 draws.
-    """
-    words = random_words(torch.arange(rows * cols, dtype=torch.int32), keys) & 0xFFFF
-    below = (1 << 20) - (words << 4) - 4  # of the spacing of three mantissa bits
-    x = (torch.tensor(2.5).view(torch.int32) + below).view(torch.float32).view(rows, cols)
-    x[:, ::32] = 100.0  # so that the scale is one
-    return x
 
 
 def pytest_addoption(parser):

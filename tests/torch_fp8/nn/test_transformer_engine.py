@@ -1,8 +1,6 @@
-"""The backend on a stub, and with ``-m transformer_engine`` on Transformer Engine's own Python."""
+"""The backend on a stub of Transformer Engine."""
 
 import copy
-import dataclasses
-import io
 import pickle
 import sys
 import types
@@ -14,11 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_fp8
-from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import Float8ColwiseParallel
 from torch_fp8.nn import transformer_engine
@@ -28,8 +24,7 @@ from torch_fp8.tensor.released_grad import ReleasedGrad
 from torch_fp8.tensor.split_weight import SplitWeight
 
 TE = FP8Config(backend="transformer-engine", opt_level="O1")
-DELAYED = FP8Config(backend="transformer-engine", recipe="delayed", amax_history_len=8)
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16 = torch.float32, torch.bfloat16
 IS_CUDA = transformer_engine._is_cuda
 RECIPES = ("tensorwise", "delayed", "blockwise")
 
@@ -62,13 +57,8 @@ def batch(step, tokens=7):
     return torch.randint(48, (3, tokens), generator=torch.Generator().manual_seed(step))
 
 
-def limit(te):
-    """Largest relative error: the stub multiplies in float32, the release's Python in FP8."""
-    return 0.1 if hasattr(te, "__file__") else 1e-5
-
-
-def agrees(te, ours, theirs):
-    return (ours.float() - theirs.float()).norm() <= limit(te) * theirs.float().norm()
+def agrees(ours, theirs):
+    return (ours.float() - theirs.float()).norm() <= 1e-5 * theirs.float().norm()
 
 
 def recorded(monkeypatch, te, what):
@@ -99,9 +89,6 @@ def train(model, steps=4, optimizer=None):
     return losses
 
 
-# --- What runs -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trains_as_a_stock_model(te, recipe):
     model, stock = Model(), Model()
@@ -109,9 +96,9 @@ def test_trains_as_a_stock_model(te, recipe):
     report = convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
     assert report.converted == ("up", "middle", "again", "down")
     assert report.skipped == (("lm_head", "skip='lm_head'"),)
-    assert train(model, steps=2) == pytest.approx(train(stock, steps=2), rel=limit(te))
+    assert train(model, steps=2) == pytest.approx(train(stock, steps=2), rel=1e-5)
     for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
-        assert recipe == "delayed" or agrees(te, ours, theirs)  # its first scales are 1
+        assert agrees(ours, theirs)
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (3, 5, 32), (0, 32), (2, 0, 32)])
@@ -126,10 +113,10 @@ def test_any_number_of_tokens(te, monkeypatch, shape):
         net.y = net(net.x)
         net.y.sum().backward()
     assert linear.y.shape == stock.y.shape
-    assert agrees(te, linear.y, stock.y)
-    assert agrees(te, linear.x.grad, stock.x.grad)
-    assert agrees(te, linear.weight.grad, stock.weight.grad)
-    assert agrees(te, linear.bias.grad, stock.bias.grad)
+    assert agrees(linear.y, stock.y)
+    assert agrees(linear.x.grad, stock.x.grad)
+    assert agrees(linear.weight.grad, stock.weight.grad)
+    assert agrees(linear.bias.grad, stock.bias.grad)
     assert seen in ([16], [32])
 
 
@@ -139,9 +126,7 @@ def test_any_number_of_tokens(te, monkeypatch, shape):
         (FP32, FP32, FP32, None, FP32, FP32),
         (BF16, BF16, BF16, None, BF16, BF16),
         (FP32, BF16, FP32, None, FP32, BF16),
-        (FP32, FP16, FP32, None, FP32, FP16),
         (BF16, FP32, FP32, None, BF16, BF16),
-        (BF16, BF16, FP32, None, BF16, BF16),
         (FP32, BF16, FP32, BF16, BF16, BF16),
         (FP32, FP32, FP32, BF16, BF16, BF16),
     ],
@@ -172,16 +157,6 @@ def test_dtypes_are_those_of_our_own_layers(
     assert seen == [multiplied]
 
 
-@pytest.mark.parametrize("eval_fp8", [True, False])
-def test_evaluation(te, monkeypatch, eval_fp8):
-    calls = []
-    monkeypatch.setattr(te.Linear, "forward", lambda self, inp: calls.append(inp) or inp)
-    linear = nn.Linear(32, 32)
-    convert_to_float8(linear, FP8Config(backend="transformer-engine", eval_fp8=eval_fp8))
-    linear.eval()(torch.ones(16, 32))
-    assert len(calls) == eval_fp8
-
-
 def test_takes_no_other_inputs(te):
     model = nn.Sequential(nn.Linear(32, 32))
     convert_to_float8(model, TE)
@@ -198,13 +173,9 @@ def test_compiles_without_a_break_of_ours(te, recipe):
     x = torch.randn(5, 32)
     expected = model(x)
     torch._dynamo.reset()
-    whole = not hasattr(te, "__file__")  # 2.20.2 breaks the graph where its GEMM is no operator
-    compiled = torch.compile(model, backend="eager", fullgraph=whole)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
     torch._dynamo.reset()
-
-
-# --- What stays ----------------------------------------------------------------------------------
 
 
 def test_keeps_parameters_tying_and_requires_grad(te):
@@ -244,52 +215,6 @@ def test_transformer_engine_makes_no_weights(te, monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), numbers)
 
 
-def test_a_frozen_weight_gets_no_gradient(te):
-    model = Model()
-    for name in ("middle", "down"):
-        getattr(model, name).weight.requires_grad_(False)
-    convert_to_float8(model, TE)
-    model(batch(0)).sum().backward()
-    assert model.middle.weight.grad is None
-    assert model.down.weight.grad is None
-    assert model.up.weight.grad is not None
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_checkpoints_are_those_of_the_stock_model(te, recipe):
-    model, stock = Model(), Model()
-    stock.load_state_dict(model.state_dict())
-    config = FP8Config(recipe=recipe, backend="transformer-engine")
-    convert_to_float8(model, config)
-    model(batch(0))
-    assert [name for name, _ in model.named_modules()] == [n for n, _ in stock.named_modules()]
-    assert [name for name, _ in model.named_buffers()] == []
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert list(loaded) == list(stock.state_dict())
-    for name, value in stock.state_dict().items():
-        assert torch.equal(value, loaded[name])
-    other = Model()
-    convert_to_float8(other, config)
-    assert not other.load_state_dict(loaded).missing_keys
-    other.load_state_dict(loaded, assign=True)
-    assert other(batch(0)).shape == model(batch(0)).shape
-    for name, value in model.state_dict().items():
-        assert torch.equal(other.state_dict()[name], value)
-
-
-def test_a_parameter_that_was_replaced_is_the_one_that_is_multiplied(te):
-    linear = nn.Linear(32, 32)
-    convert_to_float8(linear, TE)
-    x = torch.randn(16, 32)
-    linear(x)
-    linear.weight = nn.Parameter(torch.zeros(32, 32))
-    linear.bias = nn.Parameter(torch.ones(32))
-    assert torch.equal(linear(x), torch.ones(16, 32))
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_and_pickles_are_models_of_their_own(te, recipe, make):
@@ -323,23 +248,6 @@ def test_revert_leaves_stock_modules(te, recipe):
     assert torch.equal(model(batch(0)), stock(batch(0)))
 
 
-def test_another_backend_replaces_the_first_and_comes_back(te):
-    model = Model()
-    parameters = list(model.parameters())
-    convert_to_float8(model, TE)
-    model(batch(0))
-    convert_to_float8(model, FP8Config(opt_level="O1"))
-    assert layers(model) == []
-    assert {type(m) for m in model.children()} == {nn.Embedding, nn.Linear, Float8Linear}
-    assert not hasattr(model.up.fp8, "engine")
-    torch_loss = train(model, steps=1)
-    report = convert_to_float8(model, TE)
-    assert len(layers(model)) == len(report.converted) == 4
-    train(model, steps=1)
-    assert torch_loss[0] > 0
-    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
-
-
 class GatedMLP(nn.Module):
     def __init__(self):
         super().__init__()
@@ -362,18 +270,6 @@ def test_an_mlp_with_a_layer_of_each_backend_hands_over_plain_tensors(te):
     gradient, x.grad = x.grad, None
     stock(x).sum().backward()
     assert (gradient - x.grad).norm() < 0.1 * x.grad.norm()
-
-
-def test_norms_stay_as_they_are(te):
-    model = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6), "up": nn.Linear(32, 64)})
-    norm = type(model["norm"])
-    assert convert_to_float8(model).producers == ("norm",)
-    assert convert_to_float8(model, TE).producers == ()
-    assert type(model["norm"]) is norm
-    assert model["up"](model["norm"](torch.randn(3, 32))).shape == (3, 64)
-
-
-# --- Recipes and refusals ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -456,11 +352,6 @@ def test_options_that_transformer_engine_has_not(options, named):
         FP8Config(backend="transformer-engine", **options)
 
 
-def test_unknown_backend():
-    with pytest.raises(ValueError, match="'torch', 'transformer-engine'"):
-        FP8Config(backend="te")
-
-
 def test_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
@@ -468,20 +359,6 @@ def test_not_installed(monkeypatch):
     with pytest.raises(ImportError, match=r"pip install .*transformer-engine\[pytorch\]"):
         convert_to_float8(linear, TE)
     assert type(linear) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    "error", ["OSError('libcudart.so.13')", "RuntimeError('Found empty meta package')"]
-)
-def test_installed_in_part(te, monkeypatch, tmp_path, error):
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text(f"raise {error}\n")
-    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"(libcudart|empty meta package).*pip install"):
-        convert_to_float8(nn.Linear(32, 32), TE)
 
 
 def test_too_old(te, monkeypatch):
@@ -511,22 +388,6 @@ def test_auto_is_what_transformer_engine_has(te, monkeypatch):
     assert report.recipe.name == "tensorwise"
 
 
-def test_the_summary_names_it(te, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
-    model = Model()
-    named = dataclasses.replace(TE, recipe="tensorwise")  # auto would measure without TE
-    summary = convert_to_float8(model, named, device="cuda").summary(model)
-    assert "  GEMMs     Transformer Engine 2.20.2 on H200 (sm_90)" in summary.splitlines()
-    assert "FP8: 4 of 5 linear layers" in summary
-    other = dataclasses.replace(named, backend="torch")
-    plain = convert_to_float8(model, other, device="cuda").summary(model)
-    ours, theirs = (
-        [line for line in text.splitlines() if "GEMMs" not in line] for text in (plain, summary)
-    )
-    assert ours == theirs
-
-
 def test_sharded_weights_are_refused(te, single_process_group):
     mesh = init_device_mesh("cpu", (1,))
     sharded = fully_shard(nn.Sequential(nn.Linear(32, 32)), mesh=mesh)
@@ -544,9 +405,6 @@ def test_sharded_weights_are_refused(te, single_process_group):
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"got a DTensor.*one device and under DDP"):
         linear(torch.ones(16, 32))
-
-
-# --- Levels --------------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -601,31 +459,3 @@ def test_levels_run_as_with_our_own_layers(te, options):
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses["transformer-engine"][-1] < 0.8 * losses["transformer-engine"][0]
     assert losses["transformer-engine"] == pytest.approx(losses["torch"], rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "options", [{"opt_level": "O2", "recipe": "delayed"}, {"opt_level": "O3"}], ids=str
-)
-def test_ddp_runs_as_with_our_own_layers(te, single_process_group, options):
-    losses = {}
-    for backend in ("torch", "transformer-engine"):
-        torch.manual_seed(0)
-        model, config = Wide(), FP8Config(backend=backend, **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        convert_to_float8(model, config)
-        torch_fp8.convert_optimizer(optimizer, config, model=model)
-        wrapped = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
-        connect_ddp(wrapped, [optimizer], config)
-        losses[backend] = []
-        for step in range(6):
-            x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = (wrapped(x) - x).float().pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[backend].append(loss.item())
-    assert losses["transformer-engine"] == pytest.approx(losses["torch"], rel=0.05)
-    if options.get("recipe") == "delayed" and hasattr(te, "__file__"):
-        history, _ = model.up.scaling_state
-        assert (history > 0).sum(1).tolist() == [6, 6, 6]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, 
 from torch_fp8 import FP8Config, cli, memory_report
 from torch_fp8.planner import counts, layouts
 from torch_fp8.planner.counts import standing_bytes
-from torch_fp8.planner.estimate import linears_of
 from torch_fp8.planner.layouts import layers_alike
 from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8.planner.plan import _config_text as plan_config
@@ -62,12 +60,9 @@ def test_what_two_layers_hold_says_what_all_hold(layout, level, degrees, monkeyp
         config.layer_types = [*config.layer_types, *config.layer_types, config.layer_types[0]]
     setup = make_setup(config, **SMALL, **degrees)
     assert setup.layers_alike
-    held, linears = standing_bytes(setup, "policy", level), linears_of(setup, "policy", level)
+    held = standing_bytes(setup, "policy", level)
     monkeypatch.setattr(type(setup), "layers_alike", False)
     assert dataclasses.asdict(standing_bytes(setup, "policy", level)) == dataclasses.asdict(held)
-    in_full = linears_of(setup, "policy", level)
-    assert Counter(in_full.fp8) == Counter(linears.fp8)
-    assert Counter(in_full.bf16) == Counter(linears.bf16)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
     config = config_of("llama")
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
     # Steps hold nothing of what is counted here; those of O2 are run all the same.
-    idle = {(role, "bf16-mixed", 1): counts.StepBytes(*[0.0] * 6) for role in ROLES}
+    idle = {(role, "bf16-mixed", 1): counts.StepBytes(*[0.0] * 5) for role in ROLES}
     levels = {**SMALL, "levels": ("bf16-mixed", "O2")}
     lora = plan_beside({**idle}, config, **levels, method="lora", rank=2).levels
     assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
@@ -148,11 +143,10 @@ def test_tensor_and_pipeline_parallel_share_the_weights():
 
 
 @pytest.mark.long
-def test_checkpointing_saves_less_and_takes_longer(whole):
+def test_checkpointing_saves_less(whole):
     plain = whole.levels["O2"]
     again = plan(config_of("llama"), **SMALL, checkpointing=True, levels=("O2",)).levels["O2"]
     assert again.bytes["activations"] < plain.bytes["activations"]
-    assert again.seconds > plain.seconds
 
 
 @pytest.mark.parametrize(
@@ -254,19 +248,19 @@ def test_plain_text_stays_within_80_columns(whole):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "fits", "advised"),
+    ("peaks", "advised"),
     [
-        ({"O1": 3.0, "O2": 2.0, "O3": 2.0}, True, ("O2", "as fast as O3, and the default")),
-        ({"O1": 2.0, "O2": 2.0, "O3": 2.0}, True, ("O2", "as fast as O1 and O3, and the default")),
-        ({"O1": 3.0, "O2": 3.0, "O3": 2.0}, True, ("O3", "the fastest level that fits")),
-        ({"O2": 2.0}, True, ("O2", "the fastest level that fits")),
-        ({"O2": 2.0}, False, ("", "")),
+        ({"O1": 3, "O2": 2, "O3": 1}, ("O2", "the default, and it fits")),
+        ({"O1": 3, "O3": 1}, ("O3", "of the levels that fit, the one with the lowest peak")),
+        ({}, ("", "")),
     ],
 )
-def test_of_equal_levels_the_default_is_advised(seconds, fits, advised):
+def test_the_default_is_advised_or_the_lowest_peak(peaks, advised):
     levels = {
-        name: SimpleNamespace(config="{}", fits=fits, seconds=value)
-        for name, value in seconds.items()
+        name: SimpleNamespace(
+            config="{}" * (name != "BF16"), fits=name in peaks, peak=peaks.get(name)
+        )
+        for name in ("BF16", "O1", "O2", "O3")
     }
     assert advice(SimpleNamespace(levels=levels)) == advised
 
@@ -282,7 +276,6 @@ def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
     assert {*CATEGORIES, "activations", "total"} == set(level["bytes"])
     assert level["fits"] is True
     assert level["wire"] == 0
-    assert level["seconds"] > 0
     assert cli.main([*call, "--memory", "0.001"]) == 1
     capsys.readouterr()
     assert cli.main(["plan", "no-such-model"]) == 2
@@ -328,7 +321,7 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
 
     def step_bytes(setup, role, level):
         steps.append(setup.gpus)
-        return counts.StepBytes(*[1e6] * 6)
+        return counts.StepBytes(*[1e6] * 5)
 
     monkeypatch.setattr(sys.modules["torch_fp8.planner.plan"], "step_bytes", step_bytes)
     config_of("llama").save_pretrained(tmp_path)
@@ -336,7 +329,7 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
     assert cli.main([*call, "4", "8", "--fsdp", "4"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    assert text.count("4 GPUs") == text.count("8 GPUs (D2 F4)") == 4
+    assert text.count("4 GPUs") == text.count("8 GPUs (D2 F4)") == 2
     assert cli.main([*call, "1", "2", "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
     assert (one["setup"]["fsdp"], two["setup"]["fsdp"]) == (1, 2)

@@ -1,0 +1,147 @@
+"""Files that the release 0.1.0 wrote load, in `tests/data/v0.1.0` (its `write.py` wrote them)."""
+
+import dataclasses
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    load_trainable,
+    merged_state_dict,
+)
+from torch_fp8.quantization.suggestions import REMOVED
+
+FOLDER = Path(__file__).parent / "data" / "v0.1.0"
+FIELDS = {field.name: field.default for field in dataclasses.fields(FP8Config)}
+EXACT = ("o2", "o3_fp8", "residuals_4", "residuals_0", "bf16_residuals_4", "bf16_residuals_0")
+"""Files whose weights and moments are as they were saved; other moments are rounded to 8 bits."""
+
+
+def read(name):
+    """What was saved, and the first rows of its values by name."""
+    file = torch.load(FOLDER / f"{name}.pt", weights_only=False)
+    return file["saved"], file["values"]
+
+
+def training(name=""):
+    """A model with other weights, converted with today's defaults, and AdamW, which has stepped."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    model.to(torch.bfloat16 if name.startswith("bf16") else torch.float32)
+    config = FP8Config(recipe="tensorwise", opt_level="O3" if name.startswith("o3") else "O2")
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, config, model=model)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rows_of(model, optimizer):
+    """The first rows of weights and moments, by name."""
+    found = {f"weight {name}": w for name, w in merged_state_dict(model, optimizer).items()}
+    for name, parameter in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"{moment} {name}"] = optimizer.state[parameter][moment]
+    return {name: value.detach().float()[:8] + 0.0 for name, value in found.items()}
+
+
+@pytest.mark.parametrize("name", [*EXACT, "moments_4", "moments_4_fp8"])
+def test_states_of_models_and_optimizers_load(name):
+    saved, values = read(name)
+    model, optimizer = training(name)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    loaded = rows_of(model, optimizer)
+    assert loaded.keys() == values.keys()
+    for key, value in values.items():
+        if name in EXACT or not key.startswith("exp_avg "):
+            assert torch.equal(loaded[key], value), key
+        else:
+            torch.testing.assert_close(
+                loaded[key], value, rtol=0.0625, atol=0.01 * value.abs().max()
+            )
+    step(model, optimizer)
+
+
+def test_a_folder_of_distributed_checkpoint_loads():
+    model, optimizer = training()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=FOLDER / "dcp")
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    loaded = rows_of(model, optimizer)
+    for key, value in read("dcp_values")[1].items():
+        assert torch.equal(loaded[key], value), key
+
+
+@pytest.mark.parametrize("name", ["model", "model_residuals_4"])
+def test_pickled_models_load_and_train(name):
+    saved, values = read(name)
+    model = torch.load(io.BytesIO(saved), weights_only=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loaded = merged_state_dict(model, optimizer)
+    for key, value in values.items():
+        rows = loaded[key.removeprefix("weight ")].detach()[:8] + 0.0
+        assert torch.equal(rows, value), key
+    convert_optimizer(optimizer, FP8Config(recipe="tensorwise"), model=model)
+    step(model, optimizer)
+
+
+def test_pickled_configurations_drop_removed_options_with_a_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        configs, options = read("configs")
+    messages = [str(warning.message) for warning in caught if "0.1.0" in str(warning.message)]
+    removed = {name for of in options.values() for name in of if name not in FIELDS}
+    assert len(messages) == len(removed)
+    for name in removed:
+        assert any(f"{name!r}" in message for message in messages)
+    for name, config in configs.items():
+        kept = {key: value for key, value in options[name].items() if key in FIELDS}
+        assert config == FP8Config(**kept)
+        assert vars(config).keys() == FIELDS.keys()
+        assert FP8Config.from_json(config.to_json()) == config
+
+
+def test_an_option_that_is_gone_returns_to_its_default(monkeypatch):
+    config = FP8Config(recipe="rowwise", seed=7)
+    stored = {**vars(config), "gone": 4, "save_attention": "bf16"}
+    monkeypatch.setitem(REMOVED, "gone", "take seed")
+    loaded = FP8Config.__new__(FP8Config)
+    with pytest.warns(UserWarning, match="pickled has 'gone': 4, which is ignored: take seed"):
+        loaded.__setstate__(stored)
+    assert loaded == config
+    assert vars(loaded).keys() == FIELDS.keys()
+
+
+def test_exported_checkpoints_load():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = FOLDER / "exported"
+    sizes = LlamaConfig.from_pretrained(folder)
+    model = load_trainable(lambda: LlamaForCausalLM(sizes), folder, FP8Config(recipe="rowwise"))
+    for name, value in read("exported_values")[1].items():
+        rows = model.get_parameter(name).detach()[:8].float()
+        scale = value.abs().amax(-1, keepdim=True) if value.ndim > 1 else value.abs().max()
+        assert ((rows - value).abs() <= 0.0626 * value.abs() + 0.002 * scale).all(), name
