@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fp8.monitor.html_report import write_report
+from torch_fp8.monitor.report import tables, write_figures
 from torch_fp8.monitor.run_log import FILE_NAME, read_run
 
 
@@ -14,11 +14,12 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command to those of ``torch-fp8``."""
     report = commands.add_parser(
         "report",
-        help="write an HTML page and PNGs of what a run's monitor measured",
+        help="draw what a run's monitor measured as PNGs, and print its events and worst tensors",
         description=(
-            "Draw what a run with FP8Config(monitor=N) has measured: the loss with its events, "
-            "layers and steps as heat maps, the worst tensors, what fell back and why. Exit "
-            "status: 0 all is well, 1 there is nothing to draw, 2 a mistake in the call."
+            "Show what a run with FP8Config(monitor=N) has measured: the loss with its events, and "
+            "layers and steps as heat maps, in PNGs; the worst tensors, what fell back and why, in "
+            "tables. Exit status: 0 all is well, 1 there is nothing to draw, 2 a mistake in the "
+            "call."
         ),
     )
     report.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")
@@ -60,10 +61,11 @@ def _report(options: argparse.Namespace) -> int:
     for other, run in beside.items():
         lost = [] if run.losses else ["The run has no losses, so nothing was drawn."]
         record.notes += [f"{other}: {note}" for note in (*run.notes, *lost)]
-    written = write_report(record, folder, beside, name)
+    written = write_figures(record, folder, beside, name)
     for note in record.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"{written[0]}: {len(record.steps)} measured steps, {len(record.events)} events")
-    for path in written[1:]:
+    print(f"{name}: {len(record.steps)} measured steps, {len(record.events)} events")
+    print(f"{tables(record)}\n")
+    for path in written:
         print(path)
     return 0

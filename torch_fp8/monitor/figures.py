@@ -3,6 +3,7 @@
 import importlib
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ EVENTS = {
 }
 """Colour and label of each kind of event."""
 _BESIDE = (INK, GREEN, "#c05621", AWAY)
-_MOST_LABELS, _MOST_LETTERS = 48, 44
+_MOST_LABELS, _MOST_LETTERS, _MOST_TITLE = 48, 44, 130
 _RED, _APART = 0.8, 0.09
 """The position where red starts in a map's colours, and the minimum distance of labels, both from 0
 to 1.
@@ -125,7 +126,7 @@ def _dress(axes: Any) -> None:
 
 
 def draw_map(heat: HeatMap) -> bytes:
-    """Draw a map of layers and steps as a PNG; the colour bar has a line at each bound."""
+    """Draw a map of layers and steps as a PNG, with a line at each bound beside the colours."""
     rows, columns = len(heat.rows), len(heat.columns)
     labels = [_cut(name) for name in heat.rows]
     tall = min(max(0.19 * rows, 0.9), 8.5)
@@ -149,6 +150,8 @@ def draw_map(heat: HeatMap) -> bytes:
     ticks = sorted({round(i * (columns - 1) / 8) for i in range(9)})
     axes.set_xticks(ticks, [f"{heat.columns[i]:,}" for i in ticks], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
+    words = textwrap.fill(f"{topic.title}. {topic.meaning}", _MOST_TITLE)
+    axes.set_title(words, loc="left", fontsize=8.5, color=INK)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     for row in range(1, rows if each == 1 else 0):  # lines would hide thin rows

@@ -16,14 +16,14 @@ class Topic(NamedTuple):
     """The subject of a map.
 
     Attributes:
-        title: the title above it.
+        title: words above it.
         statistic, kinds: the statistic and the kinds of tensors; of several kinds of a layer the
             worst is drawn.
         small_is_bad: whether small values are the bad ones.
         logarithmic: whether the colour scale is logarithmic.
         unit: the unit after numbers; shares are shown in percent.
         lowest, highest: the ends of the colour scale.
-        meaning: a sentence below the title.
+        meaning: a sentence after the title.
     """
 
     title: str
