@@ -1,6 +1,5 @@
 """The command `torch-fp8`: what it prints, what it writes and what it returns."""
 
-import importlib
 import json
 import os
 import re
@@ -15,42 +14,39 @@ import torch_fp8
 from torch_fp8 import _version, cli
 from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.environment import cards, display, hosts, machine
-from torch_fp8.environment.check import Check
-from torch_fp8.environment.command import SECTIONS
+from torch_fp8.environment.command import REMOVED
 from torch_fp8.environment.result import Result
-from torch_fp8.quantization.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
-FINE = Check("planted", "fine", "platform:python_version")
-WRONG = Check("planted", "wrong", "torch_fp8.environment.recipes:check_gemms", ("no such recipe",))
+FINE = Result("self-test", "fine", "ok", "31.5 dB")
+WRONG = Result("self-test", "wrong", "failed", "no FP8", log="Traceback of no such recipe")
 
 
 @pytest.fixture
 def plant(monkeypatch, tmp_path):
-    """``plant(checks)``: the self-test has these, and no host is looked at."""
+    """``plant(results)``: the self-test has these, and no host is looked at."""
 
-    def install(*checks):
-        monkeypatch.setattr(machine, "self_test", lambda only: list(checks))
+    def install(*results):
+        monkeypatch.setattr(machine, "SUBJECTS", [result.name for result in results])
+        monkeypatch.setattr(machine, "smoke", lambda subjects: iter(results))
 
     monkeypatch.setattr(machine, "hosts", lambda: [Result("hosts", "accelerate", "ok", "1.15.0")])
     monkeypatch.chdir(tmp_path)
     return install
 
 
-@pytest.mark.long
 def test_all_green_is_0_and_leaves_a_report(plant, tmp_path, capsys):
     plant(FINE)
     assert cli.main(["env", "--self-test"]) == 0
     (report,) = tmp_path.iterdir()
     printed = capsys.readouterr()
     assert f"report: {report}" in printed.out
-    assert "[1/1] planted: fine ok" in printed.err
+    assert "[1/1] fine ok" in printed.err
     text = report.read_text()
     assert torch.__version__ in text
     assert re.search(r"fine +ok", text)
 
 
-@pytest.mark.long
 def test_something_red_is_1_and_the_report_has_its_traceback(plant, tmp_path, capsys):
     plant(WRONG, FINE)
     assert cli.main(["env", "--self-test", "--report", "mine.txt"]) == 1
@@ -64,7 +60,6 @@ def test_something_red_is_1_and_the_report_has_its_traceback(plant, tmp_path, ca
     assert "no such recipe" in text
 
 
-@pytest.mark.long
 def test_json_is_all_that_is_printed(plant, capsys):
     plant(WRONG)
     assert cli.main(["env", "--self-test", "--json"]) == 1
@@ -88,6 +83,7 @@ def test_without_the_self_test_nothing_is_written(plant, tmp_path, capsys):
     [
         ["env", "--only", "kernels"],
         ["env", "--self-test", "--only", "luck"],
+        ["env", "--self-test", "--only", "kernels", "speed"],
         ["env", "--report", "no/such/folder/report.txt"],
         ["export", "in", "out", "--format", "gguf"],
         ["fly"],
@@ -207,12 +203,12 @@ def test_what_a_machine_has_is_one_screen_and_all_of_it_an_option(plant, monkeyp
 
 
 def test_an_interrupt_leaves_a_table_and_no_report(plant, monkeypatch, tmp_path, capsys):
-    def interrupted(checks):
-        yield Result("planted", "first", "ok", "done")
+    def interrupted(subjects):
+        yield Result("self-test", "first", "ok", "done")
         raise KeyboardInterrupt
 
     plant(FINE)
-    monkeypatch.setattr(machine, "run_checks", interrupted)
+    monkeypatch.setattr(machine, "smoke", interrupted)
     assert cli.main(["env", "--self-test"]) == 130
     printed = capsys.readouterr()
     assert re.search(r"first +ok +done", printed.out)
@@ -407,30 +403,20 @@ def test_why_there_is_no_card(shown, monkeypatch):
     assert "built for the CPU" in shown(cuda=None)["none"].detail
 
 
-def test_parts_that_are_asked_for_alone(plant, monkeypatch, capsys):
+def test_subjects_that_are_asked_for_alone(plant, monkeypatch, capsys):
     asked = []
     plant()
-    monkeypatch.setattr(machine, "self_test", lambda only: asked.append(only) or [])
-    assert cli.main(["env", "--self-test", "--only", "kernels", "speed"]) == 0
-    assert asked == [["kernels", "speed"]]
+    monkeypatch.setattr(machine, "smoke", lambda subjects: asked.append(subjects) or [])
+    assert cli.main(["env", "--self-test", "--only", "kernels", "rowwise"]) == 0
+    assert asked == [["kernels", "rowwise"]]
     out = capsys.readouterr().out
     assert "accelerate" not in out
     assert "autoload" not in out  # in a checkout that is not installed it fails
 
 
-def test_the_self_test_has_every_kernel_recipe_host_and_level():
-    from torch_fp8.environment.self_test import self_test
-
-    checks = {f"{check.section}: {check.name}": check for check in self_test()}
-    assert {f"training steps: {host}" for host in ("Lightning Trainer", "TRL SFT")} <= set(checks)
-    assert {f"recipes: {name}" for name in (*RECIPES, "frozen weight")} <= set(checks)
-    assert "exchange: two processes" in checks
-    kernels = self_test(["kernels"])
-    assert len(kernels) == 5
-    if not torch.cuda.is_available():
-        assert {check.not_run for check in kernels} == {"no card"}
-        assert {check.not_run for check in self_test(["speed"])} == {"emulation: not timed"}
-    assert sum(len(self_test([part])) for part in SECTIONS) == len(checks)
-    for check in checks.values():
-        module, _, function = check.function.partition(":")
-        assert callable(getattr(importlib.import_module(module), function))
+@pytest.mark.parametrize("part", REMOVED)
+def test_a_part_that_the_self_test_had_is_refused_with_what_to_take(part, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["env", "--self-test", "--only", part])
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"'{part}' is no longer tested alone: {REMOVED[part]}" in error

@@ -1,7 +1,6 @@
 """``torch-fp8 env``: describe, test and print what a machine has for FP8 training."""
 
 import argparse
-import contextlib
 import datetime
 import os
 import shlex
@@ -18,8 +17,7 @@ from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.cards import cards
 from torch_fp8.environment.hosts import hosts
 from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
-from torch_fp8.environment.runner import run_checks
-from torch_fp8.environment.self_test import self_test
+from torch_fp8.environment.smoke import SUBJECTS, smoke
 from torch_fp8.environment.versions import versions
 
 INTERRUPTED = 130
@@ -29,29 +27,26 @@ INTERRUPTED = 130
 def describe(options: argparse.Namespace) -> int:
     """Describe this machine, and run the self-test if requested; returns the exit status."""
     if options.only and not options.self_test:
-        options.parser.error("--only chooses parts of --self-test")
+        options.parser.error("--only chooses subjects of --self-test")
     report = _report_path(options)
-    checks = self_test(options.only) if options.self_test else []
+    subjects = (options.only or SUBJECTS) if options.self_test else ()
     described: list[Result] = []
     tested: list[Result] = []
     interrupted = False
     try:
-        of_hosts = (autoload, hosts) if "hosts" in (options.only or ["hosts"]) else ()
+        of_hosts = () if options.only else (autoload, hosts)
         for describe in (versions, cards, *of_hosts):
             if describe is hosts:  # the imports of all hosts can take a minute
                 print("importing each installed host in a process of its own", file=sys.stderr)
             part = _guarded(describe)
             _show(part, options)
             described += part
-        with contextlib.closing(run_checks(checks)) as running:
-            for done, result in enumerate(running, 1):
-                tested.append(result)
-                words = f"[{done}/{len(checks)}]", f"{result.section}: {result.name}", result.status
-                print(*words, file=sys.stderr, flush=True)
+        for result in smoke(subjects) if subjects else ():
+            tested.append(result)
+            counter = f"[{len(tested)}/{len(subjects)}]"
+            print(counter, result.name, result.status, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         interrupted = True
-    order = {(check.section, check.name): i for i, check in enumerate(checks)}
-    tested.sort(key=lambda result: order.get((result.section, result.name), -1))
     _show(tested, options)
     results = described + tested
     if interrupted:

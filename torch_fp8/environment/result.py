@@ -38,10 +38,6 @@ class Result:
         return fields
 
 
-class NotRun(Exception):
-    """Raised by a check that cannot run here, with the reason, though nothing is wrong."""
-
-
 def exit_status(results: Iterable[Result]) -> int:
     """Return 1 if anything failed, else 0."""
     return int(any(result.status == FAILED for result in results))
