@@ -33,7 +33,7 @@ install_project() {
     pip_install -e ".[$1]"
   else
     rm -rf "$venv/source" && mkdir "$venv/source" || return 1
-    cp -r pyproject.toml setup.py scripts README.md LICENSE ./_fp8_*.py ./*_fp8 "$venv/source" || return 1
+    cp -r pyproject.toml setup.py scripts README.md LICENSE ./_fp8_*.py ./*_fp8 ./*_fp8_tools "$venv/source" || return 1
     pip_install "$venv/source"
   fi
 }

@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from torch_fp8._version import __version__
-from torch_fp8.advisor import command as check_command
-from torch_fp8.environment import command as env_command
-from torch_fp8.environment import convert_command, export_command
-from torch_fp8.monitor import command as report_command
-from torch_fp8.planner import command as plan_command
 from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8_tools.check import command as check_command
+from torch_fp8_tools.commands import convert_command, export_command
+from torch_fp8_tools.env import command as env_command
+from torch_fp8_tools.plan import command as plan_command
+from torch_fp8_tools.report import command as report_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

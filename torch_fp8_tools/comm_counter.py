@@ -204,7 +204,7 @@ def count_communication() -> Iterator[CommunicationCount]:
 
     ::
 
-        with torch_fp8.count_communication() as count:
+        with torch_fp8_tools.count_communication() as count:
             model(x).sum().backward()
         print(count, count.of("all-gather", torch.uint8).bytes_sent)
     """

@@ -3,9 +3,9 @@
     python -m benchmarks.evidence.expert_roofline            # runs/benchmarks/expert_roofline.csv
     python -m benchmarks.evidence.expert_roofline --docs     # writes the committed rows to the page
 
-The seconds are those of `torch_fp8.planner.experts` for one H100: the GEMMs of a block's experts,
-with their casts, gathers and transpositions, forward and backward. No card has measured them. A
-frozen base, below adapters, has no weight gradient and casts no weight.
+The seconds are those of `torch_fp8_tools.plan.experts` for one H100: the GEMMs of a block's
+experts, with their casts, gathers and transpositions, forward and backward. No card has measured
+them. A frozen base, below adapters, has no weight gradient and casts no weight.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import RESULTS, add_csv, read_rows, write_rows
-from torch_fp8.planner.experts import expert_weights_of, rows_per_expert, speedup
-from torch_fp8.planner.layouts import EXPERTS, build, period
-from torch_fp8.planner.setup import make_setup
+from torch_fp8_tools.plan.experts import expert_weights_of, rows_per_expert, speedup
+from torch_fp8_tools.plan.layouts import EXPERTS, build, period
+from torch_fp8_tools.plan.setup import make_setup
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "moe.md"
 MARK = "<!-- table: python -m benchmarks.evidence.expert_roofline --docs -->"

@@ -2,7 +2,7 @@
 
 from benchmarks.evidence.plan_memory import DOCS, FILE, MARK, RUNS, table
 from benchmarks.rows import RESULTS, read_rows
-from torch_fp8.planner.setup import LEVELS
+from torch_fp8_tools.plan.setup import LEVELS
 
 
 def test_the_page_shows_the_committed_rows():

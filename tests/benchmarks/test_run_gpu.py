@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_tests, run_gpu
 from benchmarks.rows import OUTPUT, read_rows
 from benchmarks.shapes import TOY_LLAMA, parameter_count
-from torch_fp8.environment.command import SUBJECTS
+from torch_fp8_tools.env.command import SUBJECTS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import torch_fp8
-from torch_fp8 import _version, cli
+from torch_fp8 import _version
 from torch_fp8.checkpoint.whole_folder import whole_file
-from torch_fp8.environment import cards, display, hosts, machine
-from torch_fp8.environment.command import REMOVED
-from torch_fp8.environment.result import Result
+from torch_fp8_tools import cli
+from torch_fp8_tools.env import cards, display, hosts, machine
+from torch_fp8_tools.env.command import REMOVED
+from torch_fp8_tools.env.result import Result
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE = Result("self-test", "fine", "ok", "31.5 dB")
@@ -269,8 +270,8 @@ def test_both_entries_print_the_version(command):
 def test_a_terminal_without_utf_8_and_a_pipe_that_closes():
     """The path has a letter that ASCII lacks; whoever reads takes one line and goes."""
     script = (
-        "import sys; from torch_fp8 import cli; from torch_fp8.environment import machine;"
-        "from torch_fp8.environment.result import Result;"
+        "import sys; from torch_fp8_tools import cli; from torch_fp8_tools.env import machine;"
+        "from torch_fp8_tools.env.result import Result;"
         "machine.hosts = lambda: [Result('hosts', 'caf\\u00e9', 'ok')] * 5000;"
         "sys.exit(cli.main(['env']))"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8 import CommunicationCount, count_communication
+from torch_fp8_tools import CommunicationCount, count_communication
 
 pytestmark = pytest.mark.long
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_fp8 import cli
-from torch_fp8.environment.host_models import model_folder
+from torch_fp8_tools import cli
+from torch_fp8_tools.host_models import model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,7 @@ def test_what_no_command_expects_is_one_line_and_a_file(monkeypatch, tmp_path, c
         raise KeyError("nobody thought of this")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torch_fp8.planner.command.run", fail)
+    monkeypatch.setattr("torch_fp8_tools.plan.command.run", fail)
     assert cli.main(["plan", "llama-3.1-8b"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -36,7 +36,7 @@ def test_a_full_disk_is_one_line_and_no_fault(monkeypatch, capsys):
     def fail(options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch_fp8.environment.command.run", fail)
+    monkeypatch.setattr("torch_fp8_tools.env.command.run", fail)
     assert cli.main(["env"]) == 1
     assert capsys.readouterr().err == "torch-fp8 env: [Errno 28] No space left on device\n"
 
@@ -45,10 +45,10 @@ def test_an_interrupt_of_any_command_is_130(monkeypatch, capsys):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_fp8.planner.command.run", interrupt)
+    monkeypatch.setattr("torch_fp8_tools.plan.command.run", interrupt)
     assert cli.main(["plan", "llama-3.1-8b"]) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
-    monkeypatch.setattr("torch_fp8.environment.convert_command.run", interrupt)
+    monkeypatch.setattr("torch_fp8_tools.commands.convert_command.run", interrupt)
     assert cli.main(["convert-optimizer", "states", "converted"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -70,7 +70,7 @@ def test_names_of_the_hub_are_looked_up_in_its_cache(monkeypatch, tmp_path):
 
 def test_no_message_installs_from_an_index_where_the_package_is_not():
     """torch-fp8 is installed from a clone, or from a file of a release."""
-    for package in ("torch_fp8", "lightning_fp8", "accelerate_fp8"):
+    for package in ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8"):
         for path in (ROOT / package).rglob("*.py"):
             assert not re.search(r"install[^\n]*torch-fp8\[", path.read_text()), path
 
@@ -194,7 +194,7 @@ def tiny_llama(tmp_path_factory):
 
 PRINTS = """
 import sys, _fp8_command
-from torch_fp8.planner import command
+from torch_fp8_tools.plan import command
 command.run = lambda options: print("a plan") or 0
 sys.exit(_fp8_command.main())
 """

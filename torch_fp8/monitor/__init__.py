@@ -1,1 +1,1 @@
-"""FP8 statistics of a training run, alarms, automatic fallbacks, and the report of a run."""
+"""FP8 statistics of a training run, alarms, and automatic fallbacks."""

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.advisor.batches import batches_of_file, random_batches
-from torch_fp8.advisor.measure import measure
-from torch_fp8.advisor.measure_experts import watched_experts
-from torch_fp8.advisor.proposal import FINER, Proposal, propose
-from torch_fp8.advisor.table import text_of
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import conversion_report
-from torch_fp8.environment.cards import usable_device
-from torch_fp8.environment.host_models import model_class, model_folder
-from torch_fp8.environment.result import last_line
+from torch_fp8_tools.check.batches import batches_of_file, random_batches
+from torch_fp8_tools.check.measure import measure
+from torch_fp8_tools.check.measure_experts import watched_experts
+from torch_fp8_tools.check.proposal import FINER, Proposal, propose
+from torch_fp8_tools.check.table import text_of
+from torch_fp8_tools.env.cards import usable_device
+from torch_fp8_tools.env.result import last_line
+from torch_fp8_tools.host_models import model_class, model_folder
 
 _DEFAULTS = FP8Config()
 _LENGTH = 512

@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    from torch_fp8.advisor.check import check
+    from torch_fp8_tools.check.check import check
 
     return check(options)
 

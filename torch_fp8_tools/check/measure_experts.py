@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.advisor.measure import EXPERT_RECIPE, LayerFindings, median_db, product
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import is_batched
 from torch_fp8.nn.experts import expert_recipe
+from torch_fp8_tools.check.measure import EXPERT_RECIPE, LayerFindings, median_db, product
 
 ROWS = 32
 """The maximum number of tokens kept of each expert."""

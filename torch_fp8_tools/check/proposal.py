@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_fp8.advisor.measure import EXPERT_RECIPE, LayerFindings
 from torch_fp8.config import FP8Config
+from torch_fp8_tools.check.measure import EXPERT_RECIPE, LayerFindings
 
 ENOUGH = 24.0
 """The sufficient SQNR of a product's median row in dB: 4.5 below that of Gaussian operands, three

@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from torch_fp8.advisor.proposal import LayerProposal, Proposal
 from torch_fp8.quantization.wording import by_reason, first_of
+from torch_fp8_tools.check.proposal import LayerProposal, Proposal
 
 WIDTH = 80
 _NAME, _DB = 44, 8

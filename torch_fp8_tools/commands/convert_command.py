@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    from torch_fp8.checkpoint.stock_states import convert_optimizer_file
+    from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
     print(convert_optimizer_file(options.checkpoint, options.path))
     return 0

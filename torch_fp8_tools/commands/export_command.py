@@ -42,10 +42,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
     from torch_fp8.config import FP8Config
-    from torch_fp8.environment.cards import usable_device
-    from torch_fp8.environment.host_models import model_class, model_folder
+    from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
+    from torch_fp8_tools.env.cards import usable_device
+    from torch_fp8_tools.host_models import model_class, model_folder
 
     if options.format is None:
         raise ValueError(f"name the format with --format: {_FORMATS}")

@@ -5,7 +5,7 @@ import sys
 from importlib import metadata
 
 from torch_fp8.config import ENV_VAR, FP8Config
-from torch_fp8.environment.result import FAILED, INFO, OK, Result, last_line
+from torch_fp8_tools.env.result import FAILED, INFO, OK, Result, last_line
 
 SECTION = "autoload"
 VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"

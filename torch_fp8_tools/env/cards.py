@@ -5,10 +5,10 @@ import warnings
 
 import torch
 
-from torch_fp8.environment.result import INFO, OK, Result, last_line, one_line
 from torch_fp8.ops.hardware import reason_not_native
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8_tools.env.result import INFO, OK, Result, last_line, one_line
 
 CARDS, NATIVE = "cards", "recipes on cards"
 EMULATION = (

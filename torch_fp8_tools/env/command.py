@@ -64,6 +64,6 @@ def _subject(name: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
-    from torch_fp8.environment.machine import describe
+    from torch_fp8_tools.env.machine import describe
 
     return describe(options)

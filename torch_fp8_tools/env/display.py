@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fp8.environment.result import FAILED, INFO, NOT_RUN, OK, Result, exit_status
+from torch_fp8_tools.env.result import FAILED, INFO, NOT_RUN, OK, Result, exit_status
 
 _MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
 _MOST_NAME_WIDTH = 48

@@ -1,6 +1,6 @@
 """Reports which extension points of a host are extended; runs in its own process.
 
-``python -m torch_fp8.environment.host_points MODULE ...`` imports torch and these modules of one
+``python -m torch_fp8_tools.env.host_points MODULE ...`` imports torch and these modules of one
 host, as a script would, and prints the state of the points below as JSON. So a broken host, or one
 that ends the process, affects nothing else.
 """
@@ -13,7 +13,7 @@ import warnings
 from typing import Any, get_args
 
 import _fp8_points
-from torch_fp8.environment.result import last_line
+from torch_fp8_tools.env.result import last_line
 
 _FLAG = "fp8-mixed"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch_fp8
 from torch_fp8._version import distribution_version
-from torch_fp8.environment.host_points import HELD, MOVED, POINTS
-from torch_fp8.environment.result import FAILED, INFO, OK, Result, one_line
+from torch_fp8_tools.env.host_points import HELD, MOVED, POINTS
+from torch_fp8_tools.env.result import FAILED, INFO, OK, Result, one_line
 
 SECTION = "hosts"
 _DISTRIBUTIONS = {
@@ -104,7 +104,7 @@ def _look(host: str) -> dict[str, Any] | str:
     """Return the output of `host_points`, or a text that says why there is none."""
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]],
+            [sys.executable, "-m", "torch_fp8_tools.env.host_points", *POINTS[host]],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

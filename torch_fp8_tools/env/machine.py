@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_fp8.checkpoint.whole_folder import whole_file
-from torch_fp8.environment import display
-from torch_fp8.environment.autoload import autoload
-from torch_fp8.environment.cards import cards
-from torch_fp8.environment.hosts import hosts
-from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
-from torch_fp8.environment.smoke import SUBJECTS, smoke
-from torch_fp8.environment.versions import versions
+from torch_fp8_tools.env import display
+from torch_fp8_tools.env.autoload import autoload
+from torch_fp8_tools.env.cards import cards
+from torch_fp8_tools.env.hosts import hosts
+from torch_fp8_tools.env.result import FAILED, Result, exit_status, last_line
+from torch_fp8_tools.env.smoke import SUBJECTS, smoke
+from torch_fp8_tools.env.versions import versions
 
 INTERRUPTED = 130
 """The exit status of a command that was interrupted."""

@@ -1,6 +1,6 @@
 """The self-test: each recipe in its own process, with the shapes that training meets first.
 
-``python -m torch_fp8.environment.smoke SUBJECT`` runs the checks of one subject and prints what it
+``python -m torch_fp8_tools.env.smoke SUBJECT`` runs the checks of one subject and prints what it
 found in its last line: the kernels against their references, a recipe, or a frozen weight. A
 subject that raises, hangs or ends its process only fails its own line.
 
@@ -28,9 +28,6 @@ from torch_fp8._version import distribution_version
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.freeze import freeze
-from torch_fp8.environment.command import SUBJECTS
-from torch_fp8.environment.hosts import child_environment
-from torch_fp8.environment.result import FAILED, NOT_RUN, OK, Result, last_line, one_line
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormBackwardInputs, NormInputs
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops import messages, refused_rows, rms_norm, swiglu, swiglu_backward
@@ -41,6 +38,9 @@ from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8.quantization.formats import E4M3, E5M2, MIN_CAPABILITY
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, Gemm, Granularity, make_recipe
+from torch_fp8_tools.env.command import SUBJECTS
+from torch_fp8_tools.env.hosts import child_environment
+from torch_fp8_tools.env.result import FAILED, NOT_RUN, OK, Result, last_line, one_line
 
 SECTION = "self-test"
 KERNELS, *_, FROZEN = SUBJECTS

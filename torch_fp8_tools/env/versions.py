@@ -11,8 +11,8 @@ import torch
 
 import torch_fp8
 from torch_fp8._version import distribution_version
-from torch_fp8.environment.result import FAILED, INFO, Result
 from torch_fp8.ops.kernel_driver import PACKAGES, check_driver, missing_tools
+from torch_fp8_tools.env.result import FAILED, INFO, Result
 
 SECTION = "versions"
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")

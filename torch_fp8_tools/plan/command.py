@@ -6,11 +6,11 @@ import json
 import sys
 from typing import Any
 
-from torch_fp8.planner.cards import CARDS
-from torch_fp8.planner.layouts import FAMILIES, PRESETS
-from torch_fp8.planner.setup import LEVELS, METHODS, ROLES, make_setup
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.wording import aligned
+from torch_fp8_tools.plan.cards import CARDS
+from torch_fp8_tools.plan.layouts import FAMILIES, PRESETS
+from torch_fp8_tools.plan.setup import LEVELS, METHODS, ROLES, make_setup
 
 
 def add_parser(commands: Any) -> None:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from torch_fp8.planner.plan import plan
+    from torch_fp8_tools.plan.plan import plan
 
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
@@ -96,8 +96,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
-    from torch_fp8.planner.plan import plan_beside
-    from torch_fp8.planner.tables import scaling_text
+    from torch_fp8_tools.plan.plan import plan_beside
+    from torch_fp8_tools.plan.tables import scaling_text
 
     counted: dict[tuple[str, str, int], Any] = {}
     run = {"levels": levels, **_arguments(options)}
@@ -110,8 +110,8 @@ def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
 
 
 def _largest(options: argparse.Namespace) -> int:
-    from torch_fp8.planner.plan import largest
-    from torch_fp8.planner.tables import gib
+    from torch_fp8_tools.plan.plan import largest
+    from torch_fp8_tools.plan.tables import gib
 
     if len(options.gpus) > 1:
         raise ValueError("--largest takes one number of --gpus")

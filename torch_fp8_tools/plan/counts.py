@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
-from torch_fp8.distributed.comm_counter import CommunicationCount
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
-from torch_fp8.planner.experts import GroupedInBF16
-from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
-from torch_fp8.planner.layouts import blocks_of, period
-from torch_fp8.planner.memory_tracker import MemoryTracker
-from torch_fp8.planner.models import (
+from torch_fp8_tools.comm_counter import CommunicationCount
+from torch_fp8_tools.plan.experts import GroupedInBF16
+from torch_fp8_tools.plan.fake_ranks import FakeRecorder, fake_ranks
+from torch_fp8_tools.plan.layouts import blocks_of, period
+from torch_fp8_tools.plan.memory_tracker import MemoryTracker
+from torch_fp8_tools.plan.models import (
     connect,
     make_model,
     only_stage,
@@ -36,7 +36,7 @@ from torch_fp8.planner.models import (
     sharded,
     stages,
 )
-from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
+from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
 _GATHERS = ("all-gather", "all-reduce")
 _FEWEST_LAYERS, _FEWEST_SHARDED = 2, 3
@@ -74,8 +74,8 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
 
     Args:
         setup: the planned run.
-        role: one of `torch_fp8.planner.setup.ROLES`.
-        level: one of `torch_fp8.planner.setup.LEVELS`.
+        role: one of `torch_fp8_tools.plan.setup.ROLES`.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
 
     def report(stage: str, layers: int) -> Counter[str]:

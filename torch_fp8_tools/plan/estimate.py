@@ -8,7 +8,7 @@ Launches are free. Collectives of FSDP2 and DDP overlap with compute, those of t
 not; a pipeline idles for (P - 1) / m of its time, with m micro-batches. The generation of an RLHF
 step is not included.
 
-The rates are data sheet peaks times reachable shares (`torch_fp8.planner.cards`); no GPU has
+The rates are data sheet peaks times reachable shares (`torch_fp8_tools.plan.cards`); no GPU has
 measured them yet.
 """
 
@@ -21,17 +21,17 @@ from torch import nn
 
 from torch_fp8.conversion.memory import MemoryReport
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.planner.cards import (
+from torch_fp8_tools.plan.cards import (
     GPUS_PER_NODE,
     LATENCY,
     SHARE_OF_BANDWIDTH,
     SHARE_OF_FLOPS,
     SHARE_OF_LINK,
 )
-from torch_fp8.planner.counts import StepBytes, by_layers
-from torch_fp8.planner.experts import ExpertWeight, expert_seconds, expert_weights_of
-from torch_fp8.planner.models import make_model, stages
-from torch_fp8.planner.setup import BF16, TRAINED, Setup
+from torch_fp8_tools.plan.counts import StepBytes, by_layers
+from torch_fp8_tools.plan.experts import ExpertWeight, expert_seconds, expert_weights_of
+from torch_fp8_tools.plan.models import make_model, stages
+from torch_fp8_tools.plan.setup import BF16, TRAINED, Setup
 
 CAST_BYTES = {
     "tensorwise": (6.0, 6.0, 6.0),
@@ -85,8 +85,8 @@ def linears_of(setup: Setup, role: str, level: str) -> Linears:
 
     Args:
         setup: the planned run.
-        role: one of `torch_fp8.planner.setup.ROLES`.
-        level: one of `torch_fp8.planner.setup.LEVELS`.
+        role: one of `torch_fp8_tools.plan.setup.ROLES`.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
 
     def count(layers: int) -> Counter[tuple[str, Any]]:
@@ -117,7 +117,7 @@ def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> flo
         setup: the planned run.
         trained: the number of elements of a GPU's gradients.
         step: the counted bytes of a step.
-        level: one of `torch_fp8.planner.setup.LEVELS`.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
     fsdp = (step.gathered + step.scattered) * setup.accumulate
     return fsdp + _replica_bytes(setup, trained, level) + _tensor_bytes(setup)
@@ -131,7 +131,7 @@ def seconds_of_step(
 
     Args:
         setup: the planned run.
-        level: one of `torch_fp8.planner.setup.LEVELS`.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
         linears, standing, steps, trained_elements: dicts from role to the linears of a GPU's part
             of the model, the counted bytes, and the number of elements of its gradients.
     """

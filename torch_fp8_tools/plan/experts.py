@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
-from torch_fp8.planner.cards import SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS
-from torch_fp8.planner.setup import Setup
+from torch_fp8_tools.plan.cards import SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS
+from torch_fp8_tools.plan.setup import Setup
 
 TILE = 128
 """The number of rows in a tile of a grouped GEMM."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_fp8.distributed.comm_counter import Recorder
+from torch_fp8_tools.comm_counter import Recorder
 
 
 class FakeRecorder(Recorder):

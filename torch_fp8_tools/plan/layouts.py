@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fp8.environment.host_models import imported, missing_package, model_folder
+from torch_fp8_tools.host_models import imported, missing_package, model_folder
 
 
 def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:

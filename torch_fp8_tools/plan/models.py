@@ -15,10 +15,10 @@ from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.freeze import freeze
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.environment.host_models import imported
 from torch_fp8.optim.convert import convert_optimizer
-from torch_fp8.planner.layouts import blocks_of, build, num_layers, split_for_tensor_parallel
-from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
+from torch_fp8_tools.host_models import imported
+from torch_fp8_tools.plan.layouts import blocks_of, build, num_layers, split_for_tensor_parallel
+from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
 
 def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None) -> nn.Module:
@@ -28,8 +28,8 @@ def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None
 
     Args:
         setup: the planned run.
-        role: one of `torch_fp8.planner.setup.ROLES`.
-        level: one of `torch_fp8.planner.setup.LEVELS`.
+        role: one of `torch_fp8_tools.plan.setup.ROLES`.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
         layers: the number of its layers; None: all.
     """
     model = build(setup.config, num_layers=layers, judges=role in JUDGES)

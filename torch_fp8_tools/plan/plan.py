@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_fp8.conversion.memory import MemoryReport
-from torch_fp8.planner.counts import StepBytes, by_layers, standing_bytes, step_bytes
-from torch_fp8.planner.estimate import Seconds, linears_of, seconds_of_step, wire_bytes
-from torch_fp8.planner.experts import (
+from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.quantization.suggestions import unknown_options
+from torch_fp8_tools.plan.counts import StepBytes, by_layers, standing_bytes, step_bytes
+from torch_fp8_tools.plan.estimate import Seconds, linears_of, seconds_of_step, wire_bytes
+from torch_fp8_tools.plan.experts import (
     LEAST_SPEEDUP,
     SKIP,
     expert_weights_of,
     rows_per_expert,
     speedup,
 )
-from torch_fp8.planner.layouts import family_of, num_layers, period
-from torch_fp8.planner.models import make_model
-from torch_fp8.planner.setup import BF16, DEFAULT_SKIP, LEVELS, TRAINED, Setup, make_setup
-from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.quantization.suggestions import unknown_options
+from torch_fp8_tools.plan.layouts import family_of, num_layers, period
+from torch_fp8_tools.plan.models import make_model
+from torch_fp8_tools.plan.setup import BF16, DEFAULT_SKIP, LEVELS, TRAINED, Setup, make_setup
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 USABLE = 0.99
@@ -110,7 +110,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from torch_fp8.planner.tables import plain_text
+        from torch_fp8_tools.plan.tables import plain_text
 
         return plain_text(self)
 
@@ -121,7 +121,7 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
     Weights, gradients and optimizer states are counted exactly: the real conversion runs on the
     real modules on the meta device, sharded by FSDP2 over the same number of ranks. Activations and
     network traffic are counted in a step on tensors without memory. Time is an estimate from data
-    sheets (`torch_fp8.planner.estimate`).
+    sheets (`torch_fp8_tools.plan.estimate`).
 
     Args:
         model: a preset (``llama-3.1-8b``, ...), a ``config.json`` or a folder that contains one, or
@@ -235,7 +235,7 @@ def largest(
 
     Args:
         family: ``gpt``, ``llama``, ``qwen3``, or a preset of one of them.
-        level: one of `torch_fp8.planner.setup.LEVELS`.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
         options: see `plan`.
     Returns:
         The preset's name (None if none fits), and the plan of each preset that was tried.

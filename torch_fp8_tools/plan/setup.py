@@ -9,11 +9,11 @@ from typing import Any
 
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import check_card
-from torch_fp8.planner.cards import Card, card_named
-from torch_fp8.planner.layouts import layers_alike, num_layers, read_config
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8_tools.plan.cards import Card, card_named
+from torch_fp8_tools.plan.layouts import layers_alike, num_layers, read_config
 
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_fp8.config import FP8Config
-from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
-from torch_fp8.planner.setup import BF16, Setup
 from torch_fp8.quantization.wording import aligned
+from torch_fp8_tools.plan.plan import CATEGORIES, LevelPlan, Plan
+from torch_fp8_tools.plan.setup import BF16, Setup
 
 _GIB = 2**30
 _DEFAULT = FP8Config().opt_level

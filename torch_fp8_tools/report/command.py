@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_fp8.monitor.report import tables, write_figures
-from torch_fp8.monitor.run_log import FILE_NAME, read_run
+from torch_fp8.monitor.run_log import FILE_NAME
+from torch_fp8_tools.report.report import tables, write_figures
+from torch_fp8_tools.report.run_record import read_run
 
 
 def add_parser(commands: Any) -> None:

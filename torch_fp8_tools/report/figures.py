@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_fp8.monitor.heat_map import HeatMap, Topic
+from torch_fp8_tools.report.heat_map import HeatMap, Topic
 
 INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
 AWAY = "#8a4fd3"

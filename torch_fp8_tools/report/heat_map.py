@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
-from torch_fp8.monitor.run_log import RunRecord
 from torch_fp8.monitor.series import PREFIX
+from torch_fp8_tools.report.run_record import RunRecord
 
 MOST_COLUMNS = 200
 """The maximum number of columns of a map; steps that share a column show the worst value."""

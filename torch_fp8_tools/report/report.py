@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
-from torch_fp8.monitor.figures import EVENTS, draw_loss, draw_map
-from torch_fp8.monitor.heat_map import TOPICS, heat_map
-from torch_fp8.monitor.run_log import RunRecord
 from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.wording import aligned, counted
+from torch_fp8_tools.report.figures import EVENTS, draw_loss, draw_map
+from torch_fp8_tools.report.heat_map import TOPICS, heat_map
+from torch_fp8_tools.report.run_record import RunRecord
 
 _WORST, _MOST_EVENTS = 12, 200
 _BAD = {

@@ -16,7 +16,7 @@ from torch_fp8 import (
     merged_state_dict,
     scaling_state_dict,
 )
-from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
+from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 
 def _trained(recipe="blockwise", opt_level="O2", **changes):

@@ -6,8 +6,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import tiny_llama
-from torch_fp8 import cli, convert_to_float8, export
-from torch_fp8.environment.host_models import model_class
+from torch_fp8 import convert_to_float8, export
+from torch_fp8_tools import cli
+from torch_fp8_tools.host_models import model_class
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import textwrap
 
 import pytest
 
-from torch_fp8.environment import hosts
-from torch_fp8.environment.autoload import autoload
-from torch_fp8.environment.host_points import HELD, POINTS, inspect_host, is_ours
+from torch_fp8_tools.env import hosts
+from torch_fp8_tools.env.autoload import autoload
+from torch_fp8_tools.env.host_points import HELD, POINTS, inspect_host, is_ours
 
 pytestmark = pytest.mark.long
 
@@ -117,7 +117,7 @@ def test_a_host_that_is_not_installed_is_no_failure(monkeypatch):
 
 def _autoload(**variables):
     code = """
-        from torch_fp8.environment.autoload import autoload
+        from torch_fp8_tools.env.autoload import autoload
         for result in autoload():
             print(result.status, "|", result.detail)
     """

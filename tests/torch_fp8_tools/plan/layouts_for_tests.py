@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torch_fp8 import convert_optimizer, convert_to_float8
-from torch_fp8.planner.setup import LEVELS
+from torch_fp8_tools.plan.setup import LEVELS
 
 _SIZES = {
     "vocab_size": 96,

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from tests.moe_models import moe_model
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import expected_memory
-from torch_fp8.planner.counts import StepBytes
-from torch_fp8.planner.experts import (
+from torch_fp8_tools.plan.counts import StepBytes
+from torch_fp8_tools.plan.experts import (
     SKIP,
     ExpertWeight,
     expert_seconds,
@@ -21,9 +21,9 @@ from torch_fp8.planner.experts import (
     rows_per_expert,
     speedup,
 )
-from torch_fp8.planner.layouts import EXPERTS, build, read_config
-from torch_fp8.planner.plan import plan, plan_beside
-from torch_fp8.planner.setup import make_setup
+from torch_fp8_tools.plan.layouts import EXPERTS, build, read_config
+from torch_fp8_tools.plan.plan import plan, plan_beside
+from torch_fp8_tools.plan.setup import make_setup
 
 SIZES = {
     "vocab_size": 96,
@@ -127,7 +127,7 @@ def test_experts_that_do_not_pay_are_planned_in_bf16():
     ],
 )
 def test_the_step_that_fits_and_is_faster_decides(monkeypatch, fits, seconds, left):
-    module = sys.modules["torch_fp8.planner.plan"]
+    module = sys.modules["torch_fp8_tools.plan.plan"]
 
     def plan_level(setup, level, *counted):
         kind = "BF16" if setup.skip else "FP8"

@@ -12,16 +12,17 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
-from torch_fp8 import FP8Config, cli, memory_report
-from torch_fp8.planner import counts, layouts
-from torch_fp8.planner.counts import standing_bytes
-from torch_fp8.planner.estimate import linears_of
-from torch_fp8.planner.layouts import layers_alike
-from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
-from torch_fp8.planner.plan import _config_text as plan_config
-from torch_fp8.planner.setup import LEVELS, ROLES, make_setup
-from torch_fp8.planner.tables import advice, plain_text
+from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
+from torch_fp8 import FP8Config, memory_report
+from torch_fp8_tools import cli
+from torch_fp8_tools.plan import counts, layouts
+from torch_fp8_tools.plan.counts import standing_bytes
+from torch_fp8_tools.plan.estimate import linears_of
+from torch_fp8_tools.plan.layouts import layers_alike
+from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
+from torch_fp8_tools.plan.plan import _config_text as plan_config
+from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
+from torch_fp8_tools.plan.tables import advice, plain_text
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
 SMALL = {"sequence": 32, "recipe": "tensorwise"}
@@ -211,7 +212,7 @@ def test_a_folder_is_planned_as_its_configuration(whole, tmp_path):
 
 
 def test_presets_have_the_sizes_of_their_names():
-    from torch_fp8.planner.layouts import PRESETS, build, read_config
+    from torch_fp8_tools.plan.layouts import PRESETS, build, read_config
 
     others = {"qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7}
     for name in PRESETS:
@@ -314,7 +315,7 @@ def test_what_does_not_fit_is_planned_again_with_checkpointing(
         def __str__(self):
             return f"checkpointing {self.checkpointing}\n"
 
-    monkeypatch.setattr(sys.modules["torch_fp8.planner.plan"], "plan", Made)
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", Made)
     assert cli.main(["plan", "llama-3.1-8b", *options]) == status
     assert calls == tried
     printed = capsys.readouterr()
@@ -330,7 +331,7 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
         steps.append(setup.gpus)
         return counts.StepBytes(*[1e6] * 6)
 
-    monkeypatch.setattr(sys.modules["torch_fp8.planner.plan"], "step_bytes", step_bytes)
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "step_bytes", step_bytes)
     config_of("llama").save_pretrained(tmp_path)
     call = ["plan", str(tmp_path), "--sequence", "32", "--level", "O2", "--gpus"]
     assert cli.main([*call, "4", "8", "--fsdp", "4"]) == 0
@@ -357,7 +358,7 @@ def test_ctrl_c_leaves_nothing(capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["torch_fp8.planner.plan"], "plan", interrupted)
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", interrupted)
     assert cli.main(["plan", "gpt"]) == 130
     assert "nothing was written" in capsys.readouterr().err
 

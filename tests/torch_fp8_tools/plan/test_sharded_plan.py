@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, levels_of
+from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, levels_of
 from torch_fp8 import plan
-from torch_fp8.planner.counts import standing_bytes
-from torch_fp8.planner.plan import plan_beside
-from torch_fp8.planner.setup import LEVELS, make_setup
+from torch_fp8_tools.plan.counts import standing_bytes
+from torch_fp8_tools.plan.plan import plan_beside
+from torch_fp8_tools.plan.setup import LEVELS, make_setup
 
 pytestmark = pytest.mark.long
 OPTIONS = {"sequence": 32, "recipe": "tensorwise"}

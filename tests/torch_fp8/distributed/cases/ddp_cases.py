@@ -25,7 +25,6 @@ from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
-    count_communication,
     memory_report,
     merged_state_dict,
     restore_weights,
@@ -39,6 +38,7 @@ from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.residual import residual_of
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8_tools import count_communication
 
 RANK = int(sys.argv[1])
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.kernels.arguments import CastOptions
@@ -38,6 +38,7 @@ from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_shard import SplitShard
+from torch_fp8_tools import count_communication
 
 
 def case_own_states():

@@ -15,17 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    count_communication,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp import expert_gather
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.nn.expert_storage import transposed_stacked
+from torch_fp8_tools import count_communication
 
 STEPS = 2
 

@@ -35,13 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import (
-    FP8Config,
-    convert_to_float8,
-    count_communication,
-    revert,
-    scaling_state_dict,
-)
+from torch_fp8 import FP8Config, convert_to_float8, revert, scaling_state_dict
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.all_gather import (
     AllGatheredFloat8Tensor,
@@ -57,6 +51,7 @@ from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
+from torch_fp8_tools import count_communication
 
 # Of tensorwise casts: single GEMMs of Gaussian operands, in dB below (E4M3, E4M3) 28.5 and
 # (E5M2, E4M3) 24.6; a sum in bfloat16 over two ranks costs less than 0.1.
