@@ -54,8 +54,11 @@ _NAMES = {  # module: public names that it defines; type checkers read the impor
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 # The engine imports nothing else of its tools.
 _HOMES |= dict.fromkeys(("LevelPlan", "Plan", "plan"), "torch_fp8_tools.plan.plan")
-_MOVED = dict.fromkeys(("CommunicationCount", "count_communication"), "torch_fp8_tools")
-"""Names that were public here, and the package that has each of them now."""
+_REMOVED = dict.fromkeys(
+    ("CommunicationCount", "count_communication"),
+    "take torch.profiler, or tests/comm_counter.py of the repository",
+)
+"""Names that were public, and what to take in place of each."""
 
 __all__ = [
     "ConversionReport",
@@ -103,8 +106,8 @@ def __getattr__(name: str) -> Any:
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
-    if name in _MOVED:  # `from torch_fp8 import name` would hide the text of an AttributeError
-        raise ImportError(f"torch_fp8.{name} was removed: take {_MOVED[name]}.{name}", name=name)
+    if name in _REMOVED:  # `from torch_fp8 import name` would hide the text of an AttributeError
+        raise ImportError(f"torch_fp8.{name} was removed: {_REMOVED[name]}", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, write_rows
+from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config
 from torch_fp8.distributed.collectives import all_gather, all_to_all
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
@@ -38,7 +39,6 @@ from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8_tools import count_communication
 
 SHAPE = ROWS, COLS = 1024, 1024
 RANKS = (2, 4, 8)

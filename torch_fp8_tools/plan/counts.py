@@ -22,9 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
-from torch_fp8_tools.comm_counter import CommunicationCount
 from torch_fp8_tools.plan.experts import GroupedInBF16
-from torch_fp8_tools.plan.fake_ranks import FakeRecorder, fake_ranks
+from torch_fp8_tools.plan.fake_ranks import SentBytes, fake_ranks
 from torch_fp8_tools.plan.layouts import blocks_of, period
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 from torch_fp8_tools.plan.models import (
@@ -38,7 +37,6 @@ from torch_fp8_tools.plan.models import (
 )
 from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
-_GATHERS = ("all-gather", "all-reduce")
 _FEWEST_LAYERS, _FEWEST_SHARDED = 2, 3
 """The number of layers of the smaller model. With three layers there is one between the first and
 the last, for which FSDP2 gathers the next one's weights ahead.
@@ -124,7 +122,7 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
     trained = role in TRAINED
     if trained and level not in (BF16, "O1"):
         _split(model, setup, role, level, all_of_them=ranks > 1)
-    sent = CommunicationCount()
+    sent = SentBytes()
     with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -141,17 +139,16 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
                 tracker.resized = _gathered(model)
             watch = _Watch(tracker, blocks_of(model))
             before = tracker.total
-            with tracker, contextlib.nullcontext() if mesh is None else FakeRecorder(sent):
+            with tracker, contextlib.nullcontext() if mesh is None else sent:
                 _run(model, setup, role, trained=trained)
             watch.remove()
     factor = _ring(setup.fsdp) / _ring(ranks) if ranks > 1 else 1.0
-    gathers = sum(sent.of(kind).bytes_sent for kind in _GATHERS)
     return StepBytes(
         forward=max(watch.forward, 0 if trained else tracker.peak_total) - before,
         backward=tracker.peak_total - before if trained else 0.0,
         saved=watch.saved,
-        gathered=gathers * factor,
-        scattered=(sent.bytes_sent - gathers) * factor,
+        gathered=sent.gathered * factor,
+        scattered=sent.scattered * factor,
         calls=sent.calls,
     )
 

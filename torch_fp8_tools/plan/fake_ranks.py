@@ -1,21 +1,54 @@
-"""A fake process group in which only this rank exists, and a counter for tensors without memory."""
+"""A fake process group in which only this rank exists, and a counter of the bytes that it sends."""
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fp8_tools.comm_counter import Recorder
+_NO_DISPATCH = Tensor.__torch_dispatch__
+_GATHERS, _SCATTERS = ("allgather", "allreduce"), ("reduce_scatter", "alltoall")
 
 
-class FakeRecorder(Recorder):
-    """A counter of collectives that also counts those of tensors without memory."""
+class SentBytes(TorchDispatchMode):
+    """Counts what a rank sends in FSDP2's collectives, as rings send it, without memory too.
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        types = [t for t in types if not issubclass(t, FakeTensor)]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    Attributes:
+        gathered, scattered: bytes in front of the products of weights, and of gradients.
+        calls: the number of collectives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = self.scattered = 0.0
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = (t for t in types if not issubclass(t, FakeTensor))
+        if any(getattr(t, "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH for t in ours):
+            return NotImplemented  # a DTensor's collectives arrive here again
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2].lstrip("_")
+        if func.namespace == "c10d" and name.startswith((*_GATHERS, *_SCATTERS)):
+            self.calls += 1
+            ranks = dist.get_world_size()
+            rounds = (2 if name.startswith("allreduce") else 1) * (ranks - 1) / ranks
+            sent = rounds * max(map(_bytes_of, args))  # the gathered, or unscattered, buffer
+            if name.startswith(_GATHERS):
+                self.gathered += sent
+            else:
+                self.scattered += sent
+        return result
+
+
+def _bytes_of(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.numel() * argument.element_size()
+    return sum(map(_bytes_of, argument)) if isinstance(argument, (list, tuple)) else 0
 
 
 @contextlib.contextmanager

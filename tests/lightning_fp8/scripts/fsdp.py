@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import torch_fp8  # noqa: E402
 from lightning_fp8 import FP8Config, FP8FSDPStrategy, FP8Precision  # noqa: E402
+from tests.comm_counter import count_communication  # noqa: E402
 from torch_fp8.optim.optimizer import Float8Optimizer  # noqa: E402
 from torch_fp8.tensor.split_shard import SplitShard  # noqa: E402
-from torch_fp8_tools import count_communication  # noqa: E402
 
 
 class Regression(L.LightningModule):

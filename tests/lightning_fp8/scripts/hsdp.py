@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Precision
+from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config
-from torch_fp8_tools import count_communication
 
 WIDTH = 64
 

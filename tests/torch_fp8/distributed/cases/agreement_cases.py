@@ -14,10 +14,10 @@ import warnings
 import torch.distributed as dist
 
 import torch_fp8
+from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config
 from torch_fp8.distributed import agreement, config_check
 from torch_fp8.distributed.config_check import check_same_config
-from torch_fp8_tools import count_communication
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -38,7 +39,6 @@ from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.residual import residual_of
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8_tools import count_communication
 
 RANK = int(sys.argv[1])
 

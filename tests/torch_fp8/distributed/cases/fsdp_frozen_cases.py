@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config, convert_to_float8, freeze, memory_report
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-from torch_fp8_tools import count_communication
 
 
 class Adapted(nn.Module):

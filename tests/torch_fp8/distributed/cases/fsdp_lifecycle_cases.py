@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
@@ -38,7 +39,6 @@ from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8_tools import count_communication
 
 
 def case_own_states():

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from tests.comm_counter import count_communication
 from tests.rows_of_messages import pack, unpack
 from torch_fp8 import FP8Config
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -23,7 +24,6 @@ from torch_fp8.distributed.fsdp.replicas import Float8Replicas, disconnect_repli
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.ops import messages
 from torch_fp8.quantization.formats import GROUP_SIZE
-from torch_fp8_tools import count_communication
 
 
 def mesh_2d():

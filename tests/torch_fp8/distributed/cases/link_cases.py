@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.comm_counter import count_communication
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -23,7 +24,6 @@ from torch_fp8 import (
 from torch_fp8.distributed import links
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8_tools import count_communication
 
 SLOW_ON_RANK_1 = {"average": (1.0, 0.5), "gather": (0.1, 0.5), "scatter": (0.9, 0.5)}
 """Seconds in 8 bits and in BF16 on rank 1; on rank 0 8 bits take a tenth of BF16's."""

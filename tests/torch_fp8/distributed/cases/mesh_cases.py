@@ -23,13 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
 )
-from torch_fp8_tools import count_communication
 
 
 def mesh_2d():

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
@@ -21,7 +22,6 @@ from torch_fp8.distributed.fsdp import expert_gather
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.nn.expert_storage import transposed_stacked
-from torch_fp8_tools import count_communication
 
 STEPS = 2
 

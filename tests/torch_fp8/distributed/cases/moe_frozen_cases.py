@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.comm_counter import count_communication
 from tests.moe_experts import CLASSES, experts
 from torch_fp8 import FP8Config, convert_to_float8, memory_report, thaw
 from torch_fp8.distributed.ddp.wrap import ddp_options
@@ -22,7 +23,6 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-from torch_fp8_tools import count_communication
 
 
 def _adapted(layout, frozen=True):

@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, convert_to_float8, revert, scaling_state_dict
@@ -51,7 +52,6 @@ from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
-from torch_fp8_tools import count_communication
 
 # Of tensorwise casts: single GEMMs of Gaussian operands, in dB below (E4M3, E4M3) 28.5 and
 # (E5M2, E4M3) 24.6; a sum in bfloat16 over two ranks costs less than 0.1.

@@ -204,7 +204,7 @@ def count_communication() -> Iterator[CommunicationCount]:
 
     ::
 
-        with torch_fp8_tools.count_communication() as count:
+        with count_communication() as count:
             model(x).sum().backward()
         print(count, count.of("all-gather", torch.uint8).bytes_sent)
     """
@@ -258,6 +258,14 @@ class Recorder(TorchDispatchMode):
             full = size * ranks if collective.part else size
             sent = _bytes_sent(collective, full, ranks, rank, given)
             self.count._add(CommunicationRow(collective.kind, dtype, ranks, 1, full, sent))
+
+
+class FakeRecorder(Recorder):
+    """A counter of collectives that also counts those of tensors without memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        types = [t for t in types if not issubclass(t, FakeTensor)]
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _bytes_sent(
