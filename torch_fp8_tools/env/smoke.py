@@ -37,7 +37,7 @@ from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8.quantization.formats import E4M3, E5M2, MIN_CAPABILITY
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
-from torch_fp8.quantization.recipe import GEMMS, Gemm, Granularity, make_recipe
+from torch_fp8.quantization.recipe import GEMMS, CastSpec, Gemm, Granularity, make_recipe
 from torch_fp8_tools.env.command import SUBJECTS
 from torch_fp8_tools.env.hosts import child_environment
 from torch_fp8_tools.env.result import FAILED, NOT_RUN, OK, Result, last_line, one_line
@@ -137,24 +137,19 @@ def check_compiled(recipe: str) -> str:
     layer, path = _layer(recipe)
     torch.compiler.reset()
     # On a CPU the traced graph runs eagerly: compiling it would take minutes and show no more.
-    backend = _Counting("aot_eager" if layer.weight.device.type == "cpu" else "inductor")
+    name = "aot_eager" if layer.weight.device.type == "cpu" else "inductor"
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(name)(graph, inputs)
+
     compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
     measured = _measured(layer, compiled, recipe, TOKENS)
-    counts = f"{backend.graphs} graphs for {len(TOKENS)} shapes"
-    if backend.graphs != len(TOKENS):
+    counts = f"{len(graphs)} graphs for {len(TOKENS)} shapes"
+    if len(graphs) != len(TOKENS):
         raise RuntimeError(f"{counts}, instead of one graph for each")
-    return f"{measured}, {counts} ({backend.name}), {path}"
-
-
-class _Counting:
-    """A backend of torch.compile that counts its graphs."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.graphs = name, 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        self.graphs += 1
-        return torch._dynamo.lookup_backend(self.name)(graph, inputs)
+    return f"{measured}, {counts} ({name}), {path}"
 
 
 def _layer(recipe: str) -> tuple[Float8Linear, str]:
@@ -256,16 +251,15 @@ def check_kernels(device: str) -> str:
     # Groups and plain values fill their messages, because padding is uninitialized memory.
     message = _matrix(0, (512, 128)).flatten(), torch.linspace(-1, 1, 4 * 8)
     layout = messages.Layout(512, 8)
-    casts: dict[str, tuple[Any, ...]] = {
-        f"cast {granularity} {format.name}": (
-            quantize_2d,
-            x,
-            CastOptions(format.dtype, granularity, granularity == "block_1x32", True, True),
+    cases: dict[str, tuple[Any, ...]] = {
+        f"cast {spec}": (quantize_2d, x, CastOptions.of(spec, rowwise=True, columnwise=True))
+        for spec in (
+            CastSpec(format, granularity, power_of_two=granularity == "block_1x32")
+            for granularity in get_args(Granularity)
+            for format in (E4M3, E5M2)
         )
-        for granularity in get_args(Granularity)
-        for format in (E4M3, E5M2)
     }
-    cases = casts | {
+    cases |= {
         "transpose": (transposed_bytes, x[:, :144].to(E4M3.dtype), 144),
         "norm": (rms_norm.rms_norm_quantize_once, norm, known, True),
         "norm's backward": (rms_norm.rms_norm_backward, backward),
@@ -317,25 +311,21 @@ def _compare(name: str, results: Any, references: Any, is_near: bool) -> None:
     """Raise unless results equal the references, or (if `is_near`) a few are neighbours."""
     if isinstance(results, Tensor):
         results, references = [results], [references]
-    for i, (result, reference) in enumerate(zip(results, references, strict=True)):
-        form, wanted = (
-            (tuple(x.shape), x.dtype) if x is not None and x.numel() else None
-            for x in (result, reference)
-        )
-        if form != wanted:
-            raise RuntimeError(f"{name}: result {i} is {form}, and its reference {wanted}")
-        if form is None:
+    for i, pair in enumerate(zip(results, references, strict=True)):
+        forms = [None if x is None or not x.numel() else (tuple(x.shape), x.dtype) for x in pair]
+        if forms[0] != forms[1]:
+            raise RuntimeError(f"{name}: result {i} is {forms[0]}, and its reference {forms[1]}")
+        if forms[0] is None:
             continue
-        got, want = result.cpu().float(), reference.float()
-        is_float = reference.dtype.is_floating_point
-        step = max(torch.finfo(reference.dtype).eps if is_float else 0.0, 2.0**-14)
-        near = (got - want).abs() <= step * (want.abs() + want.abs().max() * 2.0**-14)
+        dtype, (got, want) = forms[0][1], (x.cpu().float() for x in pair)
+        step = max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, 2.0**-14)
+        far = ~((got - want).abs() <= step * (want.abs() + want.abs().max() * 2.0**-14))
         share = float((got != want).float().mean())
-        most = 0.0 if not is_near else 1.0 if reference.dtype == torch.float32 else NEIGHBOURS
-        if not bool(near.all()) or share > most:
+        most = 0.0 if not is_near else 1.0 if dtype == torch.float32 else NEIGHBOURS
+        if bool(far.any()) or share > most:
             raise RuntimeError(
                 f"{name}: {share:.2%} of result {i} differ from the reference, "
-                f"{int((~near).sum())} by more than a neighbour"
+                f"{int(far.sum())} by more than a neighbour"
             )
 
 

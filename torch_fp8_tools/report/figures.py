@@ -241,12 +241,8 @@ def _figure(*heights: float) -> list[Any]:
 
 
 def _finished(figure: Any) -> bytes:
-    image = _imported("PIL.Image")  # matplotlib depends on it
-    file, drawn = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
-    with image.open(drawn) as whole:  # a palette needs fewer bytes
-        few = whole.convert("RGB").quantize(256, method=image.Quantize.MAXCOVERAGE, dither=0)
-    few.save(file, "PNG", optimize=True)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=_DPI, format="png")
     return file.getvalue()
 
 

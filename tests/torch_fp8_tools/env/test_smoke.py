@@ -217,9 +217,9 @@ def one_element(x):
 
 
 FAULTS = [
-    ("cast tensorwise e4m3: .* result 0", smoke, "quantize_2d", 0, one_element),
-    ("cast tensorwise e4m3: .* result 2", smoke, "quantize_2d", 2, one_element),
-    ("cast rowwise e4m3: .* result 3", smoke, "quantize_2d", 3, lambda s: s * 2 if s.dim() else s),
+    ("cast e4m3 tensorwise: .* result 0", smoke, "quantize_2d", 0, one_element),
+    ("cast e4m3 tensorwise: .* result 2", smoke, "quantize_2d", 2, one_element),
+    ("cast e4m3 rowwise: .* result 3", smoke, "quantize_2d", 3, lambda s: s * 2 if s.dim() else s),
     ("transpose", smoke, "transposed_bytes", 0, one_element),
     ("norm's backward", rms_norm, "rms_norm_backward", 1, lambda grad: grad * 1.1),
     ("SwiGLU", swiglu, "swiglu_quantize", 2, lambda qdata: qdata.roll(1)),
