@@ -8,7 +8,7 @@ import torch
 from benchmarks import bench_memory
 from benchmarks.bench_memory import Case, measure, print_verdict
 from benchmarks.shapes import parameter_count
-from torch_fp8.planner.memory_tracker import CATEGORIES
+from torch_fp8_tools.plan.memory_tracker import CATEGORIES
 
 pytestmark = pytest.mark.long
 

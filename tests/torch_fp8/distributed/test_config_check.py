@@ -3,7 +3,8 @@
 import pytest
 
 import torch_fp8
-from torch_fp8 import FP8Config, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config
 from torch_fp8.distributed.config_check import check_same_config
 
 pytestmark = pytest.mark.long

@@ -14,7 +14,8 @@ import warnings
 import torch.distributed as dist
 
 import torch_fp8
-from torch_fp8 import FP8Config, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config
 from torch_fp8.distributed import agreement, config_check
 from torch_fp8.distributed.config_check import check_same_config
 
