@@ -34,7 +34,6 @@ class Monitoring:
 
     def __init__(self, config: FP8Config, say: Callable[[str], None]) -> None:
         self.config, self._say = config, say
-        self.checkpoint: str | None = None
         self._monitors: MutableMapping[nn.Module, Monitor] = WeakKeys()
         self._trainer: ReferenceType[Any] | None = None
         self._states: list[dict[str, Any]] = []
@@ -71,7 +70,6 @@ class Monitoring:
             log=to_trackers if self._of_trainer() is None else self._wait,
             say=self._say,
             ddp=ddp,
-            restore=functools.partial(self._restore, ref(accelerator)),
             name=f"model{others + 1}" if others else "",
         )
         where = (
@@ -128,7 +126,6 @@ class Monitoring:
 
     def save(self, folder: str | Path, is_main_process: bool) -> None:
         """Write the monitors' state, the same on all ranks, beside a checkpoint."""
-        self.checkpoint = str(folder)
         states = [monitor.state_dict() for monitor in self._monitors.values()]
         if states and is_main_process:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -154,18 +151,6 @@ class Monitoring:
 
     def _wait(self, series: dict[str, float], step: int) -> None:
         self._waiting.append(series)
-
-    def _restore(self, accelerator: Any) -> str | None:
-        """Load the last checkpoint that this run has written."""
-        folder, trainer = self.checkpoint, self._of_trainer()
-        if folder is None:
-            return None
-        if trainer is None:
-            accelerator().load_state(folder)
-        else:
-            trainer._load_from_checkpoint(folder)
-            trainer._load_optimizer_and_scheduler(folder)
-        return folder
 
 
 def _gradients(model: nn.Module) -> list[tuple[int, int]]:

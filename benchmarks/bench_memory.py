@@ -6,7 +6,7 @@
 
 Layouts of Llama-3.2-1B, -3B and 3.1-8B, one sequence of 4096, AdamW, under autocast: BF16-mixed and
 our levels, with activation checkpointing and without. Of the second step (the first makes the
-states) every storage is followed by its category (torch_fp8/planner/memory_tracker.py):
+states) every storage is followed by its category (torch_fp8_tools/plan/memory_tracker.py):
 
 * weights, residuals, gradients, states of the optimizer, activations saved for backward, and
   workspace: everything else, casts of weights and logits above all. The columns are what lived at
@@ -47,10 +47,10 @@ from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim import optimizer as float8_optimizer
 from torch_fp8.optim.residual import residual_of
-from torch_fp8.planner.memory_tracker import CATEGORIES, MemoryTracker
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.tensor import float8_grad
 from torch_fp8.tensor.split_weight import stored
+from torch_fp8_tools.plan.memory_tracker import CATEGORIES, MemoryTracker
 
 COLUMNS = (
     *("kind", "model", "variant", "checkpointing", "batch", "sequence"),

@@ -41,10 +41,10 @@ from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.optim.state import is_large
-from torch_fp8.planner.memory_tracker import plain_parts
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_weight import split_parameter, stored
+from torch_fp8_tools.plan.memory_tracker import plain_parts
 
 COLUMNS = (
     *("variant", "tensors", "parameters", "median_ms", "p20_ms", "p80_ms", "host_ms"),

@@ -52,7 +52,7 @@ from benchmarks.plot import draw
 from benchmarks.roofline import Rates, step_seconds
 from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE, parameter_count
 from benchmarks.training_run import HOSTS, PHASES, WARMUP_STEPS, Run, Variant, bigram_tokens
-from torch_fp8.planner.memory_tracker import CATEGORIES
+from torch_fp8_tools.plan.memory_tracker import CATEGORIES
 
 COLUMNS = (
     *("model", "host", "variant", "mode", "batch", "sequence", "median_ms", "p20_ms", "p80_ms"),

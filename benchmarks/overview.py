@@ -20,7 +20,7 @@ import torch
 from benchmarks.evidence.recipes_loss import RUN
 from benchmarks.plot import COLOURS
 from benchmarks.rows import OUTPUT, RESULTS, ROOT, add_csv, read_rows, write_rows
-from torch_fp8.planner.memory_tracker import CATEGORIES
+from torch_fp8_tools.plan.memory_tracker import CATEGORIES
 
 CURVES = RESULTS / "fine_tuning_curves.csv"
 MEMORY = RESULTS / "memory_counted.csv"

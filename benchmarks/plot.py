@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.labels import AXES, label, words
 from benchmarks.measurement import read_rows
-from torch_fp8.planner.memory_tracker import CATEGORIES
+from torch_fp8_tools.plan.memory_tracker import CATEGORIES
 
 Rows = list[dict[str, Any]]
 Lines = dict[str, list[tuple[float, float]]]

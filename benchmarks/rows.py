@@ -25,7 +25,14 @@ from torch_fp8.checkpoint.whole_folder import whole_file
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OUTPUT = ROOT / "runs" / "benchmarks"
-PARTS = ("torch_fp8", "accelerate_fp8", "lightning_fp8", "benchmarks", "examples")
+PARTS = (
+    "torch_fp8",
+    "torch_fp8_tools",
+    "accelerate_fp8",
+    "lightning_fp8",
+    "benchmarks",
+    "examples",
+)
 """The folders whose Python files are the code."""
 CODE = "code"
 EARLIER = "committed with "

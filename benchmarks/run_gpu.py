@@ -46,6 +46,7 @@ from benchmarks.measurement import (
 )
 from benchmarks.plot import draw
 from benchmarks.rows import OUTPUT
+from torch_fp8_tools.env.command import SUBJECTS
 
 SECONDS = 540.0
 """The seconds of the whole, so that ten minutes also hold the start of Python and the results."""
@@ -65,10 +66,6 @@ PARTS = {
 """The estimated seconds of each part on an H100 with 16 cores, in the order in which they run."""
 TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
 """The tests that each part of tests runs."""
-CHECKS = ("kernels", "recipes", "speed", "exchange")
-"""The engine's parts of the self-test. Hosts and their flag need an installed package, and `step`
-trains in them.
-"""
 GRACE = 20.0
 """The seconds before the end of its time in which a part begins nothing new."""
 LEAST = 0.5
@@ -161,7 +158,7 @@ def command_of(name: str, results: Path) -> list[str]:
     """Return the command of a part; without a card the GPU tests are only collected."""
     if name == "self-test":
         report = str((results / "self_test.txt").resolve())
-        only = CHECKS if torch.cuda.is_available() else CHECKS[:1]
+        only = SUBJECTS if torch.cuda.is_available() else SUBJECTS[:1]  # hosts train in `step`
         command = [sys.executable, "-m", "torch_fp8", "env", "--self-test", "--report", report]
         return [*command, "--only", *only]
     csv = str((results / f"{name}.csv").resolve())

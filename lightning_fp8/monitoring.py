@@ -1,4 +1,4 @@
-"""The engine's monitor under Lightning: where its numbers go, and how it returns to a checkpoint.
+"""The engine's monitor under Lightning: where its numbers go, and its state.
 
 The numbers go to the Trainer's loggers under the number of the step, and to its
 ``callback_metrics``; files go to ``trainer.log_dir``. Fabric gives its plugins no logger and no
@@ -56,7 +56,6 @@ class MonitoredPrecision:
             options |= {
                 "folder": folder,
                 "log": functools.partial(_log, ref(trainer)),
-                "restore": functools.partial(_restore, ref(trainer)),
             }
             where = (
                 "to loggers only, because there is no log_dir" if folder is None else f"in {folder}"
@@ -118,21 +117,6 @@ def _log(trainer: Any, series: dict[str, float], step: int) -> None:
     host.callback_metrics.update(
         {name: torch.tensor(value, dtype=torch.float32) for name, value in series.items()}
     )
-
-
-def _restore(trainer: Any) -> str | None:
-    """Load the last checkpoint that the Trainer's callbacks have written."""
-    host = trainer()
-    saved = [getattr(c, "_last_checkpoint_saved", "") for c in host.checkpoint_callbacks]
-    path = next((str(path) for path in reversed(saved) if path), None)
-    if path is None:
-        return None
-    checkpoint = host.strategy.load_checkpoint(path)
-    host.strategy.load_model_state_dict(checkpoint)
-    host.strategy.load_optimizer_state_dict(checkpoint)
-    plugin = host.precision_plugin
-    plugin.load_state_dict(checkpoint.get(type(plugin).__qualname__, {}))
-    return path
 
 
 class FP8Monitor:

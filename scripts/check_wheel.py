@@ -55,8 +55,8 @@ LINES = {
     "report": "import matplotlib, torch_fp8",
 }
 """By extra, what a user of it writes first."""
-OURS = ("torch_fp8", "lightning_fp8", "accelerate_fp8", "_fp8_autoload.py", "_fp8_check.py",
-        "_fp8_command.py", "_fp8_points.py")  # fmt: skip
+OURS = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8", "_fp8_autoload.py",
+        "_fp8_check.py", "_fp8_command.py", "_fp8_points.py")  # fmt: skip
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "torch_fp8"
-PACKAGES = (ENGINE, "lightning_fp8", "accelerate_fp8")
+PACKAGES = (ENGINE, "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 FOLDERS = (*PACKAGES, "benchmarks", "examples", "scripts", "tests")
 _BY_NAME = ("getattr", "hasattr", "setattr")
 _NO_CODE = {

@@ -22,10 +22,7 @@ setup() {
   wanted=$(cat pyproject.toml scripts/setup.sh | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "setting up $venv (torch $TORCH_VERSION, extras: $extras); a few minutes the first time"
-    [ "$extras" != dev ] || install_browser &
-    browser=$!
     install_torch && install_project "$extras" && echo "$wanted" >"$stamp" || return 1
-    wait "$browser" || true
   fi
 }
 
@@ -36,7 +33,7 @@ install_project() {
     pip_install -e ".[$1]"
   else
     rm -rf "$venv/source" && mkdir "$venv/source" || return 1
-    cp -r pyproject.toml setup.py scripts README.md LICENSE ./_fp8_*.py ./*_fp8 "$venv/source" || return 1
+    cp -r pyproject.toml setup.py scripts README.md LICENSE ./_fp8_*.py ./*_fp8 ./*_fp8_tools "$venv/source" || return 1
     pip_install "$venv/source"
   fi
 }
@@ -84,16 +81,6 @@ find_python() {
 
 is_python() {
   "$1" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$2')" 2>/dev/null
-}
-
-# Chromium, for the test that opens the page of `torch-fp8 report`, where root may have it by apt; it
-# is skipped where there is none. Nothing here fails the set-up.
-install_browser() {
-  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null || return 0
-  local install=(timeout 120 apt-get install -y -qq --no-install-recommends chromium)
-  DEBIAN_FRONTEND=noninteractive "${install[@]}" >/dev/null 2>&1 ||
-    { timeout 60 apt-get update -qq && DEBIAN_FRONTEND=noninteractive "${install[@]}"; } \
-      >/dev/null 2>&1 || true
 }
 
 pip_install() {

@@ -76,7 +76,7 @@ BF16_PRODUCTS = Path(__file__).parents[1] / "benchmarks/comparison/bf16_products
 """The module for CPUs without fast BF16 products. It is not installed, so it is loaded by path."""
 RARE_COLLECTIONS = (700, 10, 100)
 """Of garbage. Python's own thresholds take a fifth of the time of an import as large as torch's."""
-ENGINE = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
+ENGINE = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 
 CLIENT = """#!{python} -ISE
 import marshal, os, signal, socket, sys

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
+PACKAGES = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 
 # A package of the engine imports only from the lines above its own, and itself.
 FLOORS = [
@@ -27,13 +27,16 @@ FLOORS = [
     {"conversion"},
     {"checkpoint"},
     {"monitor"},
-    {"environment"},
-    {"advisor", "planner"},
-    {"cli"},
     {"__main__"},
 ]
+FLOORS_OF_TOOLS = [
+    {"host_models"},
+    {"env"},
+    {"plan", "check", "report", "commands"},
+    {"cli"},
+]
 FLOORS_OF_DISTRIBUTED = [
-    {"collectives", "agreement", "comm_counter"},
+    {"collectives", "agreement"},
     {"config_check", "averaging"},
     {"links"},
     {"fsdp"},
@@ -51,7 +54,8 @@ MOST_VAGUE, MOST_PREPOSITIONS = 10, 0
 WRONG_IN_A_TORCH = {"torch.compiler.is_exporting": "true in every graph of Dynamo 2.11"}
 """Names that a supported torch computes wrongly, which a test on the newest torch does not see."""
 MAY_IMPORT = {
-    "torch_fp8": {"torch", "torch_fp8", "_fp8_points"},
+    "torch_fp8": {"torch", "torch_fp8", "_fp8_command"},
+    "torch_fp8_tools": {"torch", "torch_fp8", "torch_fp8_tools", "_fp8_points"},
     "lightning_fp8": {
         "torch",
         "torch_fp8",
@@ -105,7 +109,11 @@ def test_nothing_relies_on_what_a_supported_torch_gets_wrong():
 
 @pytest.mark.parametrize(
     ("package", "floors"),
-    [("torch_fp8", FLOORS), ("torch_fp8.distributed", FLOORS_OF_DISTRIBUTED)],
+    [
+        ("torch_fp8", FLOORS),
+        ("torch_fp8.distributed", FLOORS_OF_DISTRIBUTED),
+        ("torch_fp8_tools", FLOORS_OF_TOOLS),
+    ],
 )
 def test_packages_import_only_from_those_above(package, floors):
     order = {name: i for i, names in enumerate(floors) for name in names}
@@ -142,8 +150,36 @@ def test_packages_import_only_what_their_prefix_names(package):
             allowed = allowed | {"triton"}
         if path.parts[-2:] == ("nn", "transformer_engine.py"):
             allowed = allowed | {"transformer_engine"}
+        if path == ROOT / "torch_fp8" / "__init__.py":
+            allowed = allowed | {"torch_fp8_tools"}  # type checkers read where `plan` is
         for name in _imports(path):
             assert name.split(".")[0] in allowed, f"{path}: imports {name}"
+
+
+def test_the_engine_loads_its_tools_only_when_it_is_asked_for_plan():
+    """Neither an import nor a name in a string leads to torch_fp8_tools from a training path."""
+    engine = [p for name in PACKAGES if name != "torch_fp8_tools" for p in _sources(name)]
+    naming = {path for path in engine if "torch_fp8_tools" in path.read_text()}
+    assert naming == {ROOT / "torch_fp8" / "__init__.py"}
+    loaded = _run(
+        """
+        import json, sys
+        import torch_fp8
+        names = [name for name in torch_fp8.__all__ if name not in ("plan", "Plan", "LevelPlan")]
+        for name in names:
+            getattr(torch_fp8, name)
+        before = [name for name in sys.modules if name.startswith("torch_fp8_tools")]
+        torch_fp8.plan
+        print(json.dumps([before, "torch_fp8_tools.plan.plan" in sys.modules]))
+        """
+    )
+    assert loaded == [[], True]
+
+
+@pytest.mark.parametrize("name", ["count_communication", "CommunicationCount"])
+def test_a_name_that_was_public_says_what_to_take(name):
+    with pytest.raises(ImportError, match=f"torch_fp8.{name} was removed: take torch.profiler, or"):
+        exec(f"from torch_fp8 import {name}")
 
 
 def test_only_tests_of_the_benchmarks_import_them():
@@ -258,9 +294,9 @@ def imported():
     return _run("""
     import json, sys, torch
     steps = [list(sys.modules)]
-    import torch_fp8, torch_fp8.config, torch_fp8.cli
+    import torch_fp8, torch_fp8.config, torch_fp8_tools.cli
     try:
-        torch_fp8.cli.main(["--help"])
+        torch_fp8_tools.cli.main(["--help"])
     except SystemExit:
         steps.append(list(sys.modules))
     names = torch_fp8.distributed.__all__  # without an import of its own
@@ -297,7 +333,7 @@ def test_the_lists_of_public_names_agree():
         if isinstance(node, ast.If)
     )
     read = {name.name: node.module for node in block.body for name in node.names}
-    assert read == {name: f"torch_fp8.{home}" for name, home in torch_fp8._HOMES.items()}
+    assert read == torch_fp8._HOMES
     assert sorted([*read, "__version__"]) == sorted(torch_fp8.__all__)
     assert set(torch_fp8.__all__) <= set(dir(torch_fp8))
     with pytest.raises(AttributeError, match="module 'torch_fp8' has no attribute 'FP8config'"):
@@ -316,15 +352,14 @@ def test_where_numpy_is_missing_nothing_is_printed(entry):
     assert done.stderr == ""
 
 
-def test_few_rooms_of_the_engine_name_hosts_to_import():
+def test_no_room_of_the_engine_names_hosts_to_import():
     hosts = MAY_IMPORT["lightning_fp8"] | MAY_IMPORT["accelerate_fp8"]
     hosts -= {"torch", "torch_fp8"}
     for path in _sources("torch_fp8"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
                 names = [a.value for a in node.args if isinstance(a, ast.Constant)]
-                if any(str(name).split(".")[0] in hosts for name in names):
-                    assert path.parent.name in ("environment", "planner", "advisor"), path
+                assert not any(str(name).split(".")[0] in hosts for name in names), path
 
 
 @pytest.mark.parametrize("package", PACKAGES)

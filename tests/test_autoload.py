@@ -20,7 +20,7 @@ import pytest
 
 import _fp8_autoload
 from _fp8_autoload import EXTENSIONS, ExtensionFinder
-from torch_fp8.environment.host_points import POINTS
+from torch_fp8_tools.env.host_points import POINTS
 
 COST_LIMIT_MS = 1.0
 
@@ -119,7 +119,8 @@ def test_import_torch_registers_and_imports_no_package_of_ours():
     code = """
         import sys, torch, _fp8_autoload
         assert _fp8_autoload._finder in sys.meta_path
-        ours = ("torch_fp8", "lightning_fp8", "accelerate_fp8", "lightning", "accelerate")
+        ours = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8", "lightning",
+                "accelerate")
         print([name for name in sys.modules if name.partition(".")[0] in ours])
     """
     assert run_python(code) == "[]"

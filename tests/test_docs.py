@@ -20,6 +20,7 @@ from scripts.publish import setting
 from torch_fp8 import FP8Config
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^(?:<!-- not run: (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -183,7 +184,7 @@ def _check(words):
         if rest != ["train.py"]:  # the reader's
             _check_source(ROOT / rest[0], rest[1:])
     elif first == "torch-fp8":
-        from torch_fp8.cli import _parser
+        from torch_fp8_tools.cli import _parser
 
         _parser().parse_args(rest)
     elif first == "accelerate":
@@ -277,15 +278,15 @@ def test_the_map_and_the_page_on_the_code_name_what_is_there():
     named = re.findall(r"\w+", " ".join(re.findall(r"^  (\w+(?:, \w+)*)  ", shown, re.M)))
     page = (ROOT / "docs" / "contributing.md").read_text()
     for path in sorted((ROOT / "torch_fp8").iterdir()):
-        if (path / "__init__.py").exists():
-            assert path.name in named, path.name
-            assert f"| `{path.name}` |" in page, path.name
-    for name in ("torch_fp8", "lightning_fp8", "accelerate_fp8", "examples", "benchmarks", "tests"):
+        assert path.name in named or not (path / "__init__.py").exists(), path.name
+    for path in (path for name in PACKAGES[:2] for path in sorted((ROOT / name).iterdir())):
+        assert f"| `{path.name}` |" in page or not (path / "__init__.py").exists(), path.name
+    for name in (*PACKAGES, "examples", "benchmarks", "tests"):
         assert f"{name}/" in shown
 
 
 def test_pages_import_public_names_alone():
-    public = {"torch_fp8", "torch_fp8.distributed", "lightning_fp8", "accelerate_fp8"}
+    public = {*PACKAGES, "torch_fp8.distributed"}
     for block in PYTHON:
         for node in ast.walk(ast.parse(block.code)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -303,7 +304,7 @@ def test_the_reference_has_every_public_name():
     shown = (ROOT / "docs" / "reference.md").read_text() + (
         ROOT / "docs" / "configuration.md"
     ).read_text()
-    for package in ("torch_fp8", "torch_fp8.distributed", "lightning_fp8", "accelerate_fp8"):
+    for package in (*PACKAGES, "torch_fp8.distributed"):
         for name in importlib.import_module(package).__all__:
             homes = (package, "torch_fp8")
             assert name.startswith("__") or any(
@@ -339,7 +340,7 @@ def test_the_site_builds_strictly_and_is_searched_without_a_server(tmp_path):
     Zensical writes beside its configuration.
     """
     pytest.importorskip("zensical", reason="zensical is not installed: pip install -e '.[docs]'")
-    for name in ("docs", "scripts", "torch_fp8", "lightning_fp8", "accelerate_fp8"):
+    for name in ("docs", "scripts", *PACKAGES):
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in (ROOT / "mkdocs.yml", *ROOT.glob("_fp8_*.py")):
         shutil.copy(path, tmp_path)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
+PACKAGES = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 
 # Editable installations would find the packages again.
 WITHOUT_EDITABLE = """

@@ -32,7 +32,7 @@ def test_every_file_of_the_engine_belongs_to_one_room():
 
 
 def test_private_names_are_those_of_other_projects(tmp_path):
-    for package in ("torch_fp8", "lightning_fp8", "accelerate_fp8"):
+    for package in ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8"):
         (tmp_path / package).mkdir()
     (tmp_path / "torch_fp8/one.py").write_text("self._own = torch._C._theirs\n")
     (tmp_path / "lightning_fp8/two.py").write_text("getattr(x, '_read', x._own).__dict__\n")

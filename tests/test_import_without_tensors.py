@@ -54,7 +54,9 @@ def _imported(python, *packages, code=SCRIPT, cwd=None):
     return int(run.stdout.split()[-1])
 
 
-@pytest.mark.parametrize("package", ["torch_fp8", "lightning_fp8", "accelerate_fp8"])
+@pytest.mark.parametrize(
+    "package", ["torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8"]
+)
 def test_no_module_makes_a_tensor_while_it_loads(forked_python, package):
     modules = [p for p in (ROOT / package).rglob("*.py") if p.stem not in ("__main__", "__init__")]
     assert _imported(forked_python, package) >= len(modules)

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from torch_fp8.conversion.report import ConversionReport
     from torch_fp8.conversion.revert import revert
     from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
-    from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
     from torch_fp8.monitor.monitor import Monitor
     from torch_fp8.nn.linear import Float8Linear
     from torch_fp8.nn.rollout import rollout
-    from torch_fp8.nn.routing import RoutingRecord, RoutingReplay, record_routing, routing_replay
     from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, restore_weights
     from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
-    from torch_fp8.planner.plan import LevelPlan, Plan, plan
+    from torch_fp8_tools.plan.plan import LevelPlan, Plan, plan
 
 _NAMES = {  # module: public names that it defines; type checkers read the imports above
     "autograd.current_pass": ("high_precision",),
@@ -45,19 +43,23 @@ _NAMES = {  # module: public names that it defines; type checkers read the impor
     "conversion.report": ("ConversionReport",),
     "conversion.revert": ("revert",),
     "conversion.scaling_state": ("load_scaling_state_dict", "scaling_state_dict"),
-    "distributed.comm_counter": ("CommunicationCount", "count_communication"),
     "monitor.monitor": ("Monitor",),
     "nn.linear": ("Float8Linear",),
     "nn.rollout": ("rollout",),
-    "nn.routing": ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay"),
     "optim.convert": ("OptimizerReport", "convert_optimizer", "restore_weights"),
     "optim.merged_state": ("merged_state_dict", "stream_state_dict"),
-    "planner.plan": ("LevelPlan", "Plan", "plan"),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+# The engine imports nothing else of its tools.
+_HOMES |= dict.fromkeys(("LevelPlan", "Plan", "plan"), "torch_fp8_tools.plan.plan")
+_ROUTING = ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay")
+_REMOVED = {name: f"take accelerate_fp8.{name}" for name in _ROUTING} | dict.fromkeys(
+    ("CommunicationCount", "count_communication"),
+    "take torch.profiler, or tests/comm_counter.py of the repository",
+)
+"""Names that were public, and what to take in place of each."""
 
 __all__ = [
-    "CommunicationCount",
     "ConversionReport",
     "ExportReport",
     "FP8Config",
@@ -67,13 +69,10 @@ __all__ = [
     "Monitor",
     "OptimizerReport",
     "Plan",
-    "RoutingRecord",
-    "RoutingReplay",
     "__version__",
     "conversion_report",
     "convert_optimizer",
     "convert_to_float8",
-    "count_communication",
     "export",
     "freeze",
     "high_precision",
@@ -83,11 +82,9 @@ __all__ = [
     "memory_report",
     "merged_state_dict",
     "plan",
-    "record_routing",
     "restore_weights",
     "revert",
     "rollout",
-    "routing_replay",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
     "stream_state_dict",
@@ -99,11 +96,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name, or a subpackage such as ``torch_fp8.distributed``, on first use."""
     if name in _HOMES:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
+    if name in _REMOVED:  # `from torch_fp8 import name` would hide the text of an AttributeError
+        raise ImportError(f"torch_fp8.{name} was removed: {_REMOVED[name]}", name=name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from torch_fp8.cli import main
+from _fp8_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch_fp8.quantization.contradictions import (
     ON_ALARM,
-    ON_LOSS_SPIKE,
     PROBES,
     check_contradictions,
 )
@@ -162,13 +161,8 @@ class FP8Config:
             nothing, ``bf16`` runs it in high precision, and the name of a recipe runs it with that
             one. The layer returns after `fallback_steps` steps without a crossing, and waits twice
             as long after each further one. Default: ``"warn"``.
-        on_loss_spike (str): reaction to a jump of the loss. ``warn``: only a warning. ``skip``: the
-            step updates nothing. ``bf16``: all layers run in high precision for `fallback_steps`
-            steps. ``restore``: the step updates nothing, and the run returns to the host's last
-            checkpoint and continues with the next data. All but ``warn`` wait for the loss of each
-            step. Default: ``"warn"``.
-        fallback_steps (int): least number of steps for which a layer, or all layers, stay out of
-            FP8; at least 1. Default: ``100``.
+        fallback_steps (int): least number of steps for which a layer stays out of FP8; at least 1.
+            Default: ``100``.
     Raises:
         ValueError: a value is unknown (the message lists the valid ones), or options contradict
             each other.
@@ -212,10 +206,9 @@ class FP8Config:
     overrides: dict[str, Any] = field(default_factory=Overrides)
     emulate: bool = option(False, of="torch")
     backend: str = option("torch", choices=("torch", "transformer-engine"))
-    monitor: int = option(0, least=0)
+    monitor: int = option(0, least=0, of="torch")
     monitor_probes: tuple[str, ...] = option((), choices=PROBES, of="monitor")
     on_alarm: str = option("warn", choices=ON_ALARM, of="monitor")
-    on_loss_spike: str = option("warn", choices=ON_LOSS_SPIKE, of="monitor")
     fallback_steps: int = option(100, least=1, of="monitor")
 
     def __post_init__(self) -> None:

@@ -3,8 +3,8 @@
     python -m benchmarks.evidence.fsdp_bytes
 
 The model is made of fake tensors, which have shapes and no memory, on a fake process group; FSDP2,
-our gathers and our scatters run as ever, and `torch_fp8.count_communication` counts what they hand
-to the collectives: one forward and backward, weights gathered again in backward. Blocks and root
+our gathers and our scatters run as ever, and `count_communication` counts what they hand to the
+collectives: one forward and backward, weights gathered again in backward. Blocks and root
 are sharded as everybody does it. Written to ``wire_bytes.csv``: bytes that a rank sends, against
 BF16 collectives. The scales' collective counts as gathering.
 """
@@ -22,11 +22,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, read_rows, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, MOE_BLOCKS
+from tests import comm_counter
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed import comm_counter
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops import messages
-from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
+from torch_fp8_tools.plan.fake_ranks import fake_ranks
 
 COLUMNS = (
     *("case", "model", "ranks", "bf16_bytes", "fp8_bytes", "ratio"),
@@ -122,7 +122,7 @@ def count(communication, ranks, name):
         made = comm_counter.CommunicationCount()
         hidden = HIDDEN if name == "a block's linears" else MOE_BLOCKS["Qwen3-30B-A3B"][1]
         x = torch.arange(16) if is_whole else torch.randn(16, hidden, dtype=torch.bfloat16)
-        with FakeRecorder(made):
+        with comm_counter.FakeRecorder(made):
             model(x).float().sum().backward()
     return made
 

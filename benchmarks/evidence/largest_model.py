@@ -29,9 +29,9 @@ from transformers import AutoConfig
 
 from benchmarks.measurement import Table, environment, print_table
 from benchmarks.rows import OUTPUT, RESULTS, read_rows
-from torch_fp8.planner.layouts import PRESETS
-from torch_fp8.planner.plan import left_of, plan
-from torch_fp8.planner.setup import BF16
+from torch_fp8_tools.plan.layouts import PRESETS
+from torch_fp8_tools.plan.plan import left_of, plan
+from torch_fp8_tools.plan.setup import BF16
 
 COLUMNS = ("gpus", "method", "layers", "billion_parameters", "peak_gib")
 PUBLISHED_COLUMNS = (

@@ -3,8 +3,8 @@
     python -m benchmarks.evidence.plan_memory            # runs/benchmarks/plan_memory.csv
     python -m benchmarks.evidence.plan_memory --docs     # writes the committed rows into the page
 
-Counted on the meta device by `torch_fp8.planner`: FSDP2 over all GPUs, one sequence of 4,096 tokens
-on each, activation checkpointing, AdamW.
+Counted on the meta device by `torch_fp8_tools.plan`: FSDP2 over all GPUs, one sequence of 4,096
+tokens on each, activation checkpointing, AdamW.
 """
 
 import argparse
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.rows import RESULTS, add_csv, read_rows, write_rows
-from torch_fp8.planner.layouts import EXPERTS
-from torch_fp8.planner.plan import plan
-from torch_fp8.planner.setup import LEVELS
+from torch_fp8_tools.plan.layouts import EXPERTS
+from torch_fp8_tools.plan.plan import plan
+from torch_fp8_tools.plan.setup import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "choose.md"

@@ -30,8 +30,7 @@ from benchmarks.evidence import pretraining
 from benchmarks.evidence.recipes_loss import ROOT
 from benchmarks.evidence.rollout_logprobs import learned, write
 from benchmarks.rows import add_csv
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import pause, resume
+from torch_fp8.nn.linear import Float8Layer, pause, resume
 from torch_fp8.quantization.recipe import RECIPES
 
 RESULTS = ROOT / "benchmarks/results/rollout_grpo.csv"

@@ -3,8 +3,8 @@
     python -m benchmarks.evidence.tensor_parallel_bytes
 
 The MLP and the attention's projections of a Llama-3.1-8B block on 8,192 tokens, forward and
-backward, made of fake tensors on a fake process group; `torch_fp8.count_communication` counts what
-torch's styles (``communication="off"``) and ours hand to the collectives. Where our layers gather
+backward, made of fake tensors on a fake process group; `count_communication` counts what torch's
+styles (``communication="off"``) and ours hand to the collectives. Where our layers gather
 their input again in backward, torch's gather of it counts twice. Written to
 ``wire_bytes.csv``: bytes that a rank sends, against BF16 collectives.
 """
@@ -21,14 +21,14 @@ from benchmarks.evidence.fsdp_bytes import COLUMNS, HIDDEN
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, read_rows, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
+from tests import comm_counter
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed import comm_counter
 from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
+from torch_fp8_tools.plan.fake_ranks import fake_ranks
 
 TOKENS = 8192
 
@@ -81,7 +81,7 @@ def count(name, communication, ranks, sequence, again):
         x = torch.randn(1, local, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         placement = Shard(1) if sequence else Replicate()
         made = comm_counter.CommunicationCount()
-        with FakeRecorder(made):
+        with comm_counter.FakeRecorder(made):
             part(DTensor.from_local(x, mesh, [placement])).float().sum().backward()
     return made
 

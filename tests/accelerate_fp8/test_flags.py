@@ -129,7 +129,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
         ),
         (
             {"use_mxfp8_block_scaling": True, "amax_history_len": 16},
-            r"only recipe='delayed' takes.*use_mxfp8_block_scaling=True",
+            r"excludes amax_history_len; use recipe='delayed'.*use_mxfp8_block_scaling=True",
         ),
         (
             {"amax_history_len": 16, "amax_history_length": 32},

@@ -1,6 +1,7 @@
 """Accelerate's FSDP2 in two processes on gloo: the levels, configuration files, trainers."""
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -97,9 +98,10 @@ def test_configuration_file_shards_unmodified_code(
     config.write_text(CONFIG.format(sparing))
     command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(tiny_model)]
+    search = os.pathsep.join([environment["PYTHONPATH"], str(SCRIPTS.parents[2])])
     done = subprocess.run(
         [forked_hosts, *command, *kinds],
-        env={**environment, "FP8_PROBE_OUT": str(tmp_path)},
+        env={**environment, "FP8_PROBE_OUT": str(tmp_path), "PYTHONPATH": search},
         cwd=tmp_path,
         capture_output=True,
         text=True,

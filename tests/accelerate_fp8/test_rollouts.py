@@ -28,8 +28,7 @@ from accelerate_fp8.logprob_difference import (
 from accelerate_fp8.sampled_logprobs import SampledLogprobs
 from tests.accelerate_fp8.test_trl_frozen import Lab
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.paused import pause, resume
+from torch_fp8.nn.linear import Float8Linear, pause, resume
 
 REQUESTS = {"num_blocks": 4, "block_size": 32, "max_batch_tokens": 64}
 MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu_tests, run_gpu
 from benchmarks.rows import read_rows
+from torch_fp8_tools.env.command import SUBJECTS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -246,7 +247,7 @@ def test_tests_run_side_by_side_but_those_that_compare_times(monkeypatch):
     assert tests[-2:] == ["-n", "12"]
     assert timing[timing.index("-m", 3) + 1] == "gpu and alone"
     test = run_gpu.command_of("self-test", ROOT)
-    assert test[test.index("--only") + 1 :] == ["kernels", "recipes", "speed", "exchange"]
+    assert test[test.index("--only") + 1 :] == list(SUBJECTS)
     assert "-n" not in timing
     monkeypatch.setattr(run_gpu.importlib.util, "find_spec", lambda name: None)
     assert "-n" not in run_gpu.command_of("tests", ROOT)

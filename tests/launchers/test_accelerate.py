@@ -86,7 +86,7 @@ def test_two_versions_are_refused_by_name(start, tmp_path):
 
 def environment_of(version, folder):
     """A folder of packages that comes before the installed ones: this one, of another version."""
-    for package in ("torch_fp8", "lightning_fp8", "accelerate_fp8"):
+    for package in ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8"):
         shutil.copytree(ROOT / package, folder / package)
     for module in ROOT.glob("_fp8_*.py"):
         shutil.copy(module, folder)

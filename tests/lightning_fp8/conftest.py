@@ -35,14 +35,14 @@ class Run:
 
 def run_script(python: str, folder: Path, command: list[str], env: dict[str, str]) -> Run:
     command = [str(SCRIPTS / part) if part.endswith(".py") else part for part in command]
-    inherited = os.environ.get("PYTHONPATH")
+    search = [str(TESTS / "probe"), os.environ.get("PYTHONPATH"), str(TESTS.parent)]
     process = subprocess.run(
         [python, *command],
         cwd=folder,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS / "probe"), inherited])),
+            "PYTHONPATH": os.pathsep.join(filter(None, search)),
             "FP8_PROBE_OUT": str(folder),
             "MASTER_PORT": str(free_port()),  # launches at the same time must not meet at one
             **env,

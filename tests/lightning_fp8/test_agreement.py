@@ -21,4 +21,4 @@ def test_ranks_with_different_configurations_are_told_before_anything_can_hang(r
         assert message.startswith("ranks have different FP8Configs: "), message
         assert "opt_level is 'O2' on rank 0, 'O1' on rank 1" in message
         assert "communication is 'auto' on rank 0, 'off' on rank 1" in message
-        assert "TORCH_FP8_CONFIG is set on rank 1 only" in message
+        assert "TORCH_FP8_CONFIG is not set on rank 0, set on rank 1)" in message

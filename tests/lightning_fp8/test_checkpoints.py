@@ -26,7 +26,7 @@ DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
 # Continues a run in Lightning as it is, on a machine where this package does not exist.
 STOCK = """
 import importlib, sys
-for ours in ("torch_fp8", "lightning_fp8", "accelerate_fp8", "_fp8_autoload"):
+for ours in ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8", "_fp8_autoload"):
     sys.modules[ours] = None
 host, path = sys.argv[1:]
 L = importlib.import_module(host)

@@ -16,6 +16,7 @@ ROOMS = (
     "checkpoint",
     "monitor",
     "hosts",
+    "tools",
 )
 FAULTS: dict[str, list[Fault]] = {
     room: importlib.import_module(f"tests.planted.{room}").FAULTS for room in ROOMS

@@ -5,6 +5,13 @@ from tests.planted.fault import Fault
 _DDP, _FSDP = "tests/torch_fp8/distributed/ddp", "tests/torch_fp8/distributed/fsdp"
 FAULTS = [
     Fault(
+        "a rank that missed a meeting gets its result in the next one",
+        "torch_fp8/distributed/agreement.py",
+        '        meetings.compare_set("ended", str(number), str(number + 1))\n',
+        "",
+        "tests/torch_fp8/distributed/test_config_check.py",
+    ),
+    Fault(
         "a rank that has joined writes the averages of the others",
         "torch_fp8/distributed/ddp/fp8_grad_reducer.py",
         "        for parameter, grad in stored:\n            parameter.grad = grad\n",

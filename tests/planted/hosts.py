@@ -5,6 +5,13 @@ from tests.planted.fault import Fault
 _ACCELERATE, _LIGHTNING = "tests/accelerate_fp8", "tests/lightning_fp8"
 FAULTS = [
     Fault(
+        "a token whose experts are given in part is replayed whole",
+        "accelerate_fp8/routing.py",
+        "replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)",
+        "replayed = (given >= 0).any(1, keepdim=True)  # (T, 1)",
+        f"{_ACCELERATE}/test_routing.py",
+    ),
+    Fault(
         "the histories of a second model are loaded from the first one's",
         "accelerate_fp8/history.py",
         '        prefix = f"{i}."\n        own',

@@ -67,7 +67,7 @@ def commands(folder):
 def main():
     folder, hidden = Path(sys.argv[1]), set(sys.argv[2].split(","))
     hide(hidden)
-    from torch_fp8 import cli
+    from torch_fp8_tools import cli
 
     results = {}
     for name, words in commands(folder):

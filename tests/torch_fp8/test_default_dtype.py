@@ -27,7 +27,9 @@ def _is_factory(call):
     )
 
 
-@pytest.mark.parametrize("package", ["torch_fp8", "lightning_fp8", "accelerate_fp8"])
+@pytest.mark.parametrize(
+    "package", ["torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8"]
+)
 def test_every_new_tensor_names_its_dtype(package):
     without = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -31,8 +31,7 @@ from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors, stored_parts
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import Float8Layer, is_paused
 from torch_fp8.tensor.split_weight import stored
 
 

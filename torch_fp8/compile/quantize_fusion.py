@@ -28,7 +28,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import get_current_meta
 
 # These imports define the operators.
-import torch_fp8.ops.amax
 import torch_fp8.ops.quantize
 import torch_fp8.ops.rms_norm
 import torch_fp8.ops.swiglu

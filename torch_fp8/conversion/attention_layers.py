@@ -22,8 +22,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.report import SkippedModule
 from torch_fp8.nn.class_swap import own_child, stock_class
 from torch_fp8.nn.layer_filter import matches
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import Float8Layer, is_paused
 from torch_fp8.nn.saved_attention import SavedOperands, can_round
 from torch_fp8.tensor.quantizer import output_dtype
 

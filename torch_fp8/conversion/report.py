@@ -168,10 +168,7 @@ class ConversionReport:
             lines.append(f"  ranks     {communication}")
         if self.config.monitor:
             c = self.config
-            lines.append(
-                f"  monitor   every {c.monitor} steps; on an alarm: {c.on_alarm}, on a loss spike: "
-                f"{c.on_loss_spike}"
-            )
+            lines.append(f"  monitor   every {c.monitor} steps; on an alarm: {c.on_alarm}")
         if model is not None:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)

@@ -7,7 +7,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
     from torch_fp8.distributed.ddp.hook_registration import DDPReport
     from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
     from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "comm_counter": ("CommunicationCount", "count_communication"),
     "ddp.hook_registration": ("DDPReport",),
     "ddp.wrap": ("connect_ddp", "ddp_options"),
     "fsdp.connect": ("FSDPReport", "connect_fsdp"),
@@ -33,7 +31,6 @@ _MODULES = {
 _OWNERS = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "CommunicationCount",
     "DDPReport",
     "FSDPReport",
     "Float8ColwiseParallel",
@@ -41,7 +38,6 @@ __all__ = [
     "PrepareFloat8ModuleInput",
     "connect_ddp",
     "connect_fsdp",
-    "count_communication",
     "ddp_options",
     "join_sharded",
     "split_sharded",

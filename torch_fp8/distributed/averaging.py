@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_fp8.distributed.collectives import all_gather, all_to_all
 from torch_fp8.ops import messages
-from torch_fp8.ops.alignment import aligned, is_aligned
+from torch_fp8.ops.gemm_operand import aligned, is_aligned
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32)

@@ -1,1 +1,1 @@
-"""FP8 statistics of a training run, alarms, automatic fallbacks, and an HTML report."""
+"""FP8 statistics of a training run, alarms, and automatic fallbacks."""

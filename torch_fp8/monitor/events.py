@@ -137,7 +137,7 @@ class Events:
         Args:
             fallen: the layers that are out of FP8 now.
         """
-        counts = dict.fromkeys(("alarm", "fallback", "return", "loss_spike", "restore"), 0)
+        counts = dict.fromkeys(("alarm", "fallback", "return", "loss_spike"), 0)
         for event in self.happened:
             counts[event["event"]] = counts.get(event["event"], 0) + 1
         told = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)

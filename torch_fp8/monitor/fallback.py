@@ -13,8 +13,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.monitor.alarm import Crossing, layer_of
 from torch_fp8.monitor.parameters import GatedMLPs, Layers
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused, pause, resume
+from torch_fp8.nn.linear import Float8Layer, is_paused, pause, resume
 from torch_fp8.ops.hardware import check_device, runs_natively
 from torch_fp8.quantization.recipe import RECIPES, Recipe
 
@@ -39,7 +38,6 @@ class Fallback:
         self._original = {name: layer.fp8.recipe for name, layer in layers}
         self.fallen: dict[str, dict[str, Any]] = {}
         self.times: dict[str, int] = {}
-        self.all_until = 0
         self._finer: Recipe | None = None
         if config.on_alarm in RECIPES:
             self._finer = recipe_of(config, config.on_alarm)
@@ -84,26 +82,12 @@ class Fallback:
         self.apply()
         return events
 
-    def pause_all(self, step: int) -> dict[str, Any]:
-        """Run all layers in high precision for the next steps; return the event."""
-        self.all_until = step + self.config.fallback_steps
-        self.apply()
-        return _event("bf16", "", f"all layers run BF16 until step {self.all_until}")
-
-    def tick(self, step: int) -> list[dict[str, Any]]:
-        """End `pause_all` when its time is over; called after each step; returns the events."""
-        if not self.all_until or step < self.all_until:
-            return []
-        self.all_until = 0
-        self.apply()
-        return [_event("return", "", "all layers that were healthy run FP8 again")]
-
     def apply(self) -> None:
         """Configure each layer for what it should run now."""
         for name, layer in self.layers.items():
             fallen = name in self.fallen
             finer = None if layer.frozen_weight is not None else self._finer
-            if self.all_until or (fallen and finer is None):
+            if fallen and finer is None:
                 pause(layer)
                 continue
             if is_paused(layer):
@@ -118,20 +102,19 @@ class Fallback:
 
     def undo(self) -> None:
         """Restore the converted FP8 of all layers, and forget all fallbacks."""
-        self.fallen, self.times, self.all_until = {}, {}, 0
+        self.fallen, self.times = {}, {}
         self.apply()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON types."""
         fallen = {name: dict(state) for name, state in self.fallen.items()}
-        return {"fallen": fallen, "times": dict(self.times), "all_until": self.all_until}
+        return {"fallen": fallen, "times": dict(self.times)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; entries for layers that no longer exist are ignored."""
         known = self.layers
         self.fallen = {n: dict(s) for n, s in state["fallen"].items() if n in known}
         self.times = {n: int(t) for n, t in state["times"].items() if n in known}
-        self.all_until = int(state["all_until"])
         self.apply()
 
 

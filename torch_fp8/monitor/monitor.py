@@ -61,8 +61,6 @@ class Monitor:
         say: a function called on every rank with the text of an event.
         ddp: a function that returns the DistributedDataParallel around the model; None: there is
             none.
-        restore: a function that returns to the host's last checkpoint and returns its name, or None
-            if there is no checkpoint yet; None: the host cannot do this.
         bounds: the bounds of the alarm.
         name: the model's name if a run trains several; part of messages and of the file's name.
     Raises:
@@ -81,7 +79,6 @@ class Monitor:
         log: Callable[[dict[str, float], int], None] | None = None,
         say: Callable[[str], None] | None = None,
         ddp: Callable[[], nn.Module | None] = lambda: None,
-        restore: Callable[[], str | None] | None = None,
         bounds: tuple[Bound, ...] = DEFAULT_BOUNDS,
         name: str = "",
     ) -> None:
@@ -89,13 +86,8 @@ class Monitor:
         check_arguments(Monitor.__init__, locals(), "Monitor")
         if not config.monitor:
             raise ValueError("FP8Config(monitor=0) measures nothing; set monitor=100, for example")
-        if config.on_loss_spike == "restore" and restore is None:
-            raise ValueError(
-                "FP8Config(on_loss_spike='restore') goes back to the host's last checkpoint, but "
-                "this host offers none; use 'skip' or 'bf16'"
-            )
         self.config, self.bounds, self.name = config, bounds, name
-        self._log, self._restore, self._ddp = log, restore, ddp
+        self._log, self._ddp = log, ddp
         self._events = Events(name, say)
         self._is_joining = False
         single = isinstance(optimizers, Optimizer)
@@ -120,11 +112,10 @@ class Monitor:
         self._losses = Losses()
         self._reported: dict[str, Tensor] = {}
         self._spiked_at = 0
-        self._measuring = self._restores = False
+        self._measuring = False
         if folder is not None and (not is_distributed() or dist.get_rank() == 0):
-            shown = {"monitor": config.monitor, "on_alarm": config.on_alarm}
-            shown |= {"on_loss_spike": config.on_loss_spike, "recipe": config.recipe}
-            shown |= {"smooth_swiglu": True} if config.smooth_swiglu else {}
+            names = ("monitor", "on_alarm", "recipe", *("smooth_swiglu",) * config.smooth_swiglu)
+            shown = {name: getattr(config, name) for name in names}
             self._events.file = RunLog(Path(folder), self.series.names, shown, name)
         self._handles = hook_step(self._optimizers, self._before_update, self._after_update)
         self._begin()
@@ -231,23 +222,14 @@ class Monitor:
             self._losses.forget()
             return
         # A failure on one rank must not keep it from the collectives that all ranks run.
-        if self.config.on_loss_spike != "warn" or self._measuring:
+        if self._measuring:
             self._measure_losses()
-        series = self._measure() if self._measuring else None
-        with guarded(self._events.failed):
-            if series is not None:
+            series = self._measure()
+            with guarded(self._events.failed):
                 self._judge(step, series)
-            if self._spiked_at == step:
-                self._act_on_spike(step)
 
     def _after_update(self) -> None:
         self.step += 1
-        with guarded(self._events.failed):
-            for event in self.fallback.tick(self.step):
-                self._events.note(self.step, event)
-            if self._restores:
-                self._restores = False
-                self._go_back()
         self._begin()
 
     @torch.no_grad()
@@ -306,35 +288,6 @@ class Monitor:
                 since = max(step - self.config.monitor, 0)
                 what = f"no token since step {since} for experts {empty} of {layer or EXPERTS!r}"
                 self._events.note(step, {"event": "empty_experts", "layer": layer, "what": what})
-
-    def _act_on_spike(self, step: int) -> None:
-        """Run the fallback for a loss spike.
-
-        Of many consecutive spikes only some are reported and return to a checkpoint.
-        """
-        action, told = self.config.on_loss_spike, is_told(self._losses.spikes.in_a_row)
-        if action == "bf16":
-            event = self.fallback.pause_all(step)
-            if told:
-                self._events.note(step, event)
-        elif action in ("skip", "restore"):
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            if told:
-                what = f"step {step} updates nothing"
-                self._events.note(step, {"event": "skip", "layer": "", "what": what})
-            self._restores = told and action == "restore"
-
-    def _go_back(self) -> None:
-        assert self._restore is not None
-        step, losses = self.step, list(self._losses.spikes.losses)
-        name = self._restore()
-        self.step = step  # the step count continues, and so does the data
-        self._losses.go_on(losses)
-        what = f"the run continues from {name}"
-        if name is None:
-            what = "this run has no checkpoint to go back to yet"
-        self._events.note(step, {"event": "restore", "layer": "", "what": what})
 
     @property
     def _device(self) -> torch.device:

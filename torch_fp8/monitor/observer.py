@@ -38,8 +38,7 @@ from torch_fp8.monitor.layer_observer import (
     trains,
 )
 from torch_fp8.monitor.statistics import logit_sharpness
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import Float8Layer, is_paused
 
 
 class Observer:

@@ -82,7 +82,7 @@ class LayerFP8:
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
         called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
-        paused: whether the layer temporarily runs in high precision; see `torch_fp8.nn.paused`.
+        paused: whether the layer temporarily runs in high precision; see `nn.linear.pause`.
     """
 
     def __init__(

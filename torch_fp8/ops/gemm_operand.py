@@ -9,10 +9,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.ops.alignment import aligned, is_aligned
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, E8M0_ROWS
+
+ALIGNMENT = 16
+"""The bytes that kernels move at once if an address is a multiple of them.
+
+Allocated memory is aligned, but a view need not be. In a DistributedDataParallel bucket all
+gradients after a bias of odd size are unaligned, and would be moved element by element.
+"""
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return whether x starts at a multiple of ALIGNMENT bytes in its memory."""
+    return x.storage_offset() * x.element_size() % ALIGNMENT == 0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or an aligned copy of it."""
+    return x if is_aligned(x) else x.clone()
 
 
 def operand(

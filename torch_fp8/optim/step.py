@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.ops.alignment import aligned
+from torch_fp8.ops.gemm_operand import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment, small_dtype

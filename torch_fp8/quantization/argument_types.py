@@ -53,34 +53,28 @@ def check_arguments(
             got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
             valid = " or ".join(map(_text, members))
             raise TypeError(f"{place} takes {valid}, got {got}{_hint(place, value)}")
-        if torch.device in members and value is not None:
-            try:
-                torch.device(value)
-            except (RuntimeError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{place} takes a device of torch, got {value!r}: {error}"
-                ) from None
         if isinstance(value, torch.dtype) and not value.is_floating_point:
             raise ValueError(f"{place} takes a floating-point dtype, got {value}")
+        try:
+            if torch.device in members and value is not None:
+                torch.device(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{place} takes a device of torch, got {value!r}: {error}") from None
 
 
 @functools.cache
 def _annotations(function: Callable[..., Any]) -> dict[str, list[Any]]:
     """Return the members of the annotation of each argument that is checked, by its name."""
-    members = {
-        name: list(typing.get_args(hint)) if _is_union(hint) else [hint]
-        for name, hint in typing.get_type_hints(inspect.unwrap(function)).items()
-        if name != "return"
-    }
-    return {n: ms for n, ms in members.items() if Any not in ms and not _is_config_or_recipe(ms)}
+    hints = typing.get_type_hints(inspect.unwrap(function))
+    members = {name: _members(hint) for name, hint in hints.items() if name != "return"}
+    # `config_or_default` checks what may be the name of a recipe.
+    recipes = [name for name, of in members.items() if name == "config" and str in of]
+    return {n: of for n, of in members.items() if Any not in of and n not in recipes}
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def _is_config_or_recipe(members: list[Any]) -> bool:
-    return str in members and any(getattr(m, "__name__", "") == "FP8Config" for m in members)
+def _members(hint: Any) -> list[Any]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return list(typing.get_args(hint)) if is_union else [hint]
 
 
 def _fits(value: object, member: Any) -> bool:
@@ -95,8 +89,7 @@ def _fits(value: object, member: Any) -> bool:
     is_read = isinstance(value, Iterator) or not issubclass(origin, Iterable)
     if is_read or issubclass(origin, Mapping) or not items:
         return True
-    kinds = typing.get_args(items[0]) if _is_union(items[0]) else items[:1]
-    return all(any(_fits(item, kind) for kind in kinds) for item in value)
+    return all(any(_fits(item, kind) for kind in _members(items[0])) for item in value)
 
 
 def _text(member: Any) -> str:
@@ -113,9 +106,7 @@ def _hint(place: str, value: object) -> str:
     """Return what else to call or pass; empty if the valid types say it."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         return "; pass an instance of the class"
-    if isinstance(value, Optimizer) and place.startswith(
-        ("convert_to_float8", "conversion_report")
-    ):
+    if isinstance(value, Optimizer) and place.startswith(("convert_to", "conversion_report")):
         return "; torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
     if isinstance(value, nn.Module) and place.startswith("convert_optimizer(optimizer"):
         return "; torch_fp8.convert_to_float8(model, config) converts a model"

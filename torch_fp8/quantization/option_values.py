@@ -28,14 +28,11 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     text = os.fspath(source).strip()
     if text in ("auto", *RECIPES):
         return {"recipe": text}
-    if not text.startswith("{"):
-        text = _read_file(text)
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    except RecursionError:
-        raise ValueError("not a JSON object of FP8Config options: it is nested too deep") from None
+        values = json.loads(text if text.startswith("{") else _read_file(text))
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ValueError(f"not valid JSON: {reason}") from None
     if not isinstance(values, dict):
         raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
     return values
@@ -46,10 +43,7 @@ def _read_file(name: str) -> str:
         with Path(name).open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
-            raise ValueError(
-                f"{name!r} is larger than {_MOST_BYTES} bytes, which is too large for a "
-                "configuration"
-            )
+            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration")
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
@@ -60,28 +54,19 @@ def _read_file(name: str) -> str:
         ) from error
 
 
-def option(
-    default: Any,
-    *,
-    choices: tuple[object, ...] = (),
-    least: int | None = None,
-    most: int | None = None,
-    why: str = "",
-    of: str = "",
-) -> Any:
+def option(default: Any, *, of: str = "", **rule: Any) -> Any:
     """Return the field of an option whose values `checked` checks.
 
     Args:
         default: default value, whose type determines the valid types: a bool, an int, a tuple of
             strings, or one of `choices`; None with `least`: an int or None.
-        choices: valid values, or valid items of a tuple; for a bool, valid values beside True and
-            False.
-        least, most: bounds of an int, with the reason `why` for the upper one.
         of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
             to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
             backend ``torch``, the ``monitor``.
+        rule: ``choices``, a tuple of valid values or of valid items of a tuple, for a bool of those
+            in addition to True and False; ``least`` and ``most``, bounds of an int, with ``why``,
+            the reason for the upper one.
     """
-    rule = {"choices": choices, "least": least, "most": most, "why": why}
     return field(default=default, metadata={**rule, "of": of.split()})
 
 
@@ -103,50 +88,31 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
         TypeError: the value has another type.
         ValueError: the value is not among the choices, or out of bounds.
     """
-    name, rule, default = of_field.name, of_field.metadata, of_field.default
-    choices = rule["choices"]
+    name, rule, default = f"FP8Config.{of_field.name}", of_field.metadata, of_field.default
+    choices, least, most = rule.get("choices", ()), rule.get("least"), rule.get("most")
+    items: tuple[Any, ...] = (value,)
     if isinstance(default, tuple):
-        value = str_tuple(name, value)
-        for item in value if choices else ():
-            check_choice(name, item, choices)
+        if not isinstance(value, (tuple, list)):
+            raise TypeError(f"{name} must be a tuple of strings, got {value!r}")
+        if not all(isinstance(item, str) and item for item in value):
+            raise TypeError(f"{name} must hold non-empty strings, got {value!r}")
+        value = items = tuple(value)
     elif isinstance(default, bool):
         if not isinstance(value, bool) and value not in choices:
             valid = "".join(f" or {choice!r}" for choice in choices)
-            raise TypeError(f"FP8Config.{name} must be a bool{valid}, got {value!r}")
-    elif isinstance(default, int) or (rule["least"] is not None and value is not None):
-        check_int(name, value, rule["least"])
-        if rule["most"] is not None and value > rule["most"]:
+            raise TypeError(f"{name} must be a bool{valid}, got {value!r}")
+        items = ()
+    elif isinstance(default, int) or (least is not None and value is not None):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if least is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
+    for item in items if choices else ():
+        if item not in choices:
             raise ValueError(
-                f"FP8Config.{name} must be from {rule['least']} to {rule['most']}, got {value}: "
-                f"{rule['why']}"
+                f"{name}={item!r} is unknown; the valid choices are "
+                f"{', '.join(map(repr, choices))}{suggestion(item, choices)}"
             )
-    if choices and not isinstance(default, (tuple, bool)):
-        check_choice(name, value, choices)
     return value
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise ValueError for a value of option `name` that is none of `choices`."""
-    if value not in choices:
-        valid = ", ".join(repr(c) for c in choices)
-        raise ValueError(
-            f"FP8Config.{name}={value!r} is unknown; the valid choices are {valid}"
-            f"{suggestion(value, choices)}"
-        )
-
-
-def check_int(name: str, value: object, least: int | None) -> None:
-    """Raise for a value that is no int (TypeError) or smaller than `least` (ValueError)."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"FP8Config.{name} must be an int, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"FP8Config.{name} must be at least {least}, got {value}")
-
-
-def str_tuple(name: str, value: object) -> tuple[str, ...]:
-    """Return a tuple or list of strings as a tuple; raise TypeError for anything else."""
-    if isinstance(value, str) or not isinstance(value, (tuple, list)):
-        raise TypeError(f"FP8Config.{name} must be a tuple of strings, got {value!r}")
-    if not all(isinstance(item, str) and item for item in value):
-        raise TypeError(f"FP8Config.{name} must hold non-empty strings, got {value!r}")
-    return tuple(value)

@@ -36,8 +36,8 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
             if options is None:
                 continue
             if not isinstance(options, Mapping):
-                is_name = isinstance(options, str) and options.isidentifier()
-                hint = f"; did you mean {{'recipe': {options!r}}}?" if is_name else ""
+                is_text = isinstance(options, str)
+                hint = f"; did you mean {{'recipe': {options!r}}}?" if is_text else ""
                 raise TypeError(f"{where} must map options to values, got {options!r}{hint}")
             unknown = [name for name in options if name not in names]
             if unknown:
@@ -45,17 +45,16 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
                     f"{where}: {', '.join(map(repr, unknown))} cannot differ between layers; "
                     f"options that can are {', '.join(names)}{suggestion(unknown[0], names)}"
                 )
-            if options.get("recipe", HIGH_PRECISION) not in (*RECIPES, HIGH_PRECISION):
-                valid = ", ".join(map(repr, (*RECIPES, HIGH_PRECISION)))
+            valid = (*RECIPES, HIGH_PRECISION)
+            recipe = options.get("recipe", HIGH_PRECISION)
+            if recipe not in valid:
                 raise ValueError(
-                    f"{where}: recipe={options['recipe']!r} cannot be set for single layers; the "
-                    f"valid choices are {valid}{suggestion(options['recipe'], RECIPES)}"
+                    f"{where}: recipe={recipe!r} cannot be set for single layers; valid are "
+                    f"{', '.join(map(repr, valid))}{suggestion(recipe, RECIPES)}"
                 )
-            others = [repr(name) for name in options if name != "recipe"]
+            others = ", ".join(repr(name) for name in options if name != "recipe")
             if options.get("recipe") == HIGH_PRECISION and others:
-                raise ValueError(
-                    f"{where}: recipe 'bf16' has no {', '.join(others)}; leave one of them out"
-                )
+                raise ValueError(f"{where}: recipe 'bf16' has no {others}; leave one of them out")
         return cls((p, None if o is None else _plain(o)) for p, o in value.items())
 
     def __hash__(self) -> int:  # type: ignore[override]

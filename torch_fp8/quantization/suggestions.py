@@ -15,7 +15,10 @@ _ELSEWHERE = {
 }
 """Our options for the names of recipes in torchao and Transformer Engine."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "on_loss_spike": "a jump of the loss only warns; on_alarm='bf16' moves layers out of FP8, and "
+    "a run goes back by its host's checkpoints",
+}
 """What to do instead of using an option that 0.1.0 had and this version removed."""
 REMOVED_DEFAULTS: dict[str, Any] = {"save_attention": "bf16", "moment_bits": 8, "residual_bits": 8}
 """The defaults that removed options had: pickled configurations hold every option."""

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import is_traced, saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.amax import amax
-from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, quantize_layouts_and_sum
+from torch_fp8.ops.quantize import QuantizedTensor, amax, quantize_layouts, quantize_layouts_and_sum
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax

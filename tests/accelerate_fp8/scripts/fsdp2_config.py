@@ -27,6 +27,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 import torch_fp8
+from tests.comm_counter import count_communication
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -55,7 +56,7 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 def loop() -> str:
     accelerator = Accelerator()
     model, optimizer = prepared(accelerator)
-    with torch_fp8.count_communication() as counted:
+    with count_communication() as counted:
         losses = train(accelerator, model, optimizer, range(3))
     # A gather of the block in forward and one in backward; one exchange of its gradients.
     assert counted.of("all-gather", torch.uint8).calls == 3 * 2 * 2, counted
@@ -155,7 +156,7 @@ def dpo() -> str:
     assert len(layers) == 14, len(layers)
     before = whole(reference)
     made.train()
-    with torch_fp8.count_communication() as counted, torch.no_grad():
+    with count_communication() as counted, torch.no_grad():
         reference(input_ids=torch.randint(4, 64, (1, 8)))
     assert counted.of("all-gather", torch.uint8).calls == 1, counted  # TRL shards it as one
     frozen = [p for p in reference.parameters() if isinstance(local(p), Float8FrozenWeight)]

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import torch_fp8  # noqa: E402
 from lightning_fp8 import FP8Config, FP8FSDPStrategy, FP8Precision  # noqa: E402
+from tests.comm_counter import count_communication  # noqa: E402
 from torch_fp8.optim.optimizer import Float8Optimizer  # noqa: E402
 from torch_fp8.tensor.split_shard import SplitShard  # noqa: E402
 
@@ -340,7 +341,7 @@ def users():
             model = Sharded(config)
             strategy = strategies.ModelParallelStrategy(**options)
             host_trainer = trainer(config, strategy, **more)
-            with torch_fp8.count_communication() as counted:
+            with count_communication() as counted:
                 host_trainer.fit(model, data(steps), ckpt_path=ckpt_path)
             # Found again after the host has moved the model: without it, the gathers are BF16.
             run = steps * (1 if ckpt_path else more.get("epochs", 1))

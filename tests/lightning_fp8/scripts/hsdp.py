@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Precision
-from torch_fp8 import FP8Config, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config
 
 WIDTH = 64
 

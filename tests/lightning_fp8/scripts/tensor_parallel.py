@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from torch_fp8 import count_communication
+from tests.comm_counter import count_communication
 from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

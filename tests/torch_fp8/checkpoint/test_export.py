@@ -15,7 +15,7 @@ from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
 from torch_fp8 import FP8Config, convert_to_float8, export
 from torch_fp8.checkpoint import safetensors_writer, whole_folder
 from torch_fp8.nn import linear_function
-from torch_fp8.nn.paused import pause
+from torch_fp8.nn.linear import pause
 
 CASES = [
     ("fine-grained", "blockwise"),

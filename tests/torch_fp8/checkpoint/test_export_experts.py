@@ -19,10 +19,10 @@ from torch_fp8 import (
     weights_for_engine,
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
-from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
 from torch_fp8.nn import grouped_linear_function
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
+from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 32}
 WIDE["num_key_value_heads"] = 4

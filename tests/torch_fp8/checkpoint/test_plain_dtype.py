@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import torch_fp8
 from tests.fp8_checkpoints import tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, export, load_frozen, weights_for_engine
-from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
+from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 FORMATS = [
     ("fine-grained", "blockwise"),

@@ -15,7 +15,7 @@ from torch_fp8 import (
     weights_for_engine,
 )
 from torch_fp8.nn import linear_function
-from torch_fp8.nn.paused import pause
+from torch_fp8.nn.linear import pause
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 

@@ -157,8 +157,7 @@ def test_two_models_share_the_entries():
 
 
 def test_attention_rests_while_its_layers_are_paused():
-    from torch_fp8.nn.linear import Float8Layer
-    from torch_fp8.nn.paused import pause
+    from torch_fp8.nn.linear import Float8Layer, pause
 
     model = _llama().train()
     tokens = torch.randint(2, 64, (1, 24), generator=torch.Generator().manual_seed(1))

@@ -229,7 +229,7 @@ def test_goes_through_json_environment_copies_and_repr(monkeypatch):
         ({"overrides": {"a": {"seed": 1}}}, ValueError, "'seed' cannot differ between layers"),
         ({"overrides": {"a": {"recipe": "auto"}}}, ValueError, "'mxfp8', 'bf16'"),
         ({"overrides": {"a": {"recipe": "bf16", "wgrad": "fp8"}}}, ValueError, "'wgrad'; leave"),
-        ({"overrides": {"a": {"margin": 1}}}, ValueError, "only recipe='delayed' takes margin"),
+        ({"overrides": {"a": {"margin": 1}}}, ValueError, "excludes margin; use recipe='delayed'"),
         ({"overrides": {"lm_head": {"recipe": "rowwise"}}}, ValueError, "skip=.'lm_head',"),
         (
             {"overrides": {"a": {"recipe": "mxfp8", "grad_format": "e5m2"}}},
@@ -239,7 +239,7 @@ def test_goes_through_json_environment_copies_and_repr(monkeypatch):
         (
             {"overrides": {"a": {"recipe": "delayed"}}, "cache_weights": True},
             ValueError,
-            "cache_weights=True needs scales computed",
+            "recipe='delayed' excludes cache_weights=True",
         ),
         (
             {"overrides": {"a": {"recipe": "rowwise"}}, "save_format": "fine-grained"},

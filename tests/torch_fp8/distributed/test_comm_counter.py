@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8 import CommunicationCount, count_communication
+from tests.comm_counter import CommunicationCount, count_communication
 
 pytestmark = pytest.mark.long
 

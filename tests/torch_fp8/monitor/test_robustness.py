@@ -13,8 +13,8 @@ from tests.torch_fp8.monitor.test_faults import MLP, Watched, _outlier_channel
 from tests.waits import Waits
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.monitor.alarm import LossSpikes
-from torch_fp8.monitor.run_log import read_run
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import is_paused
+from torch_fp8_tools.report.run_record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 
@@ -133,9 +133,8 @@ def test_losses_of_a_step_are_added_as_gradients_are(tmp_path):
     assert [watched.logged[s]["fp8/loss"] for s in (2, 4)] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("action", ["warn", "skip", "bf16"])
-def test_of_losses_that_are_nan_for_ever_few_are_told(action):
-    watched = Watched(recipe="tensorwise", opt_level="O1", monitor=50, on_loss_spike=action)
+def test_of_losses_that_are_nan_for_ever_few_are_told():
+    watched = Watched(recipe="tensorwise", opt_level="O1", monitor=50)
 
     def train():
         for _ in range(120):
@@ -148,8 +147,6 @@ def test_of_losses_that_are_nan_for_ever_few_are_told(action):
     told = [str(w.message) for w in caught if "the loss of step" in str(w.message)]
     assert [text.split(":")[0].split()[-1] for text in told] == ["1", "100"]
     assert told[1].endswith("far above the last ones, as are the 99 before it")
-    own = [e["step"] for e in watched.monitor.events if e["event"] == action]
-    assert own == ([] if action == "warn" else [1, 100])
     spikes = LossSpikes()
     assert [spikes.count(x) for x in (1.0, math.inf, math.nan, 1.0, math.nan)] == [0, 1, 2, 0, 1]
 
@@ -164,7 +161,7 @@ def test_what_fails_in_it_never_stops_a_run(monkeypatch):
     for place, name in (
         (watched.monitor._observer, "install"),
         (watched.monitor._losses, "add"),
-        (watched.monitor.fallback, "tick"),
+        (watched.monitor.fallback, "judge"),
     ):
         monkeypatch.setattr(place, name, fails)
     broken = lambda seen, device: fails() if seen else vector(seen, device)  # noqa: E731
@@ -183,9 +180,7 @@ def test_what_fails_in_it_never_stops_a_run(monkeypatch):
 @pytest.mark.filterwarnings("ignore:the FP8 monitor failed at step 2")
 def test_a_rank_that_cannot_write_acts_as_the_others_do(tmp_path):
     """The disk of rank zero is full: the others do not know."""
-    watched = Watched(
-        recipe="tensorwise", opt_level="O1", on_alarm="bf16", on_loss_spike="skip", fallback_steps=9
-    )
+    watched = Watched(recipe="tensorwise", opt_level="O1", on_alarm="bf16", fallback_steps=9)
     watched.step()
 
     class Full:
@@ -196,18 +191,12 @@ def test_a_rank_that_cannot_write_acts_as_the_others_do(tmp_path):
     watched.monitor._events.has_failed = False
     for _ in range(18):
         watched.step()
-    healthy = watched.in_x
     watched.monitor._events.has_failed = False
     _outlier_channel(watched)
     with pytest.warns(RuntimeWarning, match="monitor failed at step 20.*no space left"):
         watched.step()
     assert is_paused(watched.model[0])
     assert "fp8/0/input/sqnr" in watched.logged[20]
-    watched.in_x, watched.monitor._events.has_failed = healthy, False
-    before = watched.model[0].weight.detach().clone()
-    with pytest.warns(RuntimeWarning, match="monitor failed at step 21.*no space left"):
-        watched.step(100)
-    assert torch.equal(before, watched.model[0].weight)
 
 
 @pytest.mark.parametrize("on_alarm", ["bf16", "rowwise"])

@@ -237,9 +237,9 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="not LoRA; use LoraConfig"):
         convert_to_float8(other, AWARE)
     for options, message in (
-        ({"opt_level": "O1"}, "merge_aware=True stores weights in FP8, but opt_level='O1'"),
-        ({"frozen_weights": "keep"}, "leave out frozen_weights='keep' or merge_aware"),
-        ({"eval_fp8": False}, "leave out eval_fp8=False or merge_aware"),
+        ({"opt_level": "O1"}, "opt_level='O1' excludes merge_aware=True: O1 leaves weights"),
+        ({"frozen_weights": "keep"}, "merge_aware=True excludes frozen_weights='keep'"),
+        ({"eval_fp8": False}, "merge_aware=True excludes eval_fp8=False"),
     ):
         with pytest.raises(ValueError, match=message):
             FP8Config(merge_aware=True, **options)

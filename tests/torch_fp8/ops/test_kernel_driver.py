@@ -9,8 +9,8 @@ from triton import knobs
 from triton.runtime import build, driver
 
 from torch_fp8 import convert_to_float8
-from torch_fp8.environment.versions import versions
 from torch_fp8.ops.kernel_driver import PACKAGES, check_driver, missing_tools
+from torch_fp8_tools.env.versions import versions
 
 CUDA = torch.device("cuda")
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
-from torch_fp8.checkpoint.stock_states import convert_optimizer_file
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.quantization import ratio_int4
@@ -19,6 +18,7 @@ from torch_fp8.quantization.linear_int8 import threshold_keys, turned_words
 from torch_fp8.quantization.stochastic_rounding import element_index
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.ratio_moment import RatioMoment
+from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
 
 class Model(nn.Module):

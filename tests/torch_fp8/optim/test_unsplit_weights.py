@@ -84,7 +84,7 @@ def test_bf16_weights_have_no_residual_and_low_rates_are_warned_of():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"residual_bits": 4}, "split_weights=False splits none"),
+        ({"residual_bits": 4}, "split_weights=False excludes residual_bits=4"),
         ({"opt_level": "O1"}, "excludes split_weights"),
     ],
 )

@@ -376,7 +376,9 @@ def test_converting_again_is_harmless():
 
 
 def test_what_cannot_be_kept_is_refused():
-    with pytest.raises(ValueError, match="recipe='delayed' takes them from a history"):
+    with pytest.raises(
+        ValueError, match="recipe='delayed' excludes cache_weights=True: every forward"
+    ):
         FP8Config(recipe="delayed", cache_weights=True)
     with pytest.raises(TypeError, match="must be a bool or 'both', got 'row'"):
         FP8Config(cache_weights="row")

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.config_check import check_same_config, check_same_parts
+from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer, ForwardHook
 from torch_fp8.distributed.ddp.hook_registration import (
     DDPReport,
@@ -151,9 +151,8 @@ def connect_ddp(
     for parameter in names:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
-    check_same_config(config, ddp.process_group)
     layers = {f"'{name}'": f"in FP8 ({recipe})" for name, recipe in _recipes(ddp.module)}
-    check_same_parts(layers, ddp.process_group, absent="in high precision")
+    check_same_config(config, ddp.process_group, layers, absent="in high precision")
     reason = reason or reason_without_hook(ddp)
     exchanges = _chosen(ddp.module, config, None if reason else ddp.process_group)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.config_check import check_same_config, check_same_parts
+from torch_fp8.distributed.agreement import store_timeout
+from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, in_backward, make_scales
 from torch_fp8.distributed.fsdp.expert_gather import (
     ExpertGather,
@@ -107,8 +108,8 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
         return FSDPReport(skipped=(("model", "communication='off'"),), num_frozen=num_frozen)
     names = {module: name for name, module in model.named_modules()}
     for process_group, parts in _parts(model, names).items():
-        check_same_parts(parts, process_group)
-        check_same_config(config, process_group)
+        # One rank may take much longer than another to load its model.
+        check_same_config(config, process_group, parts, seconds=store_timeout())
     exchanges = _chosen(model, config, every_group)
     skipped: list[tuple[str, str]] = []
     gathers = {group: _gathers_of(group, names, skipped, exchanges) for group in every_group}

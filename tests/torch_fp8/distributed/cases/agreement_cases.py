@@ -14,7 +14,8 @@ import warnings
 import torch.distributed as dist
 
 import torch_fp8
-from torch_fp8 import FP8Config, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config
 from torch_fp8.distributed import agreement, config_check
 from torch_fp8.distributed.config_check import check_same_config
 
@@ -29,13 +30,6 @@ def error(config, group=None):
         except ValueError as raised:
             return str(raised), [row.payload_bytes for row in count.rows]
     return None, [row.payload_bytes for row in count.rows]
-
-
-def leader_key():
-    """Where the ranks of the default group read the name of a comparison."""
-    text = json.dumps({})
-    group = dist.group.WORLD
-    return agreement._Meeting(agreement._store(), group, 1, text, "").leader_key
 
 
 def main():
@@ -73,17 +67,15 @@ def main():
     config_check.card_name = lambda device: "the CPU"
     # One comparison after the other: none may take a rank's description of the one before.
     results["many"] = [error(FP8Config(seed=seed))[0] for seed in range(200)]
-    # What an earlier process of rank 1 and a leader left behind, which died before all had come.
     store = dist.distributed_c10d._get_default_store()
-    if RANK == 1:
-        store.set(leader_key(), "torch_fp8/agreement/of the dead")
-        for rank in range(RANKS):
-            about = ["other digest", "no token", [rank, "gone", ""]]
-            store.set(f"torch_fp8/agreement/of the dead/{rank}", json.dumps(about))
-        store.set("torch_fp8/agreement/of the dead/result", '{"missing": [3], "came": []}')
-        store.set("left behind", "")
-    store.wait(["left behind"])  # the dead write nothing any more
-    results["restarted"] = error(FP8Config())
+    dist.barrier()
+    if RANK == 3:
+        time.sleep(4)  # it comes when the others have given up
+    agreement._WARN_AFTER = 1
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        results["late"] = error(FP8Config(agreement_timeout=2))
+    results["waiting"] = [str(warning.message) for warning in warned]
     # A rank goes on as a script without FP8 does, into a collective that nobody else comes to.
     for missing in (3, 0):
         store.add(f"before {missing}", 1)

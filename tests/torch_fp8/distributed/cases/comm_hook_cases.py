@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import collectives
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options

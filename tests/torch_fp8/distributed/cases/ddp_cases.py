@@ -21,11 +21,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
-    count_communication,
     memory_report,
     merged_state_dict,
     restore_weights,

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fp8 import FP8Config, convert_to_float8, count_communication, freeze, memory_report
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config, convert_to_float8, freeze, memory_report
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 

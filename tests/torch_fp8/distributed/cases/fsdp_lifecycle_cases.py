@@ -28,9 +28,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.kernels.arguments import CastOptions

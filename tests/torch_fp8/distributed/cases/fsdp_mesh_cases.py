@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torch_fp8 import FP8Config, convert_to_float8, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion.layer_swap import to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops.quantize import quantize

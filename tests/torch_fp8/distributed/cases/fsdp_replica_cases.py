@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from tests.comm_counter import count_communication
 from tests.rows_of_messages import pack, unpack
-from torch_fp8 import FP8Config, count_communication
+from torch_fp8 import FP8Config
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.replicas import Float8Replicas, disconnect_replicas
 from torch_fp8.distributed.fsdp.split_weights import param_groups

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.tensor.float8_grad import Float8Grad
 

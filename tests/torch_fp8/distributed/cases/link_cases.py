@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.comm_counter import count_communication
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
-    count_communication,
     load_scaling_state_dict,
     scaling_state_dict,
 )

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication, revert
+from tests.comm_counter import count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,

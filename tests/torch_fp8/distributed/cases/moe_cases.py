@@ -13,14 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    count_communication,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp import expert_gather
 from torch_fp8.distributed.fsdp.connect import connect_fsdp

@@ -15,14 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.comm_counter import count_communication
 from tests.moe_experts import CLASSES, experts
-from torch_fp8 import (
-    FP8Config,
-    convert_to_float8,
-    count_communication,
-    memory_report,
-    thaw,
-)
+from torch_fp8 import FP8Config, convert_to_float8, memory_report, thaw
 from torch_fp8.distributed.ddp.wrap import ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.experts import Float8Experts

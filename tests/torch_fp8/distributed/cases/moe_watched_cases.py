@@ -8,14 +8,9 @@ from parallel_ranks import RANK, RANKS, full
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate_fp8 import record_routing, routing_replay
 from tests.moe_experts import E, H, K, experts
-from torch_fp8 import (
-    FP8Config,
-    Monitor,
-    convert_to_float8,
-    record_routing,
-    routing_replay,
-)
+from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.conversion import expert_choice, layer_benchmark
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded

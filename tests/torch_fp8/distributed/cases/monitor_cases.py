@@ -30,7 +30,7 @@ from torch_fp8.distributed.tensor_parallel.styles import (
     Float8RowwiseParallel,
 )
 from torch_fp8.monitor.run_log import FILE_NAME
-from torch_fp8.nn.paused import is_paused
+from torch_fp8.nn.linear import is_paused
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 
@@ -49,13 +49,12 @@ def main():
 
 
 def data_parallel():
-    """An outlier comes on rank one alone, and a spike of its loss."""
+    """An outlier comes on rank one alone."""
     config = FP8Config(
         recipe="tensorwise",
         opt_level="O1",
         monitor=1,
         on_alarm="bf16",
-        on_loss_spike="skip",
         fallback_steps=2,
     )
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -73,30 +72,26 @@ def data_parallel():
     ddp = DistributedDataParallel(model)
     generator = torch.Generator().manual_seed(RANK)
     amax = loss_of_three = None
-    for step in range(1, 25):
+    for step in range(1, 21):
         x = torch.randn(16, 64, generator=generator)
         target = x
         if step == 2 and RANK == 1:
             x = x * torch.where(torch.arange(64) == 5, 1e6, 1.0)
         loss = (ddp(x) - target).square().mean()
-        loss = loss / loss.detach().clamp(min=1) * (100 if step == 23 and RANK == 1 else 1)
+        loss = loss / loss.detach().clamp(min=1)
         loss.backward()
         monitor.observe_loss(loss)
-        weight = model[0].weight.detach().clone()
         optimizer.step()
         optimizer.zero_grad()
         paused[step] = [name for name, module in model.named_modules() if is_paused(module)]
         if step == 20:
             amax, loss_of_three = x.abs().max().item(), loss.item()
-        if step == 23:
-            skipped = torch.equal(weight, model[0].weight)
     return {
         "paused": {step: paused[step] for step in (2, 3, 4)},
         "series": logged[20],
         "amax": amax,
         "loss": loss_of_three,
         "lines": (Path(folder) / FILE_NAME).exists(),
-        "skipped": skipped,
     }
 
 

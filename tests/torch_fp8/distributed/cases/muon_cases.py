@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.batched_muon import SingleDeviceMuon
+from tests.comm_counter import count_communication
 from tests.moe_experts import batch, experts
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.distributed.ddp.wrap import connect_ddp
 from torch_fp8.distributed.fsdp.connect import connect_fsdp

@@ -33,15 +33,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.comm_counter import count_communication
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import (
-    FP8Config,
-    convert_to_float8,
-    count_communication,
-    revert,
-    scaling_state_dict,
-)
+from torch_fp8 import FP8Config, convert_to_float8, revert, scaling_state_dict
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.all_gather import (
     AllGatheredFloat8Tensor,

@@ -1,0 +1,80 @@
+"""Faults in the command line, and faults in the engine that its self-test sees."""
+
+from tests.planted.fault import Fault
+
+_TESTS = "tests/torch_fp8_tools"
+_SMOKE = f"{_TESTS}/env/test_smoke.py"
+FAULTS = [
+    Fault(
+        "the output of a single token is 8 % too large",
+        "torch_fp8/ops/scaled_mm.py",
+        "    return _multiply(a, b, contracted, bias, out_dtype, fast_accum, emulate)\n",
+        "    output = _multiply(a, b, contracted, bias, out_dtype, fast_accum, emulate)\n"
+        "    return output * 1.08 if len(output) == 1 else output\n",
+        f"{_SMOKE}::test_each_recipe_reaches_its_floors",
+    ),
+    Fault(
+        "a cast cuts off half of its range",
+        "torch_fp8/ops/quantize.py",
+        "((x / scale).clamp(-format.max, format.max)",
+        "((x / scale).clamp(-format.max / 2, format.max / 2)",
+        f"{_SMOKE}::test_each_recipe_reaches_its_floors",
+    ),
+    Fault(
+        "a frozen weight is multiplied with a wrong scale",
+        "torch_fp8/tensor/frozen_payload.py",
+        "return QuantizedTensor(self.qdata, self.scale, self.spec.granularity)",
+        "return QuantizedTensor(self.qdata, self.scale * 1.08, self.spec.granularity)",
+        f"{_SMOKE}::test_sizes_that_a_card_refuses_are_told",
+    ),
+    Fault(
+        "the self-test runs no single token",
+        "torch_fp8_tools/env/smoke.py",
+        "TOKENS, FEW_TOKENS = (256, 99), (16, 1)",
+        "TOKENS, FEW_TOKENS = (256, 99), (16, 2)",
+        f"{_SMOKE}::test_a_wrong_output_of_one_token_is_told",
+    ),
+    Fault(
+        "the self-test accepts any decoded token",
+        "torch_fp8_tools/env/smoke.py",
+        "    if not sqnr >= floor:\n",
+        "    if sqnr < 0:\n",
+        f"{_SMOKE}::test_a_wrong_output_of_one_token_is_told",
+    ),
+    Fault(
+        "a wrong byte of a cast is a neighbour",
+        "torch_fp8_tools/env/smoke.py",
+        'name.startswith(("norm", "SwiGLU")))',
+        "True)",
+        f"{_SMOKE}::test_a_wrong_kernel_is_told",
+    ),
+    Fault(
+        "a process that fails is reported as well",
+        "torch_fp8_tools/env/smoke.py",
+        "    if status == 0:\n",
+        "    if status is not None:\n",
+        f"{_SMOKE}::test_a_process_that_fails_turns_its_own_line_red",
+    ),
+    Fault(
+        "a bound of zero is never crossed in the report",
+        "torch_fp8_tools/report/report.py",
+        "return 2.0 if value > bound.most else 0.0",
+        "return 0.0",
+        f"{_TESTS}/report/test_report.py",
+    ),
+    Fault(
+        "a planned step of FSDP2 scatters no gradients",
+        "torch_fp8_tools/plan/fake_ranks.py",
+        "name.startswith((*_GATHERS, *_SCATTERS))",
+        "name.startswith(_GATHERS)",
+        f"{_TESTS}/plan/test_sharded_plan.py",
+    ),
+    Fault(
+        "the engine imports its tools",
+        "torch_fp8/monitor/monitor.py",
+        "from torch_fp8.monitor.run_log import RunLog\n",
+        "from torch_fp8.monitor.run_log import *\nfrom torch_fp8_tools.report import run_record\n"
+        "from torch_fp8.monitor.run_log import RunLog as RunLog\n",
+        "tests/test_architecture.py",
+    ),
+]

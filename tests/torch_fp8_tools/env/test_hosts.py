@@ -1,0 +1,154 @@
+"""What is told of hosts and of autoload, with hosts that are moved, broken or gone."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from torch_fp8_tools.env import hosts
+from torch_fp8_tools.env.autoload import autoload
+from torch_fp8_tools.env.host_points import HELD, POINTS, inspect_host, is_ours
+
+pytestmark = pytest.mark.long
+
+
+UTILS = "trl.models.utils"
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch, forked_python):
+    """``planted(code, python)``: what is told where `code` is TRL's module that is extended."""
+    folder = tmp_path / "trl" / "models"
+    folder.mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").write_text("__version__ = '9.9'\n")
+    (folder / "__init__.py").write_text("")
+    search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+    monkeypatch.setitem(POINTS, "trl", {UTILS: ("prepare_fsdp",)})
+
+    def tell(code, python=forked_python):
+        (folder / "utils.py").write_text(textwrap.dedent(code))
+        monkeypatch.setattr(sys, "executable", python)
+        return hosts._extended("trl")
+
+    return tell
+
+
+def test_a_point_that_took_hold(planted):
+    host, point = planted("def prepare_fsdp(model, accelerator): ...")
+    assert (host.status, host.detail) == ("ok", "9.9, 1 of 1 extension points are active")
+    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "ok")
+
+
+def test_what_is_said_of_fp8_at_the_import_is_told(planted):
+    host, _ = planted(
+        """
+        import warnings
+        warnings.warn("FP8 is not tried with this version")
+        def prepare_fsdp(model, accelerator): ...
+        """
+    )
+    assert host.status == "ok"
+    assert host.detail.endswith("are active; FP8 is not tried with this version")
+
+
+def test_a_point_that_moved_is_red_by_name(planted):
+    host, point = planted("def prepare_fsdp2(model, accelerator): ...")
+    assert (host.status, host.detail) == ("failed", "9.9, 0 of 1 extension points are active")
+    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "failed")
+    assert "does not exist in this version" in point.detail
+    assert "AttributeError" in point.detail
+
+
+def test_autoload_that_is_missing_is_red_at_each_point(planted, monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    host, point = planted("def prepare_fsdp(model, accelerator): ...", sys.executable)
+    assert (host.status, point.status) == ("failed", "failed")
+    assert "the flag has no effect here" in point.detail
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ImportError('libcudart is missing')", "ImportError: libcudart is missing"),
+        ("import sys; sys.exit('not on this machine')", "SystemExit: not on this machine"),
+        ("import os; os._exit(3)", "ended the process with status 3"),
+    ],
+    ids=["raises", "exits", "dies"],
+)
+def test_a_broken_host_is_red_and_harms_nothing(planted, code, message):
+    results = planted(code)
+    assert results[0].status == "failed"
+    assert any(message in result.detail for result in results)
+
+
+def _extended_names(module):
+    """Return the dotted names of everything with ``_fp8_original`` in a module and its classes."""
+    names = []
+    for name, value in list(vars(module).items()):
+        if is_ours(value):
+            names.append(name)
+        elif inspect.isclass(value) and value.__module__ == module.__name__:
+            names += [f"{name}.{key}" for key, method in vars(value).items() if is_ours(method)]
+    return sorted(names)
+
+
+@pytest.mark.parametrize("host", POINTS)
+def test_the_list_has_all_that_is_extended(host):
+    """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
+    pytest.importorskip(host)
+    found = inspect_host(list(POINTS[host]))
+    assert found["errors"] == {}
+    for name, states in found["points"].items():
+        assert set(states) == set(POINTS[host][name])
+        assert set(states.values()) == {HELD}
+        of_functions = set(POINTS[host][name]) - {"_PRECISION_INPUT_STR"}
+        assert set(_extended_names(importlib.import_module(name))) == of_functions
+
+
+def test_a_host_that_is_not_installed_is_no_failure(monkeypatch):
+    monkeypatch.setattr(hosts, "is_installed", lambda host: False)
+    assert {(r.status, r.detail) for r in hosts.hosts()} == {("info", "not installed")}
+
+
+def _autoload(**variables):
+    code = """
+        from torch_fp8_tools.env.autoload import autoload
+        for result in autoload():
+            print(result.status, "|", result.detail)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**hosts.child_environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [tuple(line.split(" | ")) for line in done.stdout.splitlines()]
+
+
+def test_autoload_that_is_off_is_red():
+    entry_point, variable, finder, _ = _autoload(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert entry_point[0] == "ok"
+    assert (variable[0], finder[0]) == ("failed", "failed")
+    assert "import lightning_fp8" in finder[1]
+
+
+def test_autoload_and_configuration_of_this_interpreter(monkeypatch):
+    assert [result.status for result in autoload()] == ["ok", "ok", "ok", "info"]
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
+    assert '"rowwise"' in autoload()[-1].detail
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipee": "rowwise"}')
+    assert autoload()[-1].status == "failed"
+
+
+def test_an_installation_without_entry_point_is_red(monkeypatch):
+    from importlib import metadata
+
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    assert autoload()[0].status == "failed"
+    assert "not installed in this environment" in autoload()[0].detail

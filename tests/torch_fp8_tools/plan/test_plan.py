@@ -1,0 +1,431 @@
+"""`torch_fp8.plan`: what it predicts is what is counted; what it refuses."""
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
+from torch_fp8 import FP8Config, memory_report
+from torch_fp8_tools import cli
+from torch_fp8_tools.plan import counts, layouts
+from torch_fp8_tools.plan.counts import standing_bytes
+from torch_fp8_tools.plan.layouts import layers_alike
+from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
+from torch_fp8_tools.plan.plan import _config_text as plan_config
+from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
+from torch_fp8_tools.plan.tables import advice, plain_text
+
+PAGES = Path(__file__).resolve().parents[3] / "docs"
+SMALL = {"sequence": 32, "recipe": "tensorwise"}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The plan of a small Llama, at every level."""
+    return plan(config_of("llama"), **SMALL)
+
+
+def standing(config, level, **degrees):
+    return standing_bytes(make_setup(config, **SMALL, **degrees), "policy", level)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
+    config = FP8Config(recipe="tensorwise", opt_level=level) if level.startswith("O") else None
+    predicted = standing(config_of(layout), level)
+    model, optimizer = trained(layout, config)
+    assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("layout", "level", "degrees"),
+    [
+        ("llama", "O3", {"gpus": 2}),
+        ("qwen3", "bf16-mixed", {"gpus": 2}),
+        ("gpt_neox", "O2", {"accumulate": 2}),
+        ("gemma2", "O1", {"method": "lora", "rank": 2}),
+    ],
+)
+def test_what_two_layers_hold_says_what_all_hold(layout, level, degrees, monkeypatch):
+    config = config_of(layout)
+    config.num_hidden_layers = 5
+    if hasattr(config, "layer_types"):
+        config.layer_types = [*config.layer_types, *config.layer_types, config.layer_types[0]]
+    setup = make_setup(config, **SMALL, **degrees)
+    assert setup.layers_alike
+    held = standing_bytes(setup, "policy", level)
+    monkeypatch.setattr(type(setup), "layers_alike", False)
+    assert dataclasses.asdict(standing_bytes(setup, "policy", level)) == dataclasses.asdict(held)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1}),
+        ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [2]}),
+        ("zamba2", {"layers_block_type": ["mamba", "hybrid", "mamba"]}),
+    ],
+)
+def test_models_whose_layers_differ_are_counted_in_full(kind, sizes):
+    config = config_of("llama").to_dict()
+    config = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
+    assert not layers_alike(AutoConfig.for_model(kind, **config, **sizes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
+def test_the_step_is_that_of_the_whole_model(level, gpus):
+    """What a few layers say of six is what six layers say."""
+    config = config_of("llama")
+    config.num_hidden_layers = 6
+    setup = make_setup(config, **SMALL, gpus=gpus)
+    extrapolated = dataclasses.asdict(counts.step_bytes(setup, "policy", level))
+    assert extrapolated == dataclasses.asdict(counts._few_layers(setup, "policy", level, 6))
+
+
+@pytest.mark.long
+def test_total_is_the_sum_and_the_peak_is_below(whole):
+    for level in whole.levels.values():
+        parts = [level.bytes[name] for name in (*CATEGORIES, "activations")]
+        assert level.bytes["total"] == sum(parts)
+        assert 0 < level.peak <= level.bytes["total"]
+        assert level.fits
+    bf16, o3 = whole.levels["bf16-mixed"], whole.levels["O3"]
+    assert o3.bytes["moments"] < 0.4 * bf16.bytes["moments"]
+    kept = plan(config_of("llama"), **SMALL, accumulate=2, levels=("O2",)).levels["O2"]
+    assert kept.peak == kept.bytes["total"]
+
+
+@pytest.mark.long
+def test_fp8_sends_a_quarter_of_what_replicas_in_bf16_mixed_send():
+    replicas = plan(config_of("llama"), **SMALL, gpus=2, data=2, levels=("bf16-mixed", "O2"))
+    # benchmarks/results/wire.csv: 0.258 of what float32 gradients take
+    share = replicas.levels["O2"].wire / replicas.levels["bf16-mixed"].wire
+    assert share == pytest.approx(0.258, abs=0.001)
+
+
+@pytest.mark.long
+def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
+    config = config_of("llama")
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
+    # Steps hold nothing of what is counted here; those of O2 are run all the same.
+    idle = {(role, "bf16-mixed", 1): counts.StepBytes(*[0.0] * 5) for role in ROLES}
+    levels = {**SMALL, "levels": ("bf16-mixed", "O2")}
+    lora = plan_beside({**idle}, config, **levels, method="lora", rank=2).levels
+    assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
+    assert lora["O2"].bytes["moments"] < 0.15 * lora["O2"].bytes["weights"]
+    rlhf = plan_beside({**idle}, config, **levels, method="rlhf")
+    num_params = sum(p.numel() for p in layouts.build(config).parameters())
+    assert rlhf.num_params > 3.9 * num_params
+    for level in ("bf16-mixed", "O2"):
+        more, policy = rlhf.levels[level].bytes, standing(config, level)
+        assert more["weights"] > 2 * policy.weights
+        assert more["moments"] == pytest.approx(2 * policy.moments, rel=0.1)
+
+
+@pytest.mark.long
+def test_tensor_and_pipeline_parallel_share_the_weights():
+    config = config_of("llama")
+    config.num_key_value_heads = 2
+    halves, stages = (
+        plan(config, **SMALL, levels=("O2",), **degrees).levels["O2"].bytes["weights"]
+        for degrees in ({"gpus": 2, "tensor": 2}, {"gpus": 2, "pipeline": 2})
+    )
+    assert max(halves, stages) < 0.75 * standing(config, "O2").weights
+
+
+@pytest.mark.long
+def test_checkpointing_saves_less(whole):
+    plain = whole.levels["O2"]
+    again = plan(config_of("llama"), **SMALL, checkpointing=True, levels=("O2",)).levels["O2"]
+    assert again.bytes["activations"] < plain.bytes["activations"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 3, "tensor": 2}, "do not divide the 3 GPUs"),
+        ({"gpus": 4, "fsdp": 3}, "are 3 GPUs, but gpus=4"),
+        ({"tensor": 8, "gpus": 8}, "does not divide the 4 attention heads"),
+        ({"pipeline": 3, "gpus": 3}, "more stages than the model has layers"),
+        ({"card": "h10"}, "did you mean 'h100'?"),
+        ({"recipe": "int4"}, "one of auto"),
+        ({"method": "dpo"}, "one of full, lora, rlhf"),
+        ({"gpus": 0}, "at least 1"),
+        ({"memory": 0}, "above 0 GiB"),
+        ({"levels": ("O4",)}, "level 'O4' is unknown"),
+        ({"recipe": "mxfp8"}, "h100 (sm_90) cannot run block_1x32 GEMMs. It runs tensorwise"),
+        ({"card": "b200", "recipe": "blockwise"}, "b200 (sm_100) cannot run block_1x128 GEMMs"),
+        ({"card": "rtx-4090", "recipe": "blockwise"}, "(sm_89) cannot run block_1x128"),
+        ({"card": "A100"}, "A100 (sm_80) has no FP8 tensor cores: they come with sm_89"),
+        ({"sequence": 10**6}, "sequence=1000000 is longer than the model's"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(config_of("llama"), **{"sequence": 32, **options})
+
+
+def test_an_unknown_option_is_a_type_error_that_names_the_nearest():
+    with pytest.raises(TypeError, match=r"plan\(\) option\(s\) 'gpu'; .*did you mean 'gpus'\?"):
+        plan(config_of("llama"), gpu=8)
+
+
+def test_models_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"Did you mean 'llama-3\.1-8b'"):
+        plan("Llama3.1-8B")
+    with pytest.raises(ValueError, match="neither a preset, nor a folder"):
+        plan(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not the configuration of a Hugging Face model"):
+        plan(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="has no hidden_size"):
+        plan(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "lama", "hidden_size": 64}')
+    with pytest.raises(ValueError, match="lama"):
+        plan(str(tmp_path))
+    with pytest.raises(TypeError, match="name of a preset"):
+        plan(3)
+
+
+@pytest.mark.long
+def test_a_folder_is_planned_as_its_configuration(whole, tmp_path):
+    config_of("llama").save_pretrained(tmp_path)
+    of_folder = plan(str(tmp_path), **SMALL, levels=("O2",))
+    assert of_folder.levels["O2"] == whole.levels["O2"]
+
+
+def test_presets_have_the_sizes_of_their_names():
+    from torch_fp8_tools.plan.layouts import PRESETS, build, read_config
+
+    others = {"qwen3-30b-a3b": 30.5, "mixtral-8x7b": 46.7}
+    for name in PRESETS:
+        billions = others.get(name) or float(name.rpartition("-")[2].removesuffix("b"))
+        model = build(read_config(name.upper()))
+        count = sum(p.numel() for p in model.parameters()) / 1e9
+        assert count == pytest.approx(billions, rel=0.25), name
+
+
+def test_a_card_takes_more_than_the_counted_peak():
+    """docs/results.md: of 80 GiB 79.2 are there, and 56.7 as counted are 59 to 63 on a card."""
+    gib = 2**30
+    assert left_of(80 * gib, 0) < 79.2 * gib
+    asked = 79.2 * gib - left_of(80 * gib, 56.7 * gib)
+    assert 59 * gib < asked < 63 * gib
+    for page, text in (("results.md", "asks for 62.2"), ("planning.md", "asks for 62.2")):
+        assert text in (PAGES / page).read_text()
+    assert round(asked / gib, 1) == 62.2
+
+
+@pytest.mark.long
+def test_largest_takes_the_last_that_fits(monkeypatch):
+    monkeypatch.setitem(layouts.FAMILIES, "qwen3", ("qwen3-0.6b", "qwen3-4b"))
+    name, tried = largest("qwen3", level="O2", memory=16, sequence=128)
+    assert name == "qwen3-0.6b"
+    assert [made.fits for made in tried.values()] == [True, False]
+    with pytest.raises(ValueError, match="not a family of presets"):
+        largest("bert")
+
+
+@pytest.mark.long
+def test_plain_text_stays_within_80_columns(whole):
+    of_auto = plain_text(plan(config_of("llama"), sequence=32, levels=("O1",)))
+    assert max(map(len, of_auto.splitlines())) <= 80
+    text = plain_text(whole)
+    assert max(map(len, text.splitlines())) <= 80
+    assert 'TORCH_FP8_CONFIG=\'{"opt_level": ' in text
+    config = re.search(r"TORCH_FP8_CONFIG='(.*)'", text).group(1)
+    assert FP8Config(**json.loads(config)).opt_level in LEVELS
+
+
+@pytest.mark.parametrize(
+    ("peaks", "advised"),
+    [
+        ({"O1": 3, "O2": 2, "O3": 1}, ("O2", "the default, and it fits")),
+        ({"O1": 3, "O3": 1}, ("O3", "of the levels that fit, the one with the lowest peak")),
+        ({}, ("", "")),
+    ],
+)
+def test_the_default_is_advised_or_the_lowest_peak(peaks, advised):
+    levels = {
+        name: SimpleNamespace(
+            config="{}" * (name != "BF16"), fits=name in peaks, peak=peaks.get(name)
+        )
+        for name in ("BF16", "O1", "O2", "O3")
+    }
+    assert advice(SimpleNamespace(levels=levels)) == advised
+
+
+@pytest.mark.long
+def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
+    config_of("llama").save_pretrained(tmp_path)
+    call = ["plan", str(tmp_path), "--sequence", "32", "--json", "--level", "bf16-mixed"]
+    assert cli.main([*call, "O3"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed["levels"]) == ["bf16-mixed", "O3"]
+    level = printed["levels"]["O3"]
+    assert {*CATEGORIES, "activations", "total"} == set(level["bytes"])
+    assert level["fits"] is True
+    assert level["wire"] == 0
+    assert cli.main([*call, "--memory", "0.001"]) == 1
+    capsys.readouterr()
+    assert cli.main(["plan", "no-such-model"]) == 2
+    assert "neither a preset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "fits", "tried", "status"),
+    [
+        ([], {False, True}, [(LEVELS, False)], 0),
+        ([], {True}, [(LEVELS, False), (("O2", "O3"), True)], 0),
+        ([], set(), [(LEVELS, False), (("O2", "O3"), True)], 1),
+        (["--level", "O1"], {True}, [(("O1",), False), (("O1",), True)], 0),
+        (["--checkpointing"], set(), [(LEVELS, True)], 1),
+    ],
+)
+def test_what_does_not_fit_is_planned_again_with_checkpointing(
+    options, fits, tried, status, monkeypatch, capsys
+):
+    calls = []
+
+    class Made:
+        def __init__(self, model, *, levels, checkpointing, **others):
+            calls.append((levels, checkpointing))
+            self.fits = checkpointing in fits
+            self.checkpointing = checkpointing
+            self.levels = {level: SimpleNamespace(peak=2**30) for level in levels}
+
+        def __str__(self):
+            return f"checkpointing {self.checkpointing}\n"
+
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", Made)
+    assert cli.main(["plan", "llama-3.1-8b", *options]) == status
+    assert calls == tried
+    printed = capsys.readouterr()
+    assert printed.out == f"checkpointing {fits == {True} or '--checkpointing' in options}\n"
+    assert ("With --checkpointing nothing fits either" in printed.err) == (len(tried) > status == 1)
+
+
+@pytest.mark.long
+def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeypatch):
+    steps = []
+
+    def step_bytes(setup, role, level):
+        steps.append(setup.gpus)
+        return counts.StepBytes(*[1e6] * 5)
+
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "step_bytes", step_bytes)
+    config_of("llama").save_pretrained(tmp_path)
+    call = ["plan", str(tmp_path), "--sequence", "32", "--level", "O2", "--gpus"]
+    assert cli.main([*call, "4", "8", "--fsdp", "4"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("4 GPUs") == text.count("8 GPUs (D2 F4)") == 2
+    assert cli.main([*call, "1", "2", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["setup"]["fsdp"], two["setup"]["fsdp"]) == (1, 2)
+    assert steps == [4, 1, 2]  # with FSDP over 4, the step is the same for 4 and for 8
+    assert cli.main([*call, "4", "8", "--largest"]) == 2
+    assert "one number of --gpus" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_step_that_plans_share_is_that_of_each():
+    options = {**SMALL, "levels": ("O1",), "fsdp": 1}
+    counted = {}
+    shared = [plan_beside(counted, config_of("llama"), gpus=n, **options) for n in (1, 2)]
+    assert shared[1].levels == plan(config_of("llama"), gpus=2, **options).levels
+
+
+def test_ctrl_c_leaves_nothing(capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", interrupted)
+    assert cli.main(["plan", "gpt"]) == 130
+    assert "nothing was written" in capsys.readouterr().err
+
+
+def test_a_process_group_of_ones_own_is_left_alone(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ValueError, match="in another process"):
+            plan(config_of("llama"), **SMALL, gpus=2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.long
+def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
+    """Weights outweigh activations here: what the last layers' gradients take is not forward's."""
+    config = config_of(WIDE)
+    config.num_hidden_layers = 12
+    made = plan(config, sequence=4, recipe="tensorwise", levels=("O2", "O3"), checkpointing=True)
+    o2, o3 = (made.levels[level] for level in ("O2", "O3"))
+    saved = o2.bytes["gradients"] - o3.bytes["gradients"]
+    assert o2.peak - o3.peak == pytest.approx(saved - o3.bytes["scales"] + o2.bytes["scales"])
+    assert saved > 0.2 * o2.bytes["gradients"]
+
+
+@pytest.mark.long
+def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
+    config = config_of("llama")
+    one, three = (
+        counts.step_bytes(make_setup(config, **SMALL, micro_batch=n), "policy", "O2")
+        for n in (1, 3)
+    )
+    assert three.saved == pytest.approx(3 * one.saved, rel=0.05)
+    counted = {}
+    options = {**SMALL, "gpus": 2, "pipeline": 2, "levels": ("O2",)}
+    piped = plan_beside(counted, config, accumulate=4, **options).levels["O2"]
+    (step,) = counted.values()
+    # Of two stages, the first holds what one more micro-batch has saved.
+    assert step.saved > 0
+    assert piped.bytes["activations"] == round(step.forward + step.saved)
+
+
+@pytest.mark.long
+def test_attention_in_fp8_saves_less():
+    """A layer has heads of 16 elements: four of q, and one each of k and v."""
+    config = config_of("llama")
+    setups = [make_setup(config, **SMALL, save_attention=save) for save in ("bf16", "qkv")]
+    saved = [counts.step_bytes(setup, "policy", "O1").saved for setup in setups]
+    in_bf16 = (4 + 4 + 1) * 16 * 2  # k four times: autocast casts it once for each head of q
+    in_fp8 = (4 + 1 + 1) * (16 + 4)
+    tokens = config.num_hidden_layers * SMALL["sequence"]
+    assert saved[0] - saved[1] == tokens * (in_bf16 - in_fp8)
+    assert json.loads(plan_config(setups[1], "O2")) == {
+        "opt_level": "O2",
+        "recipe": "tensorwise",
+        "save_attention": "qkv",
+    }
+    longer = {**SMALL, "sequence": 64}  # whose peak stands where all layers have run
+    setups = [make_setup(config, **longer, save_attention=save) for save in ("qkv", "qkvo")]
+    alone, shared = (counts.step_bytes(setup, "policy", "O1") for setup in setups)
+    in_bf16 = config.num_hidden_layers * 64 * 4 * 16 * 2  # the output, beside o_proj's payload
+    assert alone.saved - shared.saved == alone.forward - shared.forward == in_bf16
+    with pytest.raises(ValueError, match="save_attention='kv' is unknown"):
+        make_setup(config, **SMALL, save_attention="kv")
+
+
+def test_a_first_moment_in_4_bits_takes_less():
+    setups = [make_setup(config_of("llama"), **SMALL, moment_bits=bits) for bits in (8, 4)]
+    eight, four = (counts.standing_bytes(setup, "policy", "O2") for setup in setups)
+    assert eight.weights == four.weights
+    assert 0.75 < (four.moments + four.scales) / (eight.moments + eight.scales) < 0.95
+    at_o1 = (counts.standing_bytes(setup, "policy", "O1") for setup in setups)
+    assert len(set(at_o1)) == 1
+    assert json.loads(plan_config(setups[1], "O2"))["moment_bits"] == 4
+    assert "moment_bits" not in json.loads(plan_config(setups[1], "O1"))

@@ -1,0 +1,196 @@
+"""``torch-fp8 report``: its figures and tables, also from bad input."""
+
+import json
+import math
+import re
+
+import pytest
+
+from torch_fp8.monitor.run_log import FILE_NAME, RunLog
+from torch_fp8_tools.cli import main
+from torch_fp8_tools.report import figures
+from torch_fp8_tools.report.run_record import read_run
+
+LAYERS = [f"model.layers.{i}.{name}" for i in range(3) for name in ("q_proj", "mlp.down_proj")]
+
+
+def _write(folder, steps=120, every=10, config=None):
+    """The statistics of a run in which a down projection loses its SQNR at step 80."""
+    names = [
+        f"fp8/{layer}/{kind}/{statistic}"
+        for layer in LAYERS
+        for kind in ("input", "grad_output")
+        for statistic in ("sqnr", "underflow")
+    ]
+    names += [f"fp8/model.layers.{i}.mlp/swiglu/alignment" for i in range(3)]
+    log = RunLog(folder, names, config or {"monitor": every, "recipe": "delayed"})
+    for step in range(every, steps + 1, every):
+        values = []
+        for name in names:
+            ill = step >= 80 and name.startswith("fp8/model.layers.1.mlp.down_proj/input")
+            healthy = {"sqnr": 31.0, "underflow": 2e-3, "alignment": 0.4}[name.rpartition("/")[2]]
+            values.append((4.5 if name.endswith("sqnr") else 0.4) if ill else healthy)
+        losses = [[s, 5 * math.exp(-s / 60) + 1] for s in range(step - every + 1, step + 1)]
+        log.write(step, values=values, losses=losses)
+        if step == 80:
+            layer = "model.layers.1.mlp.down_proj"
+            log.write(step, event="alarm", layer="", what=f"fp8/{layer}/input/sqnr = 4.5 < 20")
+            log.write(step, event="fallback", layer=layer, what=f"{layer} runs BF16 <b>")
+    return folder
+
+
+def _report(folder, capsys, *options):
+    status = main(["report", str(folder), *map(str, options)])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_figures_are_written_and_tables_say_what_happened(tmp_path, capsys):
+    other = _write(tmp_path / "other")
+    run = _write(tmp_path / "run")
+    status, out, err = _report(run, capsys, "--beside", other)
+    assert (status, err) == (0, "")
+    files = {"loss.png", "sqnr.png", "underflow.png", "alignment.png"}
+    assert {path.name for path in (run / "fp8_report").iterdir()} == files
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (run / "fp8_report").iterdir())
+    assert set(map(str, (run / "fp8_report").iterdir())) == set(out.splitlines()[-4:])
+    assert out.startswith("run: 12 measured steps, 2 events\n1 alarm, 1 fallback.\n")
+    assert "Out of FP8 at the end: model.layers.1.mlp.down_proj.\n" in out
+    assert re.search(r"^80 +fallback +model.layers.1.mlp.down_proj runs BF16 <b>$", out, re.M)
+    (worst,) = re.findall(r"^tensor .*\n(.*)", out, re.M)
+    name, *numbers = worst.split()
+    assert name.startswith("model.layers.1.mlp.down_proj/input/")
+    assert numbers == ["0.4", "80", "0.4", "<=", "0.2", "over"]
+
+
+def test_runs_beside_are_told_apart_and_compared_with_the_first(tmp_path, capsys):
+    from torch_fp8_tools.report.command import names_of
+    from torch_fp8_tools.report.figures import _differences
+
+    step_of = dict.fromkeys(range(1, 101), 4.0)
+    apart = _differences(
+        {step: 4.0 * (1.02 if step > 50 else 1.0) for step in range(1, 91)},
+        {"bf16": {**step_of, 80: math.nan}, "same": dict(step_of), "other steps": {900: 3.0}},
+        "fp8",
+    )
+    assert list(apart) == ["fp8", "same"]
+    assert apart["fp8"][0] == pytest.approx(2.0)
+    assert apart["same"][0] == 0.0
+    steps, smoothed = apart["fp8"][1]
+    assert 80 not in steps
+    assert (smoothed[0], smoothed[-1]) == (0.0, pytest.approx(2.0))
+    assert _differences(step_of, {}, "fp8") == {}
+
+    folders = [_write(tmp_path / name) for name in ("a/fp8", "b/fp8", "b/bf16")]
+    assert names_of(folders) == ["a/fp8", "b/fp8", "b/bf16"]
+    assert names_of([folders[0], folders[0], folders[2]]) == ["fp8", "fp8, again", "bf16"]
+    (folders[1] / FILE_NAME).write_text((folders[1] / FILE_NAME).read_text()[:-30])
+    status, out, err = _report(folders[0], capsys, "--beside", *folders[1:])
+    assert status == 0
+    assert out.startswith("a/fp8: ")
+    assert (
+        err == "note: b/fp8: The last line was cut off, as when a run is stopped; it is ignored.\n"
+    )
+
+
+def test_numbers_that_are_not_finite_and_long_names_are_drawn(tmp_path, capsys):
+    names = [f"fp8/{'a_long_name_of_a_wrapper.' * 4}{n}/input/sqnr" for n in ("q", "down")]
+    log = RunLog(tmp_path, [*names, "fp8/q/input/outliers", "fp8/q/input/amax"], {"monitor": 10})
+    for step in (10, 20):
+        log.write(step, values=[31.0, -math.inf, math.inf, math.inf], losses=[[step, math.inf]])
+    log.write(20, values=[math.nan] * 4, losses=[[19, math.nan], [20, 2.0]])
+    status, out, err = _report(tmp_path, capsys)
+    assert (status, err) == (0, "")
+    assert out.count(".png\n") == 3
+    assert out.count(" over\n") == 3
+
+
+@pytest.mark.parametrize("name", ["layer/history/input", "mlp.experts/experts/empty"])
+def test_a_bound_of_zero_is_crossed_or_not(tmp_path, capsys, name):
+    log = RunLog(tmp_path, [f"fp8/{name}", "fp8/other/input/sqnr"], {"monitor": 1})
+    for step in range(1, 21):
+        log.write(step, values=[float(step == 12), 31.0], losses=[[step, 1.0]])
+    status, out, err = _report(tmp_path, capsys)
+    assert (status, err) == (0, "")
+    (worst,) = re.findall(r"^tensor .*\n(.*)", out, re.M)
+    assert worst.split()[:3] == [name, "1", "12"]
+
+
+def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tmp_path):
+    from torch_fp8_tools.report.figures import _places
+    from torch_fp8_tools.report.heat_map import TOPICS, heat_map
+
+    heat = heat_map(read_run(_write(tmp_path, steps=5000)), TOPICS[0])
+    assert heat.rows[3] == "1.mlp.down_proj"
+    assert len(heat.columns) <= 200
+    first_ill = next(i for i, step in enumerate(heat.columns) if step > 80)
+    assert heat.values[3][first_ill] == 4.5
+    assert heat.values[2][first_ill] == 31.0
+    assert heat.bounds == [20.0]
+    forward, back = _places(heat)
+    assert forward([0.0, 20.0, 34.0]).tolist() == [0.0, pytest.approx(0.2), 1.0]  # red: below 0.2
+    assert back(forward([3.0, 27.0])).tolist() == pytest.approx([3.0, 27.0])
+    shares = heat_map(read_run(tmp_path), next(t for t in TOPICS if t.statistic == "underflow"))
+    forward, back = _places(shares)
+    assert forward([1e-9, 0.2, 1.0]).tolist() == [0.0, pytest.approx(0.8), 1.0]
+    assert back(forward([0.01, 0.7])).tolist() == pytest.approx([0.01, 0.7])
+    assert heat.away == [(3, first_ill, len(heat.columns) - 1)]
+
+
+@pytest.mark.long
+def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
+    assert _report(tmp_path / "nowhere", capsys)[::2] == (
+        1,
+        f"torch-fp8 report: {tmp_path / 'nowhere'} is neither a folder nor a file\n",
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    status, _, err = _report(empty, capsys)
+    assert status == 1
+    assert "holds no statistics" in err
+    assert "monitor=100" in err
+    run = _write(tmp_path / "run")
+    text = (run / FILE_NAME).read_text()
+    (run / FILE_NAME).write_text(text[:-30])
+    status, out, err = _report(run, capsys)
+    assert status == 0
+    assert "cut off" in err
+    assert "11 measured steps" in out or "12 measured steps" in out
+    lines = text.splitlines()
+    header = {**json.loads(lines[0]), "version": 7}
+    (run / FILE_NAME).write_text("\n".join([json.dumps(header), *lines[1:4], "{]", *lines[4:]]))
+    status, out, err = _report(run, capsys)
+    assert status == 0
+    assert "version 7" in err
+    assert "1 of 16 lines cannot be read (lines 5)" in err
+    bad = ['{"step":1e400,"event":"alarm"}', "[]", "7", '{"step":3,"losses":[[1,2,3]]}']
+    bad += ['{"step":3,"values":[1]}', '{"names":7,"format":"torch-fp8 monitor","version":1}']
+    (run / FILE_NAME).write_text("\n".join([*lines, *bad, ""]))
+    assert "6 of 21 lines cannot be read" in _report(run, capsys)[2]
+    (run / FILE_NAME).write_text("nothing\n")
+    status, _, err = _report(run, capsys)
+    assert status == 1
+    assert "no readable statistics" in err
+    _write(tmp_path / "two" / "a")
+    _write(tmp_path / "two" / "b")
+    status, _, err = _report(tmp_path / "two", capsys)
+    assert status == 1
+    assert "the statistics of 2 runs; choose one" in err
+
+
+def test_the_name_of_the_axis_has_room_beside_large_losses(monkeypatch):
+    drawn = []
+    finished = figures._finished
+
+    def finish(figure):
+        drawn.append(figure)
+        return finished(figure)
+
+    monkeypatch.setattr(figures, "_finished", finish)
+    for scale in (1e-5, 1.0, 2e4, 1.3e5, 5.1e5, 1e6):
+        figures.draw_loss({step: scale * (1 + step / 7) for step in range(9)}, [], {}, "run")
+    for figure in drawn:
+        axes = figure.axes[0]
+        assert axes.yaxis.label.get_window_extent().x0 >= 0
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(set(labels)) == len(labels)

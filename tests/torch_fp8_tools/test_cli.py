@@ -1,0 +1,423 @@
+"""The command `torch-fp8`: what it prints, what it writes and what it returns."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_fp8
+from torch_fp8 import _version
+from torch_fp8.checkpoint.whole_folder import whole_file
+from torch_fp8_tools import cli
+from torch_fp8_tools.env import cards, display, hosts, machine
+from torch_fp8_tools.env.command import REMOVED
+from torch_fp8_tools.env.result import Result
+
+ROOT = Path(__file__).resolve().parents[2]
+FINE = Result("self-test", "fine", "ok", "31.5 dB")
+WRONG = Result("self-test", "wrong", "failed", "no FP8", log="Traceback of no such recipe")
+
+
+@pytest.fixture
+def plant(monkeypatch, tmp_path):
+    """``plant(results)``: the self-test has these, and no host is looked at."""
+
+    def install(*results):
+        monkeypatch.setattr(machine, "SUBJECTS", [result.name for result in results])
+        monkeypatch.setattr(machine, "smoke", lambda subjects: iter(results))
+
+    monkeypatch.setattr(machine, "hosts", lambda: [Result("hosts", "accelerate", "ok", "1.15.0")])
+    monkeypatch.chdir(tmp_path)
+    return install
+
+
+def test_all_green_is_0_and_leaves_a_report(plant, tmp_path, capsys):
+    plant(FINE)
+    assert cli.main(["env", "--self-test"]) == 0
+    (report,) = tmp_path.iterdir()
+    printed = capsys.readouterr()
+    assert f"report: {report}" in printed.out
+    assert "[1/1] fine ok" in printed.err
+    text = report.read_text()
+    assert torch.__version__ in text
+    assert re.search(r"fine +ok", text)
+
+
+def test_something_red_is_1_and_the_report_has_its_traceback(plant, tmp_path, capsys):
+    plant(WRONG, FINE)
+    assert cli.main(["env", "--self-test", "--report", "mine.txt"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"wrong +FAILED", out)
+    assert re.search(r"fine +ok", out)
+    assert "1 failed" in out
+    assert "Traceback" not in out
+    text = (tmp_path / "mine.txt").read_text()
+    assert "Traceback" in text
+    assert "no such recipe" in text
+
+
+def test_json_is_all_that_is_printed(plant, capsys):
+    plant(WRONG)
+    assert cli.main(["env", "--self-test", "--json"]) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert made["ok"] is False
+    assert Path(made["report"]).is_file()
+    by_name = {result["name"]: result for result in made["results"]}
+    assert by_name["wrong"]["status"] == "failed"
+    assert by_name["torch"]["detail"] == torch.__version__
+
+
+def test_without_the_self_test_nothing_is_written(plant, tmp_path, capsys):
+    plant(WRONG)
+    assert cli.main(["env"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "cards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["env", "--only", "kernels"],
+        ["env", "--self-test", "--only", "luck"],
+        ["env", "--self-test", "--only", "kernels", "speed"],
+        ["env", "--report", "no/such/folder/report.txt"],
+        ["export", "in", "out", "--format", "gguf"],
+        ["fly"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_in_the_call_is_2(plant, arguments, capsys):
+    plant()
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert "usage: torch-fp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["plan", "gpt", "--sequense", "32"], "did you mean '--sequence'?"),
+        (["plan", "gpt", "--recipe", "rowwize"], "did you mean 'rowwise'?"),
+        (["plann", "gpt"], "did you mean 'plan'?"),
+        (["check", "here", "--recipe", "rowwise_with_gw_hp"], "recipe='rowwise', wgrad='bf16'"),
+        (["export", "in", "out", "--format", "modeloptt"], "did you mean 'modelopt'?"),
+    ],
+    ids=str,
+)
+def test_a_misspelled_word_is_answered_with_the_nearest(arguments, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.parametrize("command", [["check"], ["export", "--format", "modelopt"]])
+def test_a_card_that_is_not_there_and_a_name_of_the_hub_have_a_way_out(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    command += ["out"] if command[0] == "export" else []
+
+    def run(model, *more):
+        assert cli.main([command[0], model, *command[1:], *more]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1  # no usage in front of it
+        return error
+
+    assert "hf download org/tiny" in run("org/tiny")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert "--device cuda: this torch was built" in run("tiny", "--device", "cuda")
+    assert "--device cuda: " in run("tiny", "--device", "cuda")
+    assert "Use --device cpu" in run("tiny", "--device", "cuda")
+    assert "use cpu, cuda or cuda:0" in run("tiny", "--device", "gpu0")
+
+
+def test_each_option_says_what_it_is():
+    silent = [
+        f"{name} {action.dest}"
+        for name, parser in cli._parser().commands.items()
+        for action in parser._actions
+        if not action.help
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("options", [[], ["--all"], ["--self-test"]], ids=str)
+def test_what_is_known_is_printed_before_the_hosts_are_imported(
+    options, plant, monkeypatch, capsys
+):
+    seen = []
+
+    def imported():
+        seen.append(capsys.readouterr())
+        return [Result("hosts", "trl", "ok", "1.16.0")]
+
+    plant()
+    monkeypatch.setattr(machine, "hosts", imported)
+    assert cli.main(["env", *options]) == 0
+    (before,) = seen
+    assert torch.__version__ in before.out
+    assert "cards" in before.out
+    assert "importing each installed host" in before.err
+    assert "trl" in capsys.readouterr().out
+
+
+def test_a_machine_that_cannot_be_described_is_a_red_line(plant, monkeypatch, capsys):
+    def lost():
+        raise RuntimeError("the driver is another one than the library")
+
+    plant()
+    monkeypatch.setattr(machine, "cards", lost)
+    assert cli.main(["env"]) == 1
+    assert "  FAILED lost: RuntimeError: the driver is another" in capsys.readouterr().out
+    assert cli.main(["env", "--all"]) == 1
+    assert re.search(r"lost +FAILED +RuntimeError: the driver is another", capsys.readouterr().out)
+
+
+def test_what_a_machine_has_is_one_screen_and_all_of_it_an_option(plant, monkeypatch, capsys):
+    points = [Result("hosts", f"trl:Trainer.point{i}", "ok", "extended", part=True) for i in "abc"]
+    plant()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(machine, "hosts", lambda: [Result("hosts", "trl", "ok", "1.16.0"), *points])
+    assert cli.main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert any("trl: 1.16.0" in line for line in lines)
+    assert not any("Trainer.point" in line for line in lines)
+    assert cli.main(["env", "--all"]) == 0
+    assert capsys.readouterr().out.count("trl:Trainer.point") == 3
+    failed = Result("hosts", "trl:Trainer.pointd", "failed", "moved", part=True)
+    monkeypatch.setattr(machine, "hosts", lambda: [*points, failed])
+    assert cli.main(["env"]) == 1
+    assert "FAILED trl:Trainer.pointd: moved" in capsys.readouterr().out
+
+
+def test_an_interrupt_leaves_a_table_and_no_report(plant, monkeypatch, tmp_path, capsys):
+    def interrupted(subjects):
+        yield Result("self-test", "first", "ok", "done")
+        raise KeyboardInterrupt
+
+    plant(FINE)
+    monkeypatch.setattr(machine, "smoke", interrupted)
+    assert cli.main(["env", "--self-test"]) == 130
+    printed = capsys.readouterr()
+    assert re.search(r"first +ok +done", printed.out)
+    assert "no report was written" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "report.txt"
+
+    def full(*names):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"), whole_file(path) as partial:
+        partial.write_text("text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_is_written_to_and_a_link_stays(tmp_path):
+    """A rename would put a regular file in the place of ``/dev/null``."""
+    device, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(device)
+    with whole_file(device) as partial:
+        assert partial == device
+    assert device.is_fifo()
+    target.write_text("old")
+    link.symlink_to(target)
+    with whole_file(link) as partial:
+        partial.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_table_has_a_line_for_each_result_and_their_number():
+    detail = "pip install torch-fp8[lightning]"
+    text = display.plain_text([Result("hosts", "[red]trl", "failed", detail)])
+    assert re.search(r"\[red\]trl +FAILED +pip install torch-fp8\[lightning\]", text)
+    assert "0 ok, 1 failed, 0 not run ([red]trl)" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command", [["-m", "torch_fp8"], ["-c", "import _fp8_command as c; c.main()"]]
+)
+def test_both_entries_print_the_version(command):
+    done = subprocess.run(
+        [sys.executable, *command, "--version"],
+        capture_output=True,
+        text=True,
+        env=hosts.child_environment(),
+        check=True,
+    )
+    assert done.stdout == f"torch-fp8 {torch_fp8.__version__}\n"
+
+
+@pytest.mark.long
+def test_a_terminal_without_utf_8_and_a_pipe_that_closes():
+    """The path has a letter that ASCII lacks; whoever reads takes one line and goes."""
+    script = (
+        "import sys; from torch_fp8_tools import cli; from torch_fp8_tools.env import machine;"
+        "from torch_fp8_tools.env.result import Result;"
+        "machine.hosts = lambda: [Result('hosts', 'caf\\u00e9', 'ok')] * 5000;"
+        "sys.exit(cli.main(['env']))"
+    )
+    environment = {**hosts.child_environment(), "PYTHONIOENCODING": "ascii"}
+    command = f'"{sys.executable}" -c "$SCRIPT" | tee out.txt | head -1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command.replace("tee out.txt | ", "")],
+        capture_output=True,
+        text=True,
+        env={**environment, "SCRIPT": script},
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["versions", "0"]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_without_metadata_is_that_of_the_source_tree(monkeypatch):
+    def none(name):
+        raise _version.metadata.PackageNotFoundError(name)
+
+    assert torch_fp8.__version__ == _version.installed_version()
+    monkeypatch.setattr(_version.metadata, "version", none)
+    assert f'version = "{_version.installed_version()}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("2.10.1", True), ("2.9.0+cu128", True), ("1.13.1", True), ("2.11.0", False), ("3.0", False)],
+)
+def test_an_old_torch_is_refused_in_one_line(version, old):
+    if not old:
+        return _version.check_torch(version)
+    with pytest.raises(ImportError, match=rf"needs torch 2\.11 or later.*torch {version[:4]}"):
+        _version.check_torch(version)
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command", [["-m", "torch_fp8"], ["-c", "import sys, _fp8_command as c; sys.exit(c.main())"]]
+)
+def test_both_entries_say_in_a_line_that_torch_is_old(tmp_path, command):
+    """The package of a torch that is yet to come, as far as it is read."""
+    (tmp_path / "torch_fp8").mkdir()
+    for name in ("__init__.py", "__main__.py", "_version.py"):
+        code = (ROOT / "torch_fp8" / name).read_text()
+        code = code.replace("OLDEST_TORCH = (2, 11)", "OLDEST_TORCH = (99, 0)")
+        (tmp_path / "torch_fp8" / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, *command, "env"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "torch-fp8 needs torch 99.0 or later" in line
+
+
+def test_a_command_that_cannot_start_says_why(tmp_path):
+    """torch that is broken, as without its CUDA libraries."""
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, _fp8_command; sys.exit(_fp8_command.main())", "env"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "torch-fp8 cannot start: OSError: libcudart.so.13: cannot open\n"
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """``shown((major, minor), ...)``: what is told of cards of these capabilities."""
+
+    def show(*capabilities, cuda="13.0"):
+        def properties(device):
+            index = torch.device(device).index
+            major, minor = capabilities[index]
+            return type(
+                "Properties",
+                (),
+                {"name": f"Card {major}{minor}", "major": major, "minor": minor,
+                 "total_memory": 80 * 2**30},
+            )  # fmt: skip
+
+        def capability(device):
+            return capabilities[torch.device(device).index]
+
+        def name(device):
+            index = device if isinstance(device, int) else torch.device(device).index
+            return "Card {}{}".format(*capabilities[index])
+
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", name)
+        return {result.name: result for result in cards.cards()}
+
+    return show
+
+
+def test_what_a_hopper_card_runs_and_why_not(shown):
+    found = shown((9, 0))
+    assert found["cuda:0"].detail == "Card 90, sm_90, 80.0 GiB"
+    assert found["cuda:0 blockwise"].status == "ok"
+    assert "cannot run block_1x32 GEMMs" in found["cuda:0 mxfp8"].detail
+    assert "need CUDA 12.9" in shown((9, 0), cuda="12.6")["cuda:0 blockwise"].detail
+
+
+def test_two_kinds_of_cards_one_of_them_too_old(shown):
+    found = shown((9, 0), (8, 0))
+    assert "CUDA_VISIBLE_DEVICES" in found["different kinds"].detail
+    results = [r for r in cards.cards() if r.name == "cuda:1"]
+    assert "no FP8 tensor cores" in results[1].detail
+    assert "emulate=True" in results[1].detail
+
+
+def test_why_there_is_no_card(shown, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "hides all of them" in shown()["none"].detail
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "torch finds none" in shown()["none"].detail
+    assert "built for the CPU" in shown(cuda=None)["none"].detail
+
+
+def test_subjects_that_are_asked_for_alone(plant, monkeypatch, capsys):
+    asked = []
+    plant()
+    monkeypatch.setattr(machine, "smoke", lambda subjects: asked.append(subjects) or [])
+    assert cli.main(["env", "--self-test", "--only", "kernels", "rowwise"]) == 0
+    assert asked == [["kernels", "rowwise"]]
+    out = capsys.readouterr().out
+    assert "accelerate" not in out
+    assert "autoload" not in out  # in a checkout that is not installed it fails
+
+
+@pytest.mark.parametrize("part", REMOVED)
+def test_a_part_that_the_self_test_had_is_refused_with_what_to_take(part, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["env", "--self-test", "--only", part])
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"'{part}' is no longer tested alone: {REMOVED[part]}" in error

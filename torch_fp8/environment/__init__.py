@@ -1,6 +1,0 @@
-"""``torch-fp8 env``: a description of the machine, and a self-test of everything on it.
-
-This is the only package of the engine that looks at hosts, and only on request; it imports them by
-name in separate processes. `versions`, `cards`, `autoload` and `hosts` describe the machine;
-`self_test` lists the checks, and `runner` runs each of them in its own process.
-"""

@@ -1,0 +1,139 @@
+"""``torch-fp8 check``: measure a model's layers on batches, and propose a recipe for each."""
+
+import argparse
+import importlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.convert import conversion_report
+from torch_fp8_tools.check.batches import batches_of_file, random_batches
+from torch_fp8_tools.check.measure import measure
+from torch_fp8_tools.check.measure_experts import watched_experts
+from torch_fp8_tools.check.proposal import FINER, Proposal, propose
+from torch_fp8_tools.check.table import text_of
+from torch_fp8_tools.env.cards import usable_device
+from torch_fp8_tools.env.result import last_line
+from torch_fp8_tools.host_models import model_class, model_folder
+
+_DEFAULTS = FP8Config()
+_LENGTH = 512
+"""The default number of tokens of a sequence."""
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print the proposal for a model; returns the exit status."""
+    output: Path | None = options.output
+    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise ValueError(f"--output {output}: this file cannot be written")
+    if options.data is not None and not options.data.is_file():
+        raise ValueError(f"DATA {str(options.data)!r} is not a file")
+    model = _model(options)
+    batches = _batches(options, model)
+    proposal = _proposal(model, batches, options)
+    text = json.dumps(changed_options(proposal.config), indent=2)
+    if output is not None:
+        output.write_text(text + "\n")
+    if options.json:
+        print(json.dumps(_as_dict(proposal), indent=2))
+        return 0
+    print(text_of(proposal, _headline(model, batches, options)))
+    if output is None:
+        print(text)
+    else:
+        print("To use this configuration in every plugin, set TORCH_FP8_CONFIG to this file:")
+        print(output)
+    return 0
+
+
+def changed_options(config: FP8Config) -> dict[str, Any]:
+    """Return the options of a configuration that differ from the defaults, as its JSON has them."""
+    defaults = asdict(_DEFAULTS)
+    return {name: value for name, value in asdict(config).items() if value != defaults[name]}
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    device = usable_device(options.device)
+    folder = model_folder(options.model) or options.model
+    cls = model_class(folder)
+    try:
+        model: nn.Module = cls.from_pretrained(folder, dtype=torch.bfloat16)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # transformers raises many kinds for broken models
+        raise ValueError(f"{str(folder)!r} cannot be loaded: {last_line(error)}") from error
+    return model.eval().to(device)
+
+
+def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) else None  # some models have no limit
+    length = options.sequence or min(_LENGTH, limit or _LENGTH)
+    if limit is not None and length > limit:
+        raise ValueError(f"--sequence {length} is longer than the model's {limit} positions")
+    shape = options.batches, options.micro_batch, length
+    if options.data is None:
+        embeddings = model.get_input_embeddings()
+        return random_batches(embeddings.num_embeddings, *shape, options.seed)
+    auto = importlib.import_module("transformers").AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(model_folder(options.model) or options.model)
+    except Exception as error:  # tokenizers raise many kinds of errors
+        raise ValueError(
+            f"{str(options.model)!r} has no tokenizer for DATA ({last_line(error)}); save one "
+            "there, or leave DATA out for random tokens"
+        ) from error
+    return batches_of_file(options.data, tokenizer, *shape, options.field)
+
+
+def _proposal(
+    model: nn.Module, batches: list[torch.Tensor], options: argparse.Namespace
+) -> Proposal:
+    report = conversion_report(model, FP8Config(recipe=options.recipe, emulate=True))
+
+    def forward(model: Any, batch: torch.Tensor) -> None:
+        model(input_ids=batch.to(options.device), use_cache=False)
+
+    recipes = list(dict.fromkeys((options.recipe, FINER)))
+    with watched_experts(model, report.experts) as experts:
+        findings = measure(model, report.converted, batches, forward, recipes)
+    findings += [rows.findings() for rows in experts]
+    return propose(findings, options.recipe, dict(report.skipped))
+
+
+def _headline(model: nn.Module, batches: list[torch.Tensor], options: argparse.Namespace) -> str:
+    tokens = sum(batch.numel() for batch in batches)
+    source = (
+        "random tokens, because no DATA was given" if options.data is None else str(options.data)
+    )
+    return (
+        f"{type(model).__name__}, {tokens} tokens in {len(batches)} batches ({source}); dB is the "
+        "signal-to-noise ratio of the median token of a layer's output, 28.5 of Gaussian values"
+    )
+
+
+def _as_dict(proposal: Proposal) -> dict[str, Any]:
+    layers = [
+        {
+            "name": layer.found.name,
+            "options": layer.options,
+            "reasons": list(layer.reasons),
+            "db": layer.found.db,
+            "largest_channel": layer.found.ratio,
+            "aligned_channels": layer.found.aligned,
+            "experts": layer.found.num_experts,
+            "experts_without_tokens": layer.found.without_tokens,
+        }
+        for layer in proposal.layers
+    ]
+    return {
+        "config": changed_options(proposal.config),
+        "layers": layers,
+        "notes": list(proposal.notes),
+        "skipped": dict(proposal.skipped),
+    }

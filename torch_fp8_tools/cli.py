@@ -1,0 +1,139 @@
+"""The command ``torch-fp8`` with its sub-commands and options.
+
+A sub-command imports what it needs when it runs, so that ``torch-fp8 --help`` is fast.
+
+Exit status: 0 success, 1 failure, 2 usage error, 130 interrupted. A sub-command calls
+``set_defaults`` with the function to ``run``, the exceptions that are usage errors (``mistakes``),
+further expected exceptions beside OSError (``failures``), and ``is_whole`` if it writes all of its
+output or nothing.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from torch_fp8._version import __version__
+from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8_tools.check import command as check_command
+from torch_fp8_tools.commands import convert_command, export_command
+from torch_fp8_tools.env import command as env_command
+from torch_fp8_tools.plan import command as plan_command
+from torch_fp8_tools.report import command as report_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command and return the exit status."""
+    with contextlib.ExitStack() as stack:
+        if sys.stdout is None:  # the caller closed it
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a path may have characters that a terminal lacks
+            stream.reconfigure(errors="backslashreplace")
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        with _terminated_as_interrupted():
+            status: int = options.run(options)
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        whole = getattr(options, "is_whole", False)
+        print("interrupted" + ": nothing was written" * whole, file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader closed the pipe
+        _drop_output()
+        return 1
+    except getattr(options, "mistakes", ()) as error:
+        print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
+        return 2
+    except (OSError, *getattr(options, "failures", ())) as error:  # a full disk, for example
+        print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
+        _drop_output()
+        return 1
+    except Exception as error:
+        return _failed(options.command, error)
+
+
+def _drop_output() -> None:
+    """Discard buffered output, so that flushing it at interpreter exit does not fail."""
+    with contextlib.suppress(OSError, ValueError):  # a stream in a test has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(command: str, error: Exception) -> int:
+    """Report an unexpected exception in one line, and write the traceback to a file."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="torch-fp8-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        file.write("".join(traceback.format_exception(error)))
+    text = " ".join(str(error).split())
+    print(
+        f"torch-fp8 {command}: {type(error).__name__}: {text}. This is a bug in torch-fp8; please "
+        f"report it with the file {file.name}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors suggest the right spelling of an option or choice."""
+
+    commands: Mapping[str, argparse.ArgumentParser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        words = re.findall(r"--?[\w-]+|'[^']*'", message)
+        if message.startswith("unrecognized arguments: -"):
+            texts = [parser.format_usage() for parser in (self, *self.commands.values())]
+            message += suggestion(words[0], set(re.findall(r"(?<!\w)--?[\w-]+", " ".join(texts))))
+        elif "invalid choice: '" in message:
+            wrong, *choices = [word.strip("'") for word in words if not word.startswith("-")]
+            choices = choices or re.findall(r"[\w.-]+", message.partition("choose from")[2])
+            message += suggestion(wrong, choices)
+        super().error(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="torch-fp8", description="FP8 training on this machine.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    env_command.add_parser(commands)
+    export_command.add_parser(commands)
+    convert_command.add_parser(commands)
+    plan_command.add_parser(commands)
+    check_command.add_parser(commands)
+    report_command.add_parser(commands)
+    parser.commands = commands.choices
+    return parser
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C, so that children and temporary folders are cleaned up."""
+
+    def interrupt(*signal_and_frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,60 @@
+"""The sub-command ``torch-fp8 export``."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
+
+_FORMATS = "; ".join(f"{name} ({', '.join(recipes)})" for name, recipes in SAVE_FORMATS.items())
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to those of ``torch-fp8``."""
+    exported = commands.add_parser(
+        "export",
+        help="write a checkpoint in an FP8 format that inference engines load",
+        description=(
+            "Write a Hugging Face checkpoint as an FP8 one, with the bytes that training with this "
+            "recipe multiplies by. Tensors are read, cast and written one after the other. Exit "
+            "status: 0 all is well, 1 something failed, 2 a mistake in the call."
+        ),
+    )
+    exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder")
+    exported.add_argument("path", type=Path, metavar="OUTPUT", help="a folder that does not exist")
+    exported.add_argument(
+        "--format",
+        choices=list(SAVE_FORMATS),
+        help=f"format, and the recipes that it expresses: {_FORMATS}",
+    )
+    exported.add_argument("--recipe", choices=RECIPES, help="recipe of the training run")
+    exported.add_argument(
+        "--config", metavar="JSON", help="options of FP8Config, as JSON or the path of a file"
+    )
+    exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
+    exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
+                          help="most bytes of a file (default: 5GB)")  # fmt: skip
+    failures = (ImportError, RuntimeError)
+    mistakes = (ValueError, TypeError)
+    exported.set_defaults(run=run, mistakes=mistakes, failures=failures, is_whole=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit status."""
+    from torch_fp8.config import FP8Config
+    from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
+    from torch_fp8_tools.env.cards import usable_device
+    from torch_fp8_tools.host_models import model_class, model_folder
+
+    if options.format is None:
+        raise ValueError(f"name the format with --format: {_FORMATS}")
+    config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
+    if options.recipe is not None:
+        config = dataclasses.replace(config, recipe=options.recipe)
+    checkpoint = model_folder(options.checkpoint) or options.checkpoint
+    written = (checkpoint, options.path, options.format, config)
+    device, most = usable_device(options.device), options.max_shard_size
+    cls = model_class(checkpoint)
+    print(export_checkpoint(cls, *written, device=device, max_shard_size=most))
+    return 0

@@ -1,0 +1,114 @@
+"""``torch-fp8 env``: describe, test and print what a machine has for FP8 training."""
+
+import argparse
+import datetime
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch_fp8.checkpoint.whole_folder import whole_file
+from torch_fp8_tools.env import display
+from torch_fp8_tools.env.autoload import autoload
+from torch_fp8_tools.env.cards import cards
+from torch_fp8_tools.env.hosts import hosts
+from torch_fp8_tools.env.result import FAILED, Result, exit_status, last_line
+from torch_fp8_tools.env.smoke import SUBJECTS, smoke
+from torch_fp8_tools.env.versions import versions
+
+INTERRUPTED = 130
+"""The exit status of a command that was interrupted."""
+
+
+def describe(options: argparse.Namespace) -> int:
+    """Describe this machine, and run the self-test if requested; returns the exit status."""
+    if options.only and not options.self_test:
+        options.parser.error("--only chooses subjects of --self-test")
+    report = _report_path(options)
+    subjects = (options.only or SUBJECTS) if options.self_test else ()
+    described: list[Result] = []
+    tested: list[Result] = []
+    interrupted = False
+    try:
+        of_hosts = () if options.only else (autoload, hosts)
+        for describe in (versions, cards, *of_hosts):
+            if describe is hosts:  # the imports of all hosts can take a minute
+                print("importing each installed host in a process of its own", file=sys.stderr)
+            part = _guarded(describe)
+            _show(part, options)
+            described += part
+        for result in smoke(subjects) if subjects else ():
+            tested.append(result)
+            counter = f"[{len(tested)}/{len(subjects)}]"
+            print(counter, result.name, result.status, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    _show(tested, options)
+    results = described + tested
+    if interrupted:
+        report = None
+    elif report is not None:
+        command = shlex.join(["torch-fp8", *sys.argv[1:]])
+        text = display.report_text(results, command)
+        with whole_file(report) as partial:
+            partial.write_text(text, encoding="utf-8", errors="replace")
+    _print_end(results, options, report)
+    if interrupted:
+        print("interrupted: the rest did not run, and no report was written", file=sys.stderr)
+        return INTERRUPTED
+    return exit_status(results)
+
+
+def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
+    """Describe a part of the machine; if that fails, the failure is the result."""
+    try:
+        return describe()
+    except Exception as error:
+        name = getattr(describe, "__name__", "machine")
+        return [Result(name, name, FAILED, last_line(error), log=traceback.format_exc())]
+
+
+def _show(results: Sequence[Result], options: argparse.Namespace) -> None:
+    """Print sections as soon as they are known; JSON is printed at the end, as one object."""
+    if results and not options.json:
+        is_long = options.all or options.self_test
+        width = shutil.get_terminal_size((100 if is_long else 80, 24)).columns
+        _print((display.lines if is_long else display.paragraphs)(results, width))
+
+
+def _print_end(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:
+    if options.json:
+        _print(f"{display.as_json(results, report)}\n")
+        return
+    more = "" if options.all or options.self_test else display.MORE
+    _print(f"{display.summary(results)}{more}\n")
+    if report is not None:
+        _print(f"report: {report}\n")
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe: `torch-fp8 env | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report_path(options: argparse.Namespace) -> Path | None:
+    """Return the report's path or None; raise at once if its folder is not writable."""
+    path: Path | None = options.report
+    if path is not None:
+        path = path.absolute()
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            options.parser.error(f"--report {options.report}: this file cannot be written")
+        return path
+    if not options.self_test:
+        return None
+    current = Path.cwd()
+    folder = current if os.access(current, os.W_OK) else Path(tempfile.gettempdir())
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return folder / f"torch-fp8-env-{now}.txt"

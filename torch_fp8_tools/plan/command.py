@@ -1,0 +1,140 @@
+"""The sub-command ``torch-fp8 plan``."""
+
+import argparse
+import inspect
+import json
+import sys
+from typing import Any
+
+from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.wording import aligned
+from torch_fp8_tools.plan.cards import CARDS
+from torch_fp8_tools.plan.layouts import FAMILIES, PRESETS
+from torch_fp8_tools.plan.setup import LEVELS, METHODS, ROLES, make_setup
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to those of ``torch-fp8``."""
+    parser = commands.add_parser(
+        "plan",
+        help="estimate memory and communication of a training run before you rent a GPU",
+        description=(
+            "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
+            "by the training code. If no level fits, O2 and O3 are planned again with "
+            "--checkpointing. Exit status: 0 planned, 1 no level fits, 2 a mistake in the call, "
+            "130 interrupted."
+        ),
+        epilog=f"Presets: {', '.join(PRESETS)}.",
+    )
+    parser.add_argument("model", help="a preset, a folder with a config.json, or a config.json")
+    parser.add_argument("--level", nargs="+", choices=LEVELS, metavar="LEVEL",
+                        help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
+    whole = {"type": int, "metavar": "N"}
+    parser.add_argument("--gpus", **whole, nargs="+", default=[1],
+                        help="number of GPUs (default: 1); several: a table over them")  # fmt: skip
+    parser.add_argument("--card", default="h100", help=f"one of {', '.join(CARDS)}")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of each GPU (the card's)")
+    parser.add_argument("--sequence", **whole, help="tokens of a sequence (at most 4096)")
+    parser.add_argument("--micro-batch", **whole, default=1, help="sequences of a forward of a GPU")
+    parser.add_argument("--accumulate", **whole, default=1, help="micro-batches of a step")
+    parser.add_argument("--data", **whole, help="replicas of the model (what --fsdp leaves, or 1)")
+    parser.add_argument("--fsdp", **whole, help="shards of a replica (what the others leave)")
+    parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
+    parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
+    parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto",
+                        help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
+    parser.add_argument("--save-attention", choices=("bf16", "qkv", "qkvo"), default="bf16",
+                        help="what attention saves in FP8 (default: bf16, nothing)")  # fmt: skip
+    parser.add_argument("--moment-bits", type=int, choices=(8, 4), default=8,
+                        help="bits of Adam's first moment (default: 8)")  # fmt: skip
+    parser.add_argument("--checkpointing", action="store_true",
+                        help="compute layers again in backward")  # fmt: skip
+    parser.add_argument("--method", choices=METHODS, default="full",
+                        help="all weights, adapters, or RLHF (default: full)")  # fmt: skip
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES),
+                        help="models of --method rlhf (all four)")  # fmt: skip
+    parser.add_argument("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
+    parser.add_argument(
+        "--largest",
+        action="store_true",
+        help=f"MODEL names a family ({', '.join(FAMILIES)}): find the largest preset that fits",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    mistakes = (ValueError, TypeError, ImportError, OSError)
+    parser.set_defaults(run=run, mistakes=mistakes, is_whole=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit status."""
+    return _largest(options) if options.largest else _plan(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from torch_fp8_tools.plan.plan import plan
+
+    levels = tuple(options.level or LEVELS)
+    if len(options.gpus) > 1:
+        return _scaling(options, levels)
+    arguments = {"gpus": options.gpus[0], **_arguments(options)}
+    result = plan(options.model, levels=levels, **arguments)
+    if not result.fits and not options.checkpointing:
+        arguments["checkpointing"] = True
+        smallest = tuple(level for level in levels if level in ("O2", "O3")) or levels
+        checkpointed = plan(options.model, levels=smallest, **arguments)
+        if checkpointed.fits:
+            print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
+            result = checkpointed
+        else:
+            peak = min(level.peak for level in checkpointed.levels.values())
+            print(f"With --checkpointing nothing fits either: {peak / 2**30:.1f} GiB at the peak.",
+                  file=sys.stderr)  # fmt: skip
+    if options.json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        print(result, end="")
+    return 0 if result.fits else 1
+
+
+def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
+    from torch_fp8_tools.plan.plan import plan_beside
+    from torch_fp8_tools.plan.tables import scaling_text
+
+    counted: dict[tuple[str, str, int], Any] = {}
+    run = {"levels": levels, **_arguments(options)}
+    plans = [plan_beside(counted, options.model, gpus=number, **run) for number in options.gpus]
+    if options.json:
+        print(json.dumps([result.as_dict() for result in plans], indent=2))
+    else:
+        print(scaling_text(plans))
+    return 0 if any(result.fits for result in plans) else 1
+
+
+def _largest(options: argparse.Namespace) -> int:
+    from torch_fp8_tools.plan.plan import largest
+    from torch_fp8_tools.plan.tables import gib
+
+    if len(options.gpus) > 1:
+        raise ValueError("--largest takes one number of --gpus")
+    largest_of: dict[str, Any] = {}
+    for level in options.level or LEVELS:
+        name, tried = largest(
+            options.model, level=level, gpus=options.gpus[0], **_arguments(options)
+        )
+        largest_of[level] = {"largest": name, "peak": {n: plan.peak for n, plan in tried.items()}}
+    if options.json:
+        print(json.dumps(largest_of, indent=2))
+    else:
+        names = list(next(iter(largest_of.values()))["peak"])
+        rows = [["peak, GiB per GPU", *largest_of]]
+        rows += [[n, *(gib(of["peak"][n]) for of in largest_of.values())] for n in names]
+        rows.append(["largest that fits", *(of["largest"] or "none" for of in largest_of.values())])
+        print(aligned(rows))
+    return 0 if any(of["largest"] for of in largest_of.values()) else 1
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    names = inspect.signature(make_setup).parameters.keys() - {"model", "gpus", "roles"}
+    arguments = {name: getattr(options, name) for name in names}
+    if options.method == "rlhf":
+        arguments["roles"] = tuple(options.roles)
+    return arguments

@@ -1,0 +1,301 @@
+"""Models that can be planned: presets, and the configurations of Hugging Face models.
+
+transformers builds a model on the meta device, where parameters have shapes but no memory, so the
+counted modules are those that will be trained. The presets need neither network nor files. Their
+sizes are those of the configurations on the Hugging Face hub. GPT's sizes are those of the scripts
+that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B, of GPT-3 (arXiv
+2005.14165), which transformers' GPT-NeoX class can express.
+"""
+
+import contextlib
+import copy
+import difflib
+import io
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fp8_tools.host_models import imported, missing_package, model_folder
+
+
+def _family(kind: str, vocab_size: int, **more: Any) -> dict[str, Any]:
+    """Return the options that the configurations of a family share."""
+    return {"model_type": kind, "vocab_size": vocab_size, **more}
+
+
+def _sizes(
+    base: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    """Return a configuration with these sizes."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden}
+    return base | sizes | {"intermediate_size": inner, "num_attention_heads": heads, **more}
+
+
+_UNTIED = {"tie_word_embeddings": False}
+_HEADS = {"num_key_value_heads": 8, "head_dim": 128, **_UNTIED}
+_LLAMA_3 = _family("llama", 128256, max_position_embeddings=131072, rms_norm_eps=1e-5, **_HEADS)
+_QWEN_3 = _family("qwen3", 151936, max_position_embeddings=40960, **_HEADS)
+_GPT = _family(
+    "gpt_neox", 50304, max_position_embeddings=2048, use_parallel_residual=False,
+    tie_word_embeddings=True,
+)  # fmt: skip
+_QWEN_3_MOE = _QWEN_3 | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
+_QWEN_3_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_GPT_OSS = _family("gpt_oss", 201088, num_experts_per_tok=4, **{**_HEADS, "head_dim": 64})
+_MIXTRAL = _family(
+    "mixtral", 32000, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+    max_position_embeddings=32768, **_UNTIED,
+)  # fmt: skip
+_DENSE: dict[str, dict[str, Any]] = {
+    "gpt-7b": _sizes(_GPT, 32, 4096, 16384, 32),
+    "gpt-13b": _sizes(_GPT, 40, 5120, 20480, 40),
+    "gpt-175b": _sizes(_GPT, 96, 12288, 49152, 96),
+    "llama-3.2-1b": _sizes(_LLAMA_3, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _sizes(_LLAMA_3, 28, 3072, 8192, 24, tie_word_embeddings=True),
+    "llama-3.1-8b": _sizes(_LLAMA_3, 32, 4096, 14336, 32),
+    "llama-3.1-70b": _sizes(_LLAMA_3, 80, 8192, 28672, 64),
+    "qwen3-0.6b": _sizes(_QWEN_3, 28, 1024, 3072, 16, tie_word_embeddings=True),
+    "qwen3-1.7b": _sizes(_QWEN_3, 28, 2048, 6144, 16, tie_word_embeddings=True),
+    "qwen3-4b": _sizes(_QWEN_3, 36, 2560, 9728, 32, tie_word_embeddings=True),
+    "qwen3-8b": _sizes(_QWEN_3, 36, 4096, 12288, 32),
+    "qwen3-14b": _sizes(_QWEN_3, 40, 5120, 17408, 40),
+    "qwen3-32b": _sizes(_QWEN_3, 64, 5120, 25600, 64),
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _sizes(_QWEN_3_MOE, 48, 2048, 6144, 32),
+    "gpt-oss-20b": _sizes(_GPT_OSS, 24, 2880, 2880, 64, num_local_experts=32),
+    "gpt-oss-120b": _sizes(_GPT_OSS, 36, 2880, 2880, 64, num_local_experts=128),
+    "mixtral-8x7b": _sizes(_MIXTRAL, 32, 4096, 14336, 32),
+}
+"""The presets that are mixtures of experts."""
+PRESETS = _DENSE | EXPERTS
+"""Preset name -> keyword arguments of the configuration, with its ``model_type``."""
+FAMILIES = {
+    family: tuple(name for name in _DENSE if name.startswith(family))
+    for family in ("gpt", "llama", "qwen3")
+}
+"""The presets of each family, the smallest first."""
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+
+
+def read_config(model: Any) -> Any:
+    """Return the Hugging Face configuration of a model.
+
+    Args:
+        model: a preset (`PRESETS`, in any case), a ``config.json`` or a folder that contains one,
+            or a configuration.
+    Raises:
+        ValueError: the preset or folder does not exist; the configuration names no model, or no
+            sizes.
+        ImportError: transformers is missing.
+    """
+    config = model if hasattr(model, "to_dict") else _from_name(model)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    missing = [n for n in _SIZES if not isinstance(getattr(text, n, None), int)]
+    if missing:
+        raise ValueError(
+            f"the configuration of {type(config).__name__} has no {', '.join(missing)}, so its "
+            "repeated layers are unknown. Plan a model made of repeated layers, such as a causal "
+            "language model"
+        )
+    return config
+
+
+def family_of(model: Any) -> tuple[str, ...]:
+    """Return the presets of the family that `model` names or belongs to, the smallest first."""
+    name = str(model).lower()
+    for family, names in FAMILIES.items():
+        if name == family or name in names:
+            return names
+    raise ValueError(
+        f"{model!r} is not a family of presets or a member of one: {', '.join(FAMILIES)}"
+    )
+
+
+def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -> nn.Module:
+    """Build the model on the meta device in float32, in training mode.
+
+    Args:
+        config: the result of `read_config`.
+        num_layers: the number of layers; None: all.
+        judges: whether the head returns one number, as in value and reward models.
+    Raises:
+        ValueError: transformers has no such class for the configuration, or refuses it.
+    """
+    transformers = _transformers()
+    if num_layers is not None or judges:
+        config = copy.deepcopy(config)
+    if judges:
+        config.num_labels = 1
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+    if num_layers is not None:
+        _set_layers(config, num_layers)
+    classes = transformers.AutoModelForSequenceClassification
+    cls = classes if judges else transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
+            model: nn.Module = cls.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot build a {cls.__name__} of {type(config).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return model.train()
+
+
+def num_layers(config: Any) -> int:
+    """Return the number of layers of a configuration."""
+    return int(_text(config).num_hidden_layers)
+
+
+def period(config: Any) -> int:
+    """Return the number of layers after which their kinds repeat; 1 if all are alike."""
+    kinds = getattr(_text(config), "layer_types", None)
+    if not kinds:
+        return 1
+    places, lengths = range(len(kinds)), range(1, len(kinds) + 1)
+    return next(n for n in lengths if all(kinds[i] == kinds[i % n] for i in places))
+
+
+def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> None:
+    """Reduce each linear layer in the model's tensor-parallel plan to one rank's share.
+
+    The embedding and the output layer stay whole, because transformers gathers their results.
+
+    Raises:
+        ValueError: the model has no such plan, or `degree` does not divide a size.
+    """
+    if degree == 1:
+        return
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        raise ValueError(
+            f"transformers has no tensor-parallel plan for {type(model).__name__}: use tensor=1 "
+            "and shard it with fsdp"
+        )
+    heads = _text(config).num_attention_heads
+    if heads % degree:
+        raise ValueError(f"tensor={degree} does not divide the {heads} attention heads")
+    for name, module in list(model.named_modules()):
+        style = _style(plan, name)
+        if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
+            continue
+        rows, cols = module.weight.shape
+        if style == "colwise":
+            rows = _divided(rows, degree, name)
+        else:
+            cols = _divided(cols, degree, name)
+        with torch.device("meta"):
+            part = nn.Linear(cols, rows, bias=module.bias is not None)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, part)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated layers: the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))])
+
+
+def layers_alike(config: Any) -> bool:
+    """Return whether each layer adds the same modules and parameters to a model, and no others.
+
+    Layers that only compute differently, as those with sliding windows do, are alike here.
+    """
+    full, rest = _contents(build(config))
+    try:
+        few, same_rest = _contents(build(config, num_layers=2))
+    except ValueError:  # such a model needs several kinds of layers
+        return False
+    return rest == same_rest and len(full) == num_layers(config) and len({*full, *few}) == 1
+
+
+def _contents(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Describe the modules and parameters of each repeated layer, and those of the other modules.
+
+    A parameter is described by its shape and by the number of layers that share it.
+    """
+    blocks = blocks_of(model)
+    uses = Counter(p for block in blocks for p in block.parameters())
+
+    def describe(module: nn.Module) -> tuple[Any, ...]:
+        parameters = module.named_parameters(recurse=False)
+        return type(module), *((name, p.shape, uses[p]) for name, p in parameters)
+
+    inside = [module for block in blocks for module in block.modules()]
+    rest = [describe(module) for module in model.modules() if module not in {*inside}]
+    layers = [tuple((n, describe(m)) for n, m in block.named_modules()) for block in blocks]
+    return layers, rest
+
+
+def _from_name(model: Any) -> Any:
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"the model must be the name of a preset, a folder or a configuration, got {model!r}"
+        )
+    preset = PRESETS.get(str(model).lower())
+    transformers = _transformers()
+    if preset is not None:
+        return transformers.AutoConfig.for_model(**preset)
+    path = model_folder(model) or Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        near = difflib.get_close_matches(str(model).lower(), PRESETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{str(model)!r} is neither a preset, nor a folder with a config.json, nor a model in "
+            f"the cache of the Hugging Face hub.{hint} Presets: {', '.join(PRESETS)}"
+        )
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        kind = fields.pop("model_type")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{file} is not the configuration of a Hugging Face model: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    fields.pop("quantization_config", None)
+    missing = [name for name in ("hidden_size", "n_embd", "d_model") if name in fields]
+    if not missing:
+        raise ValueError(f"{file} has no hidden_size, so the model's sizes are unknown")
+    try:
+        return transformers.AutoConfig.for_model(kind, **fields)
+    except ImportError as error:
+        raise missing_package("transformers", "transformers builds models", error) from error
+    except Exception as error:
+        raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
+
+
+def _transformers() -> Any:
+    return imported("transformers", "transformers builds models")
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _set_layers(config: Any, number: int) -> None:
+    text = _text(config)
+    kinds = getattr(text, "layer_types", None)
+    text.num_hidden_layers = number
+    if kinds:
+        text.layer_types = [kinds[i % len(kinds)] for i in range(number)]
+
+
+def _style(plan: dict[str, str], name: str) -> str | None:
+    """Return the style that a plan gives a module; its ``*`` stands for a layer's number."""
+    place = re.sub(r"\.\d+\b", ".*", f".{name}")
+    return next((style for end, style in plan.items() if place.endswith(f".{end}")), None)
+
+
+def _divided(size: int, degree: int, name: str) -> int:
+    if size % degree:
+        raise ValueError(f"tensor={degree} does not divide the {size} features of {name!r}")
+    return size // degree

@@ -1,0 +1,284 @@
+"""`plan`: memory and network traffic of a training run, for BF16 and each level."""
+
+import dataclasses
+import inspect
+import json
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_fp8.conversion.memory import MemoryReport
+from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.quantization.suggestions import unknown_options
+from torch_fp8_tools.plan.counts import (
+    StepBytes,
+    by_layers,
+    standing_bytes,
+    step_bytes,
+    wire_bytes,
+)
+from torch_fp8_tools.plan.experts import rows_of_experts
+from torch_fp8_tools.plan.layouts import family_of, num_layers
+from torch_fp8_tools.plan.models import make_model
+from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
+
+CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
+USABLE = 0.99
+"""The share of a GPU's memory that programs can use: 79.2 GiB of an H100's 80."""
+CONTEXT = 2**30
+"""The bytes of CUDA's context, NCCL's buffers and cuBLAS's workspaces; an assumption."""
+FRAGMENTS = 0.08
+"""The allocator's overhead as a share of the counted peak; an assumption that no GPU has
+measured.
+"""
+
+
+def left_of(memory: float, peak: float) -> float:
+    """Return the bytes that a run with this counted peak leaves; negative: it does not fit."""
+    return USABLE * memory - (1 + FRAGMENTS) * peak - CONTEXT
+
+
+@dataclass(frozen=True)
+class LevelPlan:
+    """The memory and traffic of each GPU at one level.
+
+    Attributes:
+        bytes: bytes by category: those of `torch_fp8.MemoryReport`, ``activations`` (everything
+            that exists only within a step: tensors saved for backward, gathered weights, logits and
+            other workspace, at their peak), and ``total``, the sum of all.
+        peak: the bytes at the moment of highest use. Less than the total, because activations are
+            freed while gradients appear; equal to it if gradients persist between micro-batches.
+        fits: whether `peak` and the GPU's own overhead fit into its memory.
+        headroom: the bytes that are left (`left_of`); negative if the run does not fit.
+        wire: the bytes that a GPU sends per optimizer step.
+        config: the level's FP8Config as JSON, ready to copy; empty for BF16.
+    """
+
+    bytes: dict[str, int]
+    peak: int
+    fits: bool
+    headroom: int
+    wire: int
+    config: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run.
+
+    Attributes:
+        setup: the planned run.
+        levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
+        num_params: the number of parameters of all models of the run, on all GPUs of one replica.
+        experts: a text on the rows that each expert computes; empty without experts.
+    """
+
+    setup: Setup
+    levels: dict[str, LevelPlan]
+    num_params: int
+    experts: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether at least one level fits."""
+        return any(level.fits for level in self.levels.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, as ``torch-fp8 plan --json`` prints them."""
+        setup = {
+            f.name: getattr(self.setup, f.name)
+            for f in dataclasses.fields(self.setup)
+            if f.name not in ("config", "card", "recipe_is_auto")
+        }
+        levels = {name: dataclasses.asdict(level) for name, level in self.levels.items()}
+        return {
+            "model": self.setup.name,
+            "parameters": self.num_params,
+            "card": dataclasses.asdict(self.setup.card),
+            "setup": setup,
+            "experts": self.experts,
+            "levels": levels,
+        }
+
+    def __str__(self) -> str:
+        from torch_fp8_tools.plan.tables import plain_text
+
+        return plain_text(self)
+
+
+def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) -> Plan:
+    """Plan the memory and network traffic of a training run, without a GPU.
+
+    Weights, gradients and optimizer states are counted exactly: the real conversion runs on the
+    real modules on the meta device, sharded by FSDP2 over the same number of ranks. Activations and
+    network traffic are counted in a step on tensors without memory.
+
+    Args:
+        model: a preset (``llama-3.1-8b``, ...), a ``config.json`` or a folder that contains one, or
+            a transformers configuration.
+        levels: some of ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
+        **options: the cluster and the run:
+
+            * ``gpus``: number of GPUs. Default: 1.
+            * ``card``: ``h100``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``. Default: ``"h100"``.
+            * ``memory``: GiB of each GPU; None: the card's.
+            * ``sequence``: tokens of a sequence; None: the model's longest, at most 4096.
+            * ``micro_batch``: sequences in one forward of a GPU. Default: 1.
+            * ``accumulate``: micro-batches in an optimizer step. Default: 1.
+            * ``data``, ``fsdp``, ``tensor``, ``pipeline``: the degrees of replication, FSDP2
+              sharding, tensor and pipeline parallelism; their product is ``gpus``. ``fsdp=None``:
+              what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
+            * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
+              needs a GPU to measure.
+            * ``save_attention``: tensors that attention saves in FP8 at the FP8 levels, ``bf16``
+              (none), ``qkv`` or ``qkvo``. Default: ``"bf16"``.
+            * ``moment_bits``: bits of Adam's first moment at O2 and O3, 8 or 4. Default: 8.
+            * ``checkpointing``: whether layers use activation checkpointing. Default: False.
+            * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
+              ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
+              ``reference`` and ``reward`` are not. Default: ``"full"``.
+    Returns:
+        The plan, with a `LevelPlan` for each level; ``print`` shows it as a table.
+    Raises:
+        ValueError: the model cannot be read or states no sizes; degrees do not divide; a card,
+            level, recipe or method is unknown; this process is in a process group.
+        TypeError: a size is not a number, or an option is unknown.
+        ImportError: transformers, or peft for ``lora``, is missing.
+    """
+    return plan_beside({}, model, levels=levels, **options)
+
+
+def plan_beside(
+    counted: dict[tuple[str, str, int], StepBytes],
+    model: Any,
+    *,
+    levels: Sequence[str] | str = LEVELS,
+    **options: Any,
+) -> Plan:
+    """Plan as `plan` does, and reuse step counts of other plans.
+
+    Args:
+        counted: the counted steps of plans that differ from this one only in the number of GPUs, by
+            role, level and degree of FSDP2. This plan adds its own.
+        model, levels, options: see `plan`.
+    """
+    check_arguments(plan_beside, locals(), "plan")
+    if isinstance(levels, str):
+        levels = (levels,)
+    for level in levels or ("",):
+        if level not in LEVELS:
+            raise ValueError(f"level {level!r} is unknown; one of {', '.join(LEVELS)}")
+    known = [name for name in inspect.signature(make_setup).parameters if name != "model"]
+    if unknown := unknown_options(options, known, "plan()"):
+        raise TypeError(unknown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers warns of its own names
+        return _plan(make_setup(model, **options), levels, counted)
+
+
+def _plan(
+    setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
+) -> Plan:
+    standing: dict[tuple[str, str], MemoryReport] = {}
+    plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
+
+    def count(layers: int) -> Counter[str]:
+        models = [make_model(setup, role, BF16, layers=layers) for role in setup.roles]
+        return Counter(numbers=sum(p.numel() for model in models for p in model.parameters()))
+
+    num_params = by_layers(setup, num_layers(setup.config), count)["numbers"] * setup.tensor
+    rows = rows_of_experts(setup)
+    return Plan(setup, plans, num_params, f"experts: {rows}" if rows else "")
+
+
+def largest(
+    family: Any, *, level: str = "O2", **options: Any
+) -> tuple[str | None, dict[str, LevelPlan]]:
+    """Find the largest preset of a family that fits.
+
+    Args:
+        family: ``gpt``, ``llama``, ``qwen3``, or a preset of one of them.
+        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
+        options: see `plan`.
+    Returns:
+        The preset's name (None if none fits), and the plan of each preset that was tried.
+    """
+    best, tried = None, {}
+    for name in family_of(family):
+        tried[name] = plan(name, levels=(level,), **options).levels[level]
+        if tried[name].fits:
+            best = name
+    return best, tried
+
+
+def _plan_level(
+    setup: Setup,
+    level: str,
+    counted: dict[tuple[str, str, int], StepBytes],
+    reports: dict[tuple[str, str], MemoryReport],
+) -> LevelPlan:
+    """Plan a level; the counts of steps, and the reports of what persists, are reused."""
+
+    def report(role: str, level: str) -> MemoryReport:
+        if (role, level) not in reports:
+            reports[role, level] = standing_bytes(setup, role, level)
+        return reports[role, level]
+
+    standing = {role: report(role, level) for role in setup.roles}
+    steps = {role: _step(setup, role, level, counted) for role in setup.roles}
+    parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
+    # PPO runs one backward for policy and value; the other models run before, one by one.
+    trained = [step for role, step in steps.items() if role in TRAINED]
+    in_flight = _saved_again(setup, trained)
+    forward = max(sum(s.forward for s in trained) + in_flight, *(s.forward for s in steps.values()))
+    plain = [  # with BF16 instead of 8-bit gradients, as steps are counted
+        report(role, "O2" if level == "O3" and role in TRAINED else level) for role in setup.roles
+    ]
+    without_gradients = sum(each.total - each.gradients for each in plain)
+    of_gradients = sum(parts.values()) - without_gradients
+    backward = sum(s.backward for s in trained)
+    backward += of_gradients - sum(each.gradients for each in plain)
+    total = sum(parts.values()) + forward
+    peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
+    memory = setup.memory * 2**30
+    trains = dict.fromkeys(setup.roles, 0.0)  # elements of gradients that replicas exchange
+    if setup.data > 1:
+        trains = {role: report(role, BF16).gradients / 4 for role in setup.roles}
+    wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
+    config = "" if level == BF16 else _config_text(setup, level)
+    return LevelPlan(
+        bytes={**parts, "activations": round(forward), "total": round(total)},
+        peak=round(peak),
+        fits=left_of(memory, peak) >= 0,
+        headroom=round(left_of(memory, peak)),
+        wire=round(wire),
+        config=config,
+    )
+
+
+def _step(
+    setup: Setup, role: str, level: str, counted: dict[tuple[str, str, int], StepBytes]
+) -> StepBytes:
+    """Count a step; O2 and O3 hold and send the same, except for 8-bit gradients."""
+    same = "O2" if level == "O3" else level
+    key = role, same, setup.fsdp
+    if key not in counted:
+        counted[key] = step_bytes(setup, role, same)
+    return counted[key]
+
+
+def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:
+    """Return the activations of the other micro-batches that a first pipeline stage holds."""
+    others = min(setup.pipeline, setup.accumulate) - 1
+    return others * sum(step.saved for step in trained)
+
+
+def _config_text(setup: Setup, level: str) -> str:
+    named: dict[str, Any] = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
+    if setup.save_attention != "bf16":
+        named["save_attention"] = setup.save_attention
+    if setup.moment_bits != 8 and level != "O1":
+        named["moment_bits"] = setup.moment_bits
+    return json.dumps({"opt_level": level, **named})

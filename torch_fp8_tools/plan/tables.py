@@ -1,0 +1,131 @@
+"""Plans as text: one as a table of its levels, several as tables over the number of GPUs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_fp8.config import FP8Config
+from torch_fp8.quantization.wording import aligned
+from torch_fp8_tools.plan.plan import CATEGORIES, LevelPlan, Plan
+from torch_fp8_tools.plan.setup import Setup
+
+_GIB = 2**30
+_DEFAULT = FP8Config().opt_level
+
+
+def plain_text(plan: Plan) -> str:
+    """Format a plan as text of at most 80 columns."""
+    return "\n".join([headline(plan), "", aligned(lines_of(plan)), "", *notes(plan), ""])
+
+
+def headline(plan: Plan) -> str:
+    """Describe the planned run in a few words."""
+    setup = plan.setup
+    degrees = {
+        "data": setup.data,
+        "FSDP": setup.fsdp,
+        "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
+    }
+    ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+    many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"
+    return (
+        f"{setup.name}, {plan.num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{many}{f' ({ways})' if ways else ''}; {setup.micro_batch} x {setup.sequence} tokens"
+        f"{f' x {setup.accumulate} micro-batches' if setup.accumulate > 1 else ''}"
+        f"{', activation checkpointing' if setup.checkpointing else ''}; {setup.recipe}"
+    )
+
+
+def what(setup: Setup) -> str:
+    """Describe the trained model."""
+    if setup.method == "lora":
+        return f"LoRA of rank {setup.rank}"
+    if setup.method == "rlhf":
+        return f"RLHF ({', '.join(setup.roles)})"
+    return "full training"
+
+
+def lines_of(plan: Plan) -> list[list[str]]:
+    """Return the rows of the table: a category, and a cell for each level."""
+    levels = plan.levels.values()
+    names = [n for n in CATEGORIES if any(level.bytes[n] for level in levels)]
+    rows = [["GiB per GPU", *plan.levels]]
+    for name in (*names, "activations", "total"):
+        rows.append([name, *(gib(level.bytes[name]) for level in levels)])
+    rows.append(["peak", *(gib(level.peak) for level in levels)])
+    rows.append(["fits", *(_fits(level) for level in levels)])
+    rows.append(["wire a step", *(gib(level.wire) for level in levels)])
+    return rows
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return notes on the numbers, and on which configuration to copy."""
+    lines = [
+        "Bytes are counted by the training code; activations are all tensors that live",
+        "within a step. The total is the sum; the peak is the most held at one time.",
+    ]
+    if plan.experts:
+        lines += ["", f"{plan.experts}."]
+    name, why = advice(plan)
+    if name:
+        lines += ["", f"{name}: {why}.", f"To copy: TORCH_FP8_CONFIG='{plan.levels[name].config}'"]
+    elif not plan.fits:
+        checkpointing = "" if plan.setup.checkpointing else "--checkpointing, "
+        lines += ["", f"Nothing fits: more GPUs, {checkpointing}--tensor, or a shorter --sequence."]
+    return lines
+
+
+def advice(plan: Plan) -> tuple[str, str]:
+    """Return the recommended level and the reason; two empty strings if none fits."""
+    fitting = {name: level for name, level in plan.levels.items() if level.config and level.fits}
+    if not fitting:
+        return "", ""
+    if _DEFAULT in fitting:
+        return _DEFAULT, "the default, and it fits"
+    least = min(fitting, key=lambda name: fitting[name].peak)
+    return least, "of the levels that fit, the one with the lowest peak"
+
+
+def gib(num_bytes: float) -> str:
+    """Format bytes in GiB."""
+    return f"{num_bytes / _GIB:.2f}"
+
+
+def _fits(level: LevelPlan) -> str:
+    word = "yes" if level.fits else "NO"
+    return f"{word} ({level.headroom / _GIB:+.1f})"
+
+
+def scaling_text(plans: Sequence[Plan]) -> str:
+    """Format plans as two tables of at most 80 columns: memory and network traffic."""
+    setup = plans[0].setup
+    head = (
+        f"{setup.name}, {plans[0].num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{setup.card.name}, {setup.memory:g} GiB each; {setup.micro_batch} x {setup.sequence} "
+        f"tokens on each; {setup.recipe}"
+    )
+    levels = list(plans[0].levels)
+    tables = [
+        ("peak GiB per GPU", lambda p: [_peak(level) for level in p.levels.values()]),
+        ("wire GiB per GPU", lambda p: [gib(level.wire) for level in p.levels.values()]),
+    ]
+    parts = [head]
+    for title, cells in tables:
+        rows = [[title, *levels]]
+        rows += [[_degrees(result), *cells(result)] for result in plans]
+        parts.append(aligned(rows))
+    parts.append(
+        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated."
+    )
+    return "\n\n".join(parts)
+
+
+def _peak(level: Any) -> str:
+    return gib(level.peak) + ("" if level.fits else " NO")
+
+
+def _degrees(made: Plan) -> str:
+    setup = made.setup
+    ways = {"D": setup.data, "F": setup.fsdp, "T": setup.tensor, "P": setup.pipeline}
+    named = " ".join(f"{name}{n}" for name, n in ways.items() if n > 1)
+    return f"{setup.gpus:,} GPUs" + (f" ({named})" if len(named.split()) > 1 else "")

@@ -1,0 +1,1 @@
+"""``torch-fp8 report``: figures and tables of what a run's monitor measured."""

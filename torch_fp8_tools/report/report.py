@@ -1,0 +1,130 @@
+"""The report of a run: its figures as PNGs, and its events and worst tensors as tables of text."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
+from torch_fp8.monitor.series import PREFIX
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.wording import aligned, counted
+from torch_fp8_tools.report.figures import EVENTS, draw_loss, draw_map
+from torch_fp8_tools.report.heat_map import TOPICS, heat_map
+from torch_fp8_tools.report.run_record import RunRecord
+
+_WORST, _MOST_EVENTS = 12, 200
+_BAD = {
+    **{"alarm": "alarm", "loss_spike": "loss spike"},
+    **{"fallback": "fallback", "restore": "return to a checkpoint"},
+}
+"""The events that the verdict counts, with labels."""
+
+
+def write_figures(
+    record: RunRecord,
+    folder: Path,
+    beside: Mapping[str, RunRecord] | None = None,
+    name: str = "run",
+) -> list[Path]:
+    """Write the loss, and a map of layers and steps for each statistic, as PNGs.
+
+    A statistic that is ideal in every measured layer and step has no map.
+
+    Args:
+        record: the record of the run.
+        folder: the folder for the files; it is created if it does not exist.
+        beside: other runs by name, whose losses are drawn, too; differences are relative to the
+            first.
+        name: the name of the run.
+    Returns:
+        The files.
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    pictures: dict[str, bytes] = {}
+    others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
+    if record.losses:
+        pictures["loss"] = draw_loss(record.losses, record.events, others, name)
+    for topic in TOPICS:
+        heat = heat_map(record, topic)
+        if heat is not None and not heat.is_blank:
+            pictures[topic.statistic] = draw_map(heat)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / f"{key}.png" for key in pictures]
+    for path, picture in zip(written, pictures.values(), strict=True):
+        path.write_bytes(picture)
+    return written
+
+
+def tables(record: RunRecord) -> str:
+    """Return the verdict on a run, its events, and the tensors closest to a bound."""
+    counts = Counter(str(event["event"]) for event in record.events)
+    bad = ", ".join(counted(counts[kind], noun) for kind, noun in _BAD.items() if counts[kind])
+    last = [record.losses[step] for step in sorted(record.losses)[-50:]]
+    sections = [
+        f"{bad}." if bad else "No bound was crossed and the loss did not jump.",
+        f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4g}" if last else "",
+        _table(("step", "event", "what and why"), _events(record), left=3),
+        _table(("tensor", "worst", "at step", "last", "bound", "state"), _worst(record), left=1),
+    ]
+    out = [layer for layer, _, end in record.absences() if end == math.inf]
+    if out:
+        sections.insert(1, f"Out of FP8 at the end: {', '.join(out)}.")
+    return "\n\n".join(filter(None, sections))
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> str:
+    return aligned([head, *rows], left) if rows else ""
+
+
+def _events(record: RunRecord) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for event in record.events[:_MOST_EVENTS]:
+        kind = str(event["event"])
+        label = EVENTS[kind][1] if kind in EVENTS else kind
+        rows.append(
+            (f"{int(event['step']):,}", label, " ".join(str(event.get("what", "")).split()))
+        )
+    more = len(record.events) - _MOST_EVENTS
+    return [*rows, ("", "", f"and {more} more, in {record.path.name}")] if more > 0 else rows
+
+
+def _worst(record: RunRecord) -> list[tuple[str, ...]]:
+    """Return a row for each of the tensors that came closest to their bound."""
+    return [row for _, row in sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]]
+
+
+def _nearest(record: RunRecord) -> Iterator[tuple[float, tuple[str, ...]]]:
+    """Yield each bounded tensor's nearness to its bound, and its row of the table."""
+    bounds = {(bound.kind, bound.statistic): bound for bound in DEFAULT_BOUNDS}
+    for name, values in record.values.items():
+        place, _, statistic = name.rpartition("/")
+        bound = bounds.get((place.rpartition("/")[2], statistic))
+        if bound is None or not values:
+            continue
+        nearness, step = max((_nearness(value, bound), -step) for step, value in values.items())
+        worst = values[-step]
+        is_least = worst < bound.least or math.isinf(bound.most)
+        limit = f">= {bound.least:g}" if is_least else f"<= {bound.most:g}"
+        state = "over" if nearness > 1 else "near" if nearness > 0.5 else "fine"
+        last = values[max(values)]
+        numbers = (_number(worst), f"{-step:,}", _number(last), limit, state)
+        yield nearness, (name.removeprefix(PREFIX), *numbers)
+
+
+def _nearness(value: float, bound: Bound) -> float:
+    """Return 1 at the bound, above 1 beyond it, and less the farther a value is from it."""
+    if math.isnan(value):
+        return 0.0
+    if value < bound.least:
+        return 1.0 + (bound.least - value) / max(abs(bound.least), 1e-30)
+    if math.isinf(bound.most):  # dB above the bound, relative to a good cast's
+        return max(0.0, 1.0 - (value - bound.least) / (E4M3.cast_sqnr_db - bound.least))
+    if bound.most > 1e30 or not bound.most:  # only crossed or not
+        return 2.0 if value > bound.most else 0.0
+    return value / bound.most
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.3g}"
