@@ -21,18 +21,18 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.interpreter import mend
+from tests.kernel_cases import optimizer
+from tests.kernel_cases.comparison import Mismatch
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.kernels import adamw, block_scaled, fast_math
-from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
+from torch_fp8.kernels.arguments import StepScalars
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
-from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import BlockScaled
 from torch_fp8.quantization.block_scaled import decode as decode_reference
 from torch_fp8.quantization.block_scaled import encode as encode_reference
-from torch_fp8.quantization.formats import E4M3, GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 adamw.CHUNK = 32  # several chunks of small matrices
@@ -153,93 +153,41 @@ def ratios():
         yield f"4 bits of m, {weight}, gradient {grad}", failures
 
 
+def told(check, *arguments, **options):
+    """What a check of `tests.kernel_cases.optimizer` says."""
+    try:
+        check(*arguments, **options)
+    except Mismatch as mismatch:
+        return [str(mismatch)]
+    return []
+
+
 def amaxes():
-    """Of the new weights, with and without in one call; raised from what was there; of a NaN."""
-    kinds = [(torch.bfloat16, 8), (torch.bfloat16, 4), (torch.float32, 0)]
-    matrices = [
-        optimizer_matrix(*shape, *kind, torch.bfloat16, seed=i)._replace(
-            amax=None if i % 3 == 2 else torch.tensor(0.0 if i % 3 else 0.3)
+    """Of the new weights, raised from what was there; of a NaN."""
+    for weight in ("bf16 with 8 bits", "fp32"):
+        step = adamw.adamw_step, "cpu", weight, "bf16"
+        yield (
+            f"amax, {weight}",
+            told(optimizer.check_steps, *step, shapes=SHAPES[:4], finds_amax=True),
         )
-        for i, (shape, kind) in enumerate((s, k) for s in SHAPES for k in kinds)
-    ]
+    matrices = [default(9, 64)._replace(amax=torch.tensor(0.3)) for _ in range(2)]
     matrices[0].weight[1, 3] = float("nan")
-    yield "amax", stepped(matrices, [SCALARS] * len(matrices))
+    yield "amax of a NaN", stepped(matrices, [SCALARS] * 2)
 
 
-def with_payload(matrix, granularity, transposed, wrong):
-    """The matrix, and the payload that it has before its step, some of the scales not its own."""
-    spec = CastSpec(E4M3, granularity, power_of_two=True)
-    row, col = quantize_layouts(
-        matrix.weight, CastOptions.of(spec, rowwise=True, columnwise=transposed)
-    )
-    scale, scale_t = row.scale.clone(), None if col is None else col.scale.clone()
-    if wrong:
-        scale.view(-1)[::2] *= wrong
-    blocks = granularity == "block_128x128"
-    payload = WeightPayload(
-        granularity,
-        row.qdata.view(torch.uint8),
-        scale,
-        scale if blocks else torch.full((), -1.0),
-        None if col is None else col.qdata.view(torch.uint8),
-        scale_t if blocks else None,
-    )
-    return matrix._replace(payload=payload, amax=None if blocks else torch.zeros(()))
-
-
-def payload_differences(matrix):
-    """What differs from a cast of the weight as it is now."""
-    payload = matrix.payload
-    spec = CastSpec(E4M3, payload.granularity, power_of_two=True)
-    row, col = quantize_layouts(matrix.weight, CastOptions.of(spec, rowwise=True, columnwise=True))
-    pairs = [("payload", payload.qdata, row.qdata), ("scale", payload.new_scale, row.scale)]
-    if payload.qdata_t is not None:
-        pairs.append(("transposed payload", payload.qdata_t, col.qdata))
-        if payload.scale_t is not None:
-            pairs.append(("transposed scale", payload.scale_t, col.scale))
-    return [name for name, got, want in pairs if not same(got, want)]
-
-
-def same(got, want):
-    """Bit for bit, NaN as NaN."""
-    if got.dtype == torch.uint8:
-        got, want = got.view(torch.float8_e4m3fn).float(), want.float()
-    bits = got.view(torch.int32) == want.view(torch.int32)
-    return bool((bits | (got.isnan() & want.isnan())).all())
-
-
-# Whole squares take long here: with both layouts, one of two by two, edges only, and small ones.
-TWO_BY_TWO, TWO_BY_ONE = (144, 160), (144, 32)
-PAYLOADS = (
-    (None, "bf16 with 8 bits", "bf16", None),
-    ((16, 32), "bf16 with 8 bits", "8-bit", 0.5),
-    ((32, 96), "bf16 with 4 bits", "bf16", 2.0),
-    ((16, 160), "fp32", "fp32", float("nan")),
-)
+# Whole squares take long here: one of two by two, and edges only.
+PAYLOADS = {None: (144, 32), 0.5: (16, 32), float("nan"): (16, 160)}
 
 
 def payloads():
-    """Scales that stay, grow, shrink, are NaN; edges of squares; both layouts or one."""
+    """Scales that stay, that are not the weight's, NaN; edges of squares; both layouts or one."""
     for granularity in ("tensorwise", "block_128x128"):
         for transposed in (False, True):
-            matrices = []
-            for i, (shape, weight, grad, wrong) in enumerate(PAYLOADS):
-                shape = shape or (TWO_BY_TWO if transposed else TWO_BY_ONE)
-                matrix = optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i)
-                matrices.append(with_payload(matrix, granularity, transposed, wrong))
-            if transposed:
-                matrices[0].weight[130, 3] = float("nan")
-                matrices[1].weight.zero_()
-            failures = stepped(matrices, [SCALARS] * len(matrices))
-            for matrix in matrices:
-                found = payload_differences(matrix)
-                failures += [f"{tuple(matrix.weight.shape)}: {text}" for text in found]
+            failures = []
+            for wrong, shape in PAYLOADS.items():
+                step = adamw.adamw_step, "cpu", "bf16 with 8 bits", granularity, transposed
+                failures += told(optimizer.check_payload, *step, wrong, [shape])
             yield f"payload {granularity}{', transposed' if transposed else ''}", failures
-    large = with_payload(default(32, 160), "tensorwise", False, None)
-    large.grad[0, 0] = 1e6
-    steps = SCALARS._replace(step_size=1e3)
-    failures = stepped([large, default(9, 64)], [steps, SCALARS])
-    yield "payload of a weight that doubles", failures + payload_differences(large)
 
 
 def choices():
@@ -298,20 +246,9 @@ def values():
 
 
 def rms():
-    matrices = [
-        optimizer_matrix(*shape, *kind, dtype, seed=i)
-        for i, shape in enumerate(SHAPES)
-        for kind in WEIGHTS.values()
-        for dtype in (torch.bfloat16, torch.uint8)
-    ]
-    for name, scalars in (
-        ("decoupled", SCALARS),
-        ("coupled", SCALARS._replace(weight_decay=0.1, eps=0.1)),
-    ):
-        got = adamw.update_rms([(matrix, scalars) for matrix in matrices])
-        want = torch.stack([update_rms_reference(matrix, scalars) for matrix in matrices])
-        off = ((got - want).abs() / want.clamp(min=1e-6)).max().item()
-        yield f"update RMS, {name}", [] if off < 1e-6 else [f"off by {off}"]
+    for name, coupled in (("decoupled", 0.0), ("coupled", 0.1)):
+        check = optimizer.check_update_rms, adamw.update_rms, "cpu", "8-bit", coupled, SHAPES
+        yield f"update RMS, {name}", told(*check)
 
 
 @triton.jit

@@ -21,13 +21,14 @@ CASES = [
         f"4 bits of m, {weight}, gradient {grad}"
         for weight, grad in itertools.product(("bf16 with 8 bits", "fp32"), GRADS)
     ),
-    "amax",
+    "amax, bf16 with 8 bits",
+    "amax, fp32",
+    "amax of a NaN",
     *(
         f"payload {granularity}{transposed}"
         for granularity in ("tensorwise", "block_128x128")
         for transposed in ("", ", transposed")
     ),
-    "payload of a weight that doubles",
     "tiny",
     "huge",
     "zeros",
