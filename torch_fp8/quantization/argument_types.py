@@ -23,7 +23,6 @@ _ACCEPTED = {
 _TEXTS: dict[Any, str] = {
     nn.Module: "an nn.Module",
     Optimizer: "a torch.optim.Optimizer",
-    torch.Tensor: "a Tensor",
     type(None): "None",
     float: "a number",
     Path: "a path",

@@ -91,14 +91,18 @@ def check_override(config: Any, pattern: str, options: Mapping[str, Any] | None)
         ValueError, TypeError: the options do not fit the configuration.
     """
     where = f"FP8Config.overrides[{pattern!r}]"
-    # Options without a recipe may be for layers that get a recipe from another pattern.
-    earlier = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
-    recipes = [] if options is None or "recipe" in options else dict.fromkeys(earlier)
-    try:
-        config.overridden(options)
-    except (ValueError, TypeError) as error:
-        if not any(_can_override(config, {"recipe": r, **(options or {})}) for r in recipes):
-            raise type(error)(f"{where}: {error}") from error
+    tried = [options]
+    if options and "recipe" not in options:  # layers may get a recipe from another pattern
+        others = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
+        tried += [{**options, "recipe": recipe} for recipe in others if recipe != HIGH_PRECISION]
+    errors = []
+    for each in tried:
+        try:
+            config.overridden(each)
+        except (ValueError, TypeError) as error:
+            errors.append(error)
+    if len(errors) == len(tried):
+        raise type(errors[0])(f"{where}: {errors[0]}") from errors[0]
     if pattern in config.skip and not is_high_precision(options):
         raise ValueError(
             f"{where} gives options to layers that skip={config.skip!r} keeps in high precision; "
@@ -109,14 +113,6 @@ def check_override(config: Any, pattern: str, options: Mapping[str, Any] | None)
             f"{where} is not supported by Transformer Engine, which runs one recipe; use None or "
             f"{{'recipe': 'bf16'}}, or leave backend out"
         )
-
-
-def _can_override(config: Any, options: Mapping[str, Any]) -> bool:
-    try:
-        config.overridden(options)
-    except (ValueError, TypeError):
-        return False
-    return not is_high_precision(options)
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
