@@ -13,7 +13,6 @@ from benchmarks.measurement import (
     Budget,
     Table,
     interleaved,
-    note_of,
     parser,
     read_rows,
 )
@@ -52,11 +51,6 @@ def test_a_failing_variant_leaves_a_note_and_the_others_go_on():
     calls["bad"] = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         interleaved(variants, CPU, repetitions=4)
-
-
-def test_a_note_is_one_line():
-    assert note_of(ValueError("first\nsecond")) == "ValueError: first"
-    assert note_of(AssertionError()) == "AssertionError: "
 
 
 def test_a_budget_lets_the_first_piece_begin_and_no_other_that_would_not_fit(monkeypatch):

@@ -4,7 +4,7 @@ import builtins
 
 import pytest
 
-from benchmarks import bench_linear, plot
+from benchmarks import plot
 from benchmarks.measurement import write_rows
 from benchmarks.plot import PICTURES, draw
 
@@ -31,50 +31,6 @@ def test_without_matplotlib_a_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", missing)
     assert draw(tmp_path / "linear.csv") is None
     assert "torch-fp8[examples]" in capsys.readouterr().out
-
-
-def drawn(monkeypatch, path):
-    """(panel, its axes) of a picture."""
-    found = []
-    original = plot.Panel.__init__
-
-    def note(panel, title, drawing, *rest, **options):
-        def draw_and_note(axis, rows):
-            drawing(axis, rows)
-            found.append((panel, axis))
-
-        original(panel, title, draw_and_note, *rest, **options)
-
-    monkeypatch.setattr(plot.Panel, "__init__", note)
-    draw(path)
-    return found
-
-
-@pytest.fixture
-def every_linear(tmp_path):
-    """A row of each variant of the linears, none like another."""
-    rows = [
-        {"linear": linear, "M": m, "variant": v, "mode": mode, "speedup": 1 + 0.02 * i + m / 1e6}
-        for linear in ("together", "chain")
-        for m in (1024, 8192)
-        for i, (v, mode) in enumerate((v, m) for v in bench_linear.VARIANTS for m in MODES)
-    ]
-    write_rows(tmp_path / "linear.csv", bench_linear.COLUMNS, rows)
-    return tmp_path / "linear.csv"
-
-
-@pytest.mark.long
-def test_a_panel_has_eight_lines_that_can_be_told_apart(monkeypatch, every_linear):
-    pytest.importorskip("matplotlib")
-    panels = drawn(monkeypatch, every_linear)
-    names = set()
-    for _, axis in panels:
-        series = axis.get_lines()
-        assert 2 <= len(series) <= 8
-        assert len({(line.get_color(), line.get_marker()) for line in series}) == len(series)
-        names |= {line.get_label() for line in series}
-    assert len(names) == len(bench_linear.VARIANTS) * len(MODES)
-    assert len({panel.title for panel, _ in panels}) == len(panels)
 
 
 def test_a_csv_of_another_name_has_no_picture(tmp_path, capsys):
