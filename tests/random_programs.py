@@ -48,7 +48,6 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "split_weights": (0.15, (False,)),
         "frozen_weights": (0.3, ("fp8", "keep")),
         "save_activations": (0.2, ("bf16",)),
-        "save_attention": (0.3, ("qkv", "qkvo")),
         "smooth_swiglu": (0.2, (True,)),
         "eval_fp8": (0.2, (False,)),
         "skip": (0.2, ((), ("first", "lm_head"), ("blocks.0", "layers.0", "h.0"))),
@@ -152,6 +151,4 @@ def draw(seed: int) -> Program:
     if loop.get("recompute") == "reentrant" and (model == "frozen" or "penalty" in loop):
         # Its blocks have no gradients, or weights have two, which are rounded one by one.
         loop["recompute"] = "plain"
-    if "recompute" in loop or options.get("save_attention") == "qkvo":
-        options.pop("save_attention", None)  # documented: other roundings within a checkpoint
     return Program(seed, model, dtype, options, optimizer, loop)

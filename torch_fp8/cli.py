@@ -25,7 +25,7 @@ from torch_fp8.environment import command as env_command
 from torch_fp8.environment import convert_command, export_command
 from torch_fp8.monitor import command as report_command
 from torch_fp8.planner import command as plan_command
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.suggestions import REMOVED, suggestion
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +97,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"--?[\w-]+|'[^']*'", message)
-        if message.startswith("unrecognized arguments: -"):
+        name = words[0].strip("-").replace("-", "_") if words else ""
+        if message.startswith("unrecognized arguments: -") and name in REMOVED:
+            message = f"no longer takes {words[0]}: {REMOVED[name]}"
+        elif message.startswith("unrecognized arguments: -"):
             texts = [parser.format_usage() for parser in (self, *self.commands.values())]
             message += suggestion(words[0], set(re.findall(r"(?<!\w)--?[\w-]+", " ".join(texts))))
         elif "invalid choice: '" in message:

@@ -120,11 +120,6 @@ class FP8Config:
             with a scale for each 128 elements) or ``bf16`` (their inputs, unchanged). Linear layers
             save the FP8 payload that their GEMM reads, except with ``wgrad="bf16"``. Default:
             ``"fp8"``.
-        save_attention (str): ``bf16``, ``qkv`` or ``qkvo``: what attention of transformers' models
-            saves for backward. ``bf16``: q, k and v in their own dtype. ``qkv``: in E4M3 with a
-            scale for each token and head; forward multiplies the same rounded values. ``qkvo``:
-            also its output, as the FP8 payload that the next layer keeps anyway. Default:
-            ``"bf16"``.
         eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8, too.
             Default: ``True``.
         skip (tuple[str, ...]): patterns of the qualified names of modules that stay in high
@@ -201,7 +196,6 @@ class FP8Config:
     agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")
     save_activations: str = option("fp8", choices=("fp8", "bf16"))
-    save_attention: str = option("bf16", choices=("bf16", "qkv", "qkvo"))
     eval_fp8: bool = option(True, of="layer")
     skip: tuple[str, ...] = option(("lm_head",))
     overrides: dict[str, Any] = field(default_factory=Overrides)

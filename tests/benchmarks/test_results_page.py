@@ -145,8 +145,6 @@ ACTIVATIONS = {
     "default, and `delayed": "tensorwise (default)",
     'wgrad="bf16"': "wgrad bf16",
     'save_activations="bf16"': "save_activations bf16",
-    'save_attention="qkv"': "save_attention qkv",
-    'save_attention="qkvo"': "save_attention qkvo",
     "default, checkpointed: all seven products run again": "checkpointed",
 }
 

@@ -68,23 +68,6 @@ def test_operands_of_all_gemms_are_rounded_once_and_gradients_pass():
     assert "forward" not in small.__dict__  # too small for FP8
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3", "distilbert", "qwen3_moe"])
-def test_what_attention_in_fp8_costs_is_on_its_page(model):
-    rows = bench.read_rows(RESULTS / "attention_loss.csv")
-    runs = [f"O2, attention {saved}" for saved in ("qkv", "qkvo")]
-    for run in runs:
-        assert {seed for m, r, seed in rows if (m, r) == (model, run)} == set(range(10))
-    pairs = (
-        bench.summary(rows)[model, "O2"][:2],
-        *(bench.paired(rows, model, r, "O2") for r in runs),
-    )
-    cells = [f"{100 * mean:+.2f} ± {100 * error:.2f} %" for mean, error in pairs]
-    page = (ROOT / "docs" / "activations.md").read_text()
-    assert f"| {model} | {' | '.join(cells)} |" in page
-    output, error = bench.paired(rows, model, runs[1], runs[0])
-    assert output <= 2 * error  # the output costs nothing beside q, k and v
-
-
 @pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3_moe"])
 def test_an_int8_momentum_stays_within_the_spread_of_stock_muon(model):
     rows = bench.read_rows(RESULTS / "muon_loss.csv")

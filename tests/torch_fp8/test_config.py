@@ -195,7 +195,6 @@ CHOICES = {
     "save_format": ("fine-grained", "compressed-tensors", "modelopt"),
     "communication": ("auto", "fp8", "off"),
     "save_activations": ("fp8", "bf16"),
-    "save_attention": ("bf16", "qkv"),
     "backend": ("torch", "transformer-engine"),
 }
 

@@ -50,7 +50,6 @@ class Setup:
         roles: the models of ``rlhf`` that exist.
         rank: the rank of LoRA adapters.
         skip: patterns of modules that stay in BF16 in addition to the default ones.
-        save_attention: the tensors that attention saves in FP8 at the FP8 levels.
         moment_bits: the bits of Adam's first moment at O2 and O3.
     """
 
@@ -73,7 +72,6 @@ class Setup:
     roles: tuple[str, ...]
     rank: int
     skip: tuple[str, ...] = ()
-    save_attention: str = "bf16"
     moment_bits: int = 8
 
     @property
@@ -97,7 +95,6 @@ class Setup:
             recipe=self.recipe,
             opt_level=level,
             skip=(*DEFAULT_SKIP, *self.skip),
-            save_attention=self.save_attention,
             moment_bits=8 if level == "O1" else self.moment_bits,
         )
 
@@ -120,7 +117,6 @@ def make_setup(
     method: str = "full",
     roles: Sequence[str] | str = ROLES,
     rank: int = 16,
-    save_attention: str = "bf16",
     moment_bits: int = 8,
 ) -> Setup:
     """Check the arguments of `torch_fp8.plan` and fill in the defaults.
@@ -164,7 +160,7 @@ def make_setup(
     _check_choice("recipe", recipe, ("auto", *RECIPES))
     check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
     _check_choice("method", method, METHODS)
-    FP8Config(save_attention=save_attention, moment_bits=moment_bits)
+    FP8Config(moment_bits=moment_bits)
     if isinstance(roles, str):
         roles = (roles,)
     for role in roles:
@@ -197,7 +193,6 @@ def make_setup(
         method=method,
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,
-        save_attention=save_attention,
         moment_bits=moment_bits,
     )
 
