@@ -59,10 +59,6 @@ class FP8Config:
         residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. With 8
             there is no visible loss against float32 at learning rates of 1e-6. Fewer bits lose
             updates when the learning rate is small; a warning reports it. Default: ``8``.
-        moment_bits (int): bits of Adam's first moment for the weights of FP8 layers, 8 or 4. 4 bits
-            save 0.4 bytes per parameter: they hold integers of the moment's ratio to the root of
-            the second moment, which keeps 8 bits. Embeddings, the head, odd and small parameters,
-            and groups with a beta1 above 0.9 keep 8 bits. Default: ``8``.
         gradient_release (bool): run the optimizer in backward and free each gradient at once, which
             saves 2 bytes per parameter at O2 and 1 at O3. It refuses clipping by global norm,
             accumulation over micro-batches, manual optimization and DDP. Default: ``False``.
@@ -182,7 +178,6 @@ class FP8Config:
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")
     residual_bits: int = option(8, choices=RESIDUAL_BITS, of="optimizer")
-    moment_bits: int = option(8, choices=(8, 4), of="optimizer adam")
     gradient_release: bool = option(False, of="optimizer adam")
     cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
     keep_eval_weights: bool = option(True, of="torch")

@@ -20,7 +20,7 @@ from torch_fp8.optim.muon import MuonOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of, residual_shape
 from torch_fp8.optim.state import is_large
-from torch_fp8.quantization import linear_int8, ratio_int4
+from torch_fp8.quantization import linear_int8
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.formats import GROUP_SIZE
@@ -252,9 +252,6 @@ def _expected(
     elif isinstance(ours, Float8Optimizer):
         moments = (2 if large else 2 * 4) * numel
         scales = scales + 2 * _num_scales(shard) if large else 0
-        if parameter in ours.choose_ratios():
-            moments -= numel // 2
-            scales += _num_scales(shard, ratio_int4.GROUP) - _num_scales(shard)
     parts = {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
     return counts | parts
 

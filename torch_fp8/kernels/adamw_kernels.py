@@ -12,7 +12,6 @@ waits for no other; roots and quotients have no branches (`fast_math`). Multiply
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels import ratio_int4
 from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, pointer
 from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin, square
 from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
@@ -45,7 +44,6 @@ def adamw_step_kernel(
     BITS: tl.constexpr,  # bits of the residual
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first moment
     AMAX: tl.constexpr,  # whether to raise the amax to that of the new weights
     PAYLOAD: tl.constexpr,  # granularity of its scale, "tensorwise" or "block_128x128"; "": none
     TRANSPOSED: tl.constexpr,  # whether to write the payload's transpose, too
@@ -75,7 +73,10 @@ def adamw_step_kernel(
     weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
     grad_ptr = pointer(record, AT.value.grad, GRAD)
     grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
-    exp_avg_ptr, exp_avg_scale_ptr = _first_moment(record, first, cols, LAYOUT, FIRST)
+    exp_avg_ptr = pointer(record, AT.value.exp_avg, tl.uint8)
+    exp_avg_ptr = at_origin(exp_avg_ptr, first, cols, LAYOUT)
+    exp_avg_scale_ptr = pointer(record, AT.value.exp_avg_scale, tl.uint8)
+    exp_avg_scale_ptr = scales_at_origin(exp_avg_scale_ptr, first, cols, LAYOUT)
     exp_avg_sq_ptr = pointer(record, AT.value.exp_avg_sq, tl.uint8)
     exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
     WIDTH: tl.constexpr = 16 if BITS == 4 else 32
@@ -114,16 +115,9 @@ def adamw_step_kernel(
             grad += weight * weight_decay
         weight *= decay
         exp_avg_sq = decode(exp_avg_sq, exp_avg_sq_scale, MOMENT2)
-        if FIRST == 4:
-            code_places = places(first, local, num_groups, cols // 2, LAYOUT, 16, rows)
-            scales_of_8 = places(first, local, num_groups, cols // 8, LAYOUT, 4, rows)
-            codes = tl.load(exp_avg_ptr + code_places[0], mask=code_places[1], other=0)
-            scales = tl.load(exp_avg_scale_ptr + scales_of_8[0], mask=scales_of_8[1], other=0)
-            exp_avg = ratio_int4.decode(codes, scales, exp_avg_sq, exp_avg_sq_scale)
-        else:
-            exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
-            exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
-            exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
+        exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
+        exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
+        exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
         exp_avg += (grad - exp_avg) * beta1_complement
         exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
         exp_avg_scale = scale_of(exp_avg, MOMENT1)
@@ -134,26 +128,12 @@ def adamw_step_kernel(
         index = (start + row * row_length)[:, None] + col
         words = random_words(index, key0, key1)
         tl.store(exp_avg_sq_scale_ptr + at_scale, exp_avg_sq_scale, mask=inside)
-        second = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
-        tl.store(exp_avg_sq_ptr + position, second, mask=mask)
-        if FIRST == 4:
-            first_keys = tl.load(record + AT.value.first_keys)
-            codes, scales = ratio_int4.encode(
-                exp_avg,
-                second,
-                exp_avg_sq_scale,
-                index,
-                first_keys.to(tl.int32),
-                (first_keys >> 32).to(tl.int32),
-                integer(record, AT.value.first_turn),
-            )
-            tl.store(exp_avg_ptr + code_places[0], codes, mask=code_places[1])
-            tl.store(exp_avg_scale_ptr + scales_of_8[0], scales, mask=scales_of_8[1])
-        else:
-            tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
-            offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
-            codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
-            tl.store(exp_avg_ptr + position, codes, mask=mask)
+        codes = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
+        tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
+        tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
+        offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
+        codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
+        tl.store(exp_avg_ptr + position, codes, mask=mask)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)
         else:
@@ -204,23 +184,6 @@ def adamw_step_kernel(
                 square_row, square_col = square(first, cols // 32)
                 scale_t_ptr = pointer(record, AT.value.new_scale_t, tl.float32)
                 tl.store(scale_t_ptr + square_col * tl.cdiv(rows, 128) + square_row, scale)
-
-
-@triton.jit
-def _first_moment(record, first, cols, LAYOUT: tl.constexpr, FIRST: tl.constexpr):
-    """Return pointers to the codes and scales of the first moment."""
-    if FIRST == 4:
-        codes_ptr = at_origin(
-            pointer(record, AT.value.exp_avg, tl.int8), first, cols // 2, LAYOUT, 16
-        )
-        scale_ptr = at_origin(
-            pointer(record, AT.value.exp_avg_scale, tl.uint8), first, cols // 8, LAYOUT, 4
-        )
-    else:
-        codes_ptr = at_origin(pointer(record, AT.value.exp_avg, tl.uint8), first, cols, LAYOUT)
-        scale_ptr = pointer(record, AT.value.exp_avg_scale, tl.uint8)
-        scale_ptr = scales_at_origin(scale_ptr, first, cols, LAYOUT)
-    return codes_ptr, scale_ptr
 
 
 @triton.jit

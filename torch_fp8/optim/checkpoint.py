@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
-    RATIO_FORMATS,
     STATE_FORMATS,
+    VALID_FORMATS,
     codes_of,
     is_encoded,
     misfit,
@@ -136,7 +136,7 @@ def _check_options(saved: Any) -> None:
     if isinstance(bits, bool) or bits not in RESIDUAL_BITS:
         raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {RESIDUAL_BITS}")
     formats = saved.get(FORMATS_KEY, STATE_FORMATS)
-    if formats not in (STATE_FORMATS, STATE_FORMATS | RATIO_FORMATS):
+    if formats not in VALID_FORMATS:
         raise ValueError(
             f"{where}[{FORMATS_KEY!r}] is {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}; save the states with checkpoint_states='float32'"

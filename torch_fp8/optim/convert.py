@@ -21,7 +21,6 @@ from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
-from torch_fp8.optim.moment_choice import check_model, choose_moments
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
@@ -80,7 +79,6 @@ def convert_optimizer(
     config = config_or_default(config)
     check_arguments(convert_optimizer, locals())
     check_trained(optimizer, config, model)
-    check_model(config, model)
     if config.opt_level != "O1":
         config = adopt_stable_adamw(optimizer, config)
     name = stock_name(optimizer)
@@ -99,7 +97,6 @@ def convert_optimizer(
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
-    moments = choose_moments(optimizer, model)
     for _, _, parameter in optimizer.indexed_parameters():
         _quantize_state(optimizer, parameter)
     split = _split_weights(optimizer, model)
@@ -108,7 +105,6 @@ def convert_optimizer(
         True,
         num_cached=_keep_weights(optimizer, model),
         num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
-        **moments,
         **split,
     )
     _convert_gradients(optimizer, model)
@@ -347,4 +343,4 @@ def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
     """Quantize the moments that a parameter has from steps before the conversion."""
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" in state:
-        settle_moments(parameter, state, ratio=optimizer.has_ratio(parameter))
+        settle_moments(parameter, state)

@@ -17,8 +17,6 @@ from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment, small_dtype
 from torch_fp8.quantization.block_scaled import matrix_shape
-from torch_fp8.quantization.linear_int8 import threshold_keys
-from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
@@ -71,11 +69,8 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         step = float(state["step"])
         if (id(group), step) not in of_groups:
             of_groups[id(group), step] = _scalars(group, step)
-        counters = config.seed, int(step), index
-        scalars = of_groups[id(group), step]._replace(keys=stream_keys(*counters))
-        if matrix.exp_avg.__class__ is RatioInt4:
-            first_keys, first_turn = threshold_keys(*counters)
-            scalars = scalars._replace(first_keys=first_keys, first_turn=first_turn)
+        keys = stream_keys(config.seed, int(step), index)
+        scalars = of_groups[id(group), step]._replace(keys=keys)
         prepared.append((matrix, scalars, state, None if in_place else weight, parameter))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
         _step_on(device, [p for p in prepared if p[0].weight.device == device], config)

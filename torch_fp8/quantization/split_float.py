@@ -97,11 +97,21 @@ def pack(residual: Tensor, bits: int) -> Tensor:
 
 def unpack(stored: Tensor, bits: int, cols: int) -> Tensor:
     """Unpack what `pack` stored to int32 (R, cols)."""
+    return unpack_nibbles(stored, cols) if bits == 4 else stored.to(torch.int32)
+
+
+def unpack_nibbles(stored: Tensor, cols: int) -> Tensor:
+    """Unpack signed 4-bit integers, two to a byte with the even column in the low half.
+
+    Args:
+        stored: (R, ceil(K / 2)) int8.
+        cols: K.
+    Returns:
+        int32 (R, K).
+    """
     stored = stored.to(torch.int32)
-    if bits != 4:
-        return stored
     even, odd = (stored << 28) >> 28, stored >> 4  # low and high nibble, with their signs
-    return torch.stack([even, odd], dim=-1).view(stored.shape[0], -1)[:, :cols]
+    return torch.stack([even, odd], dim=-1).flatten(1)[:, :cols]
 
 
 def stored_cols(cols: int, bits: int) -> int:

@@ -76,34 +76,6 @@ def test_a_step_with_the_amax_compiles_without_spills(make_matrix, record_launch
     compile_all(launches, REGISTERS)
 
 
-@pytest.fixture
-def ratio_steps(make_matrix, record_launches):
-    """The steps with a first moment in 4 bits: of each layout, and with a payload."""
-    kinds = [*itertools.product(("bf16 with 8 bits", "bf16 with 4 bits"), GRADS, ("flat", "rows"))]
-    with record_launches(adamw) as launches:
-        for weight, grad, layout in kinds:
-            shape = 4, COLS[layout]
-            matrix = make_matrix(*shape, *WEIGHTS[weight], GRADS[grad], first_bits=4)
-            adamw.adamw_step([(matrix, SCALARS)])
-        for granularity in PAYLOADS:
-            matrix = make_matrix(32, 64, *WEIGHTS["bf16 with 8 bits"], GRADS["bf16"], first_bits=4)
-            adamw.adamw_step([(with_payload(matrix, granularity, True), SCALARS)])
-    return [launch for launch in launches if launch.kernel.__name__ == "adamw_step_kernel"]
-
-
-@pytest.mark.long
-def test_steps_with_a_first_moment_of_4_bits_compile_without_spills(ratio_steps, compile_all):
-    assert len(ratio_steps) == 14
-    compile_all(ratio_steps, adamw.MORE_REGISTERS, shared=4096)
-
-
-def test_a_first_moment_of_4_bits_takes_half_as_many_instructions_more(
-    ratio_steps, count_instructions
-):
-    elements = dict(ratio_steps[0].constants)["GROUPS"]
-    assert count_instructions(ratio_steps[0], "sm_90") <= 160 * elements
-
-
 def with_payload(matrix, granularity, transposed):
     rows, cols = matrix.weight.shape
     scale = torch.ones(()) if granularity == "tensorwise" else torch.ones(1, 1)

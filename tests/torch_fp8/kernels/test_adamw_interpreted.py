@@ -17,10 +17,6 @@ CASES = [
     "shards",
     "address of an odd element",
     "three steps",
-    *(
-        f"4 bits of m, {weight}, gradient {grad}"
-        for weight, grad in itertools.product(("bf16 with 8 bits", "fp32"), GRADS)
-    ),
     "amax",
     *(
         f"payload {granularity}{transposed}"
