@@ -52,13 +52,11 @@ COLUMNS = (
 FUSED = "torch AdamW, fp32"
 FUSED_BF16 = "torch AdamW, bf16"
 COPY = "copy"
-# Name -> (residual bits, update clipping, 8-bit gradients).
+# Name -> (update clipping, 8-bit gradients).
 OURS = {
-    "fp8, 8 residual bits": (8, False, False),
-    "fp8, 4 residual bits": (4, False, False),
-    "fp8, no residual": (0, False, False),
-    "fp8, 8 residual bits, 8-bit gradients": (8, False, True),
-    "fp8, 8 residual bits, update clipping": (8, True, False),
+    "fp8, 8 residual bits": (False, False),
+    "fp8, 8 residual bits, 8-bit gradients": (False, True),
+    "fp8, 8 residual bits, update clipping": (True, False),
 }
 PEERS = tuple(f"torchao {name}" for name in peers.TORCHAO_OPTIMIZERS)
 VARIANTS = (FUSED, FUSED_BF16, *OURS, *PEERS)
@@ -193,18 +191,16 @@ def make_optimizer(
     fused = name not in OURS and device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=lr, fused=fused)
     if name in OURS:
-        residual_bits, clipping, _ = OURS[name]
-        config = FP8Config(residual_bits=residual_bits, update_clipping=clipping)
-        convert_optimizer(optimizer, config)
+        convert_optimizer(optimizer, FP8Config(update_clipping=OURS[name][0]))
         for parameter in parameters:  # of no model, which could tell that they may be split
             if is_large(parameter) and type(parameter) is nn.Parameter:
-                split_parameter(parameter, residual_bits)
+                split_parameter(parameter)
     return optimizer
 
 
 def as_stored(name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor:
     """Return a gradient in the variant's format."""
-    quantized = name in OURS and OURS[name][2] and is_large(parameter)
+    quantized = name in OURS and OURS[name][1] and is_large(parameter)
     return Float8Grad.quantize(grad) if quantized else grad
 
 

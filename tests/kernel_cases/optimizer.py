@@ -21,7 +21,6 @@ Step = Callable[..., Any]
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 with 4 bits": (torch.bfloat16, 4),
     "bf16 alone": (torch.bfloat16, 0),
     "fp32": (torch.float32, 0),
 }

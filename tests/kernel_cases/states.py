@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import GradientParts, WeightMatrix
 from torch_fp8.quantization.block_scaled import BlockScaled, encode
 from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.quantization.split_float import pack, split
+from torch_fp8.quantization.split_float import split
 
 
 def optimizer_matrix(
@@ -39,7 +39,7 @@ def optimizer_matrix(
     if weight_dtype == torch.bfloat16:
         random = torch.randint(0, 1 << 16, (rows, cols), generator=generator).int()
         weight, residual = split(weight, residual_bits, random)
-        residual = None if residual is None else pack(residual, residual_bits)
+        residual = None if residual is None else residual.to(torch.int8)
     grad: Any = values()
     if grad_dtype == torch.uint8:
         grad = GradientParts(*encode(grad, GRADIENT), torch.tensor(0.37))
@@ -50,7 +50,6 @@ def optimizer_matrix(
     return WeightMatrix(
         weight,
         residual,
-        0 if residual is None else residual_bits,
         grad,
         exp_avg,
         exp_avg_sq,

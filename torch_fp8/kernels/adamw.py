@@ -1,7 +1,7 @@
 """The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, with many matrices per launch.
 
 Matrices are grouped into classes by the properties that are compiled into a kernel: dtypes,
-residual bits and layout (see `kernels.block_layout`). One launch updates a whole class. This module
+residual and layout (see `kernels.block_layout`). One launch updates a whole class. This module
 builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
 copy of 272 bytes per matrix and 4 bytes per chunk.
 
@@ -59,7 +59,7 @@ class _Class(NamedTuple):
     """The properties of a matrix that are compiled into a kernel."""
 
     weight: torch.dtype
-    residual_bits: int
+    residual: bool
     grad: torch.dtype
     layout: str
     amax: bool
@@ -78,7 +78,7 @@ class _Class(NamedTuple):
     def constants(self) -> dict[str, object]:
         return {
             "WEIGHT": _DTYPES[self.weight],
-            "BITS": self.residual_bits,
+            "RESIDUAL": self.residual,
             "GRAD": _DTYPES[self.grad],
             "LAYOUT": self.layout,
             "CHUNK": self.chunk,
@@ -148,7 +148,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
-        without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
+        without_weight = kind._replace(weight=torch.bfloat16, residual=False)
         for i in chosen:
             coupled = bool(entries[i][1].weight_decay)
             classes.setdefault((kind if coupled else without_weight, coupled), []).append(i)
@@ -199,9 +199,8 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     else:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
-    bits = 0 if matrix.residual is None else matrix.residual_bits
-    amax = matrix.amax is not None
-    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, amax, "", False)
+    residual, amax = matrix.residual is not None, matrix.amax is not None
+    kind = _Class(matrix.weight.dtype, residual, grad.dtype, layout, amax, "", False)
     if matrix.payload is None:
         return kind
     granularity, transposed = matrix.payload.granularity, matrix.payload.qdata_t is not None

@@ -162,9 +162,8 @@ class WeightMatrix(NamedTuple):
 
     Attributes:
         weight: (R, K) contiguous; bfloat16, or float32 without residual.
-        residual: residual as stored by `torch_fp8.quantization.split_float.pack`; None if
-            residual_bits is 0.
-        residual_bits: bits of the residual per element; 0 for a float32 weight.
+        residual: (R, K) int8, as from `torch_fp8.quantization.split_float.split`; None for a
+            float32 weight, and a BF16 weight without residual.
         grad: (R, K) bfloat16 or float32 contiguous, or `GradientParts`.
         exp_avg, exp_avg_sq: moments, `MOMENT1` and `MOMENT2`.
         row, col: position of this shard's first element in the whole matrix.
@@ -177,7 +176,6 @@ class WeightMatrix(NamedTuple):
 
     weight: Tensor
     residual: Tensor | None
-    residual_bits: int
     grad: Tensor | GradientParts
     exp_avg: BlockScaled
     exp_avg_sq: BlockScaled

@@ -15,7 +15,7 @@ update uses m and v before they are rounded. Then all three are rounded stochast
 at beta2 = 0.999 changes by less than its spacing and would never change if rounded to nearest.
 
 One random word per element provides the random bits: 0-7 for the weight, 8-15 for m, 12-31 for v.
-With fewer than 8 residual bits the weight uses a second word. m needs 8 bits and v 16 or more,
+Without a residual a BF16 weight uses a second word. m needs 8 bits and v 16 or more,
 because their change per step is that small against their spacing. The four bits that m and v share
 are the lowest of v's.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
-from torch_fp8.quantization.split_float import join, pack, split, unpack
+from torch_fp8.quantization.split_float import RESIDUAL_BITS, join, split
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
 
 _CHUNK = 1 << 15  # elements at a time, so that temporaries stay small
@@ -92,14 +92,18 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
         part.weight.copy_(weight)
         _raise_amax(part)
         return
-    if part.residual_bits < 8:
+    if part.residual is None:
         words = second_words(words, scalars.keys)
-    high, residual = split(weight, part.residual_bits, words)
+    high, residual = split(weight, _residual_bits(part), words)
     part.weight.copy_(high)
     _raise_amax(part)
-    if residual is not None:
-        assert part.residual is not None
-        part.residual.copy_(pack(residual, part.residual_bits))
+    if part.residual is not None:
+        assert residual is not None
+        part.residual.copy_(residual)
+
+
+def _residual_bits(part: WeightMatrix) -> int:
+    return 0 if part.residual is None else RESIDUAL_BITS
 
 
 def _raise_amax(part: WeightMatrix) -> None:
@@ -110,10 +114,7 @@ def _raise_amax(part: WeightMatrix) -> None:
 def _joined(part: WeightMatrix) -> Tensor:
     if part.weight.dtype == torch.float32:
         return part.weight
-    bits, residual = part.residual_bits, part.residual
-    if residual is not None:
-        residual = unpack(residual, bits, part.weight.shape[1])
-    return join(part.weight, residual, bits)
+    return join(part.weight, part.residual, _residual_bits(part))
 
 
 def _gradient(part: WeightMatrix, weight: Tensor, scalars: StepScalars) -> Tensor:
@@ -161,8 +162,7 @@ def _part(matrix: WeightMatrix, rows: slice, cols: slice) -> WeightMatrix:
     else:
         grad = grad[rows, cols]
     if residual is not None:
-        packed = 2 if matrix.residual_bits == 4 else 1
-        residual = residual[rows, cols.start // packed : -(-cols.stop // packed)]
+        residual = residual[rows, cols]
     return matrix._replace(
         weight=matrix.weight[rows, cols],
         residual=residual,

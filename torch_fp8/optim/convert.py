@@ -175,7 +175,7 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
             stay.append(reason)
             continue
         to_split.append(parameter)
-    split_parameters(dict.fromkeys(to_split), optimizer.fp8_config.residual_bits)
+    split_parameters(dict.fromkeys(to_split))
     if model is not None:
         _keep_dtypes(optimizer, model)
     num_split += len(to_split)
@@ -323,18 +323,16 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
 def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
     """Warn if the learning rate is so low that rounding noise hides a part of the updates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    bits = config.large_residual_bits
-    if bits is None and not any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters):
+    in_bf16 = any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters)
+    if config.split_weights or not in_bf16:
         return
-    least = {8: 0.0, 4: 1e-6, 0: 1e-5}[bits or 0]
-    option = "split_weights=False" if bits is None else f"residual_bits={bits}"
     rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
-    small = [rate for rate in rates if 0 < rate < least]
+    small = [rate for rate in rates if 0 < rate < 1e-5]
     if small:
         warnings.warn(
-            f"FP8Config({option}) with BF16 weights at the learning rate {min(small):g}: rounding "
-            "noise then hides part of the updates (their cosine to float32's is below 0.995); with "
-            "8 residual bits it is negligible",
+            "FP8Config(split_weights=False) with BF16 weights at the learning rate "
+            f"{min(small):g}: rounding noise then hides part of the updates (their cosine to "
+            "float32's is below 0.995); with split_weights=True it is negligible",
             stacklevel=3,
         )
 

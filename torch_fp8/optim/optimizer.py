@@ -29,13 +29,13 @@ from torch_fp8.optim.converted import ConvertedOptimizer, begin_step
 from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
+    loaded_residual,
+    residual_bits,
     residual_to_checkpoint,
     set_residual,
     shard_of,
-    with_bits,
 )
 from torch_fp8.optim.state import (
-    SMALL_RESIDUAL_BITS,
     State,
     from_checkpoint,
     is_large,
@@ -51,6 +51,7 @@ from torch_fp8.optim.step import (
     step_large,
     step_small,
 )
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
@@ -125,7 +126,7 @@ class Float8Optimizer(ConvertedOptimizer):
         return state
 
     def set_config(self, config: FP8Config) -> None:
-        """Set the configuration; residuals change their number of bits at the next step."""
+        """Set the configuration."""
         super().set_config(config)
         self.fp8_caches = {}
         # GradScaler should unscale and check the gradients itself instead of leaving it to a fused
@@ -136,13 +137,10 @@ class Float8Optimizer(ConvertedOptimizer):
         """Return how often a parameter was stepped."""
         return int(self.state.get(parameter, {}).get("step", 0))
 
-    def residual_bits(self, parameter: Tensor) -> int:
-        """Return k, a parameter's number of residual bits; 0 if it is not BF16 (any more)."""
-        if parameter.dtype != torch.bfloat16:
-            return 0
-        if not is_large(parameter):
-            return SMALL_RESIDUAL_BITS
-        return self.fp8_config.large_residual_bits or 0
+    def keeps_residual(self, parameter: Tensor) -> bool:
+        """Return whether a step keeps the bits below BF16 of a BF16 parameter."""
+        is_bf16 = parameter.dtype == torch.bfloat16
+        return is_bf16 and (self.fp8_config.keeps_residuals or not is_large(parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch.optim.AdamW's format, on the CPU.
@@ -173,7 +171,7 @@ class Float8Optimizer(ConvertedOptimizer):
         # the file that it loads.
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
-            "residual_bits": self.fp8_config.residual_bits,
+            "residual_bits": RESIDUAL_BITS,
             "seed": self.fp8_config.seed,
             **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
         }
@@ -182,7 +180,7 @@ class Float8Optimizer(ConvertedOptimizer):
         packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
 
     def _saved_residual(self, parameter: Tensor) -> Tensor | None:
-        return residual_to_checkpoint(parameter, self.residual_bits(parameter))
+        return residual_to_checkpoint(parameter) if self.keeps_residual(parameter) else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or of Adam.
@@ -199,7 +197,7 @@ class Float8Optimizer(ConvertedOptimizer):
         ours: list[Any] = []
 
         def without_ours(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            bits = check_state_dict(given, self.param_groups, self.fp8_config.residual_bits)
+            bits = check_state_dict(given, self.param_groups)
             loaded = list(entries(given, [p for _, _, p in self.indexed_parameters()]))
             ours.extend((given, bits, loaded))
             ids = {saved_id for saved_id, _, _ in loaded}
@@ -224,13 +222,12 @@ class Float8Optimizer(ConvertedOptimizer):
         if options is not None:
             self.fp8_config = dataclasses.replace(self.fp8_config, seed=options["seed"])
         for _, parameter, entry in loaded:
-            bits = self.residual_bits(parameter)
-            if bits and has_residual(entry):
-                saved, shard = shard_of(parameter, entry["residual"]), local(parameter)
-                saved_k = saved_bits if is_large(parameter) else bits
-                set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
+            if self.keeps_residual(parameter) and has_residual(entry):
+                saved = shard_of(parameter, entry["residual"])
+                bits = saved_bits if is_large(parameter) else residual_bits(parameter)
+                set_residual(parameter, loaded_residual(local(parameter), saved, bits))
             elif options is not None and "residual" not in entry:
-                set_residual(parameter, None, 0)
+                set_residual(parameter, None)
             if "step" not in entry:
                 continue
             self.state[parameter] = from_checkpoint(parameter, entry)

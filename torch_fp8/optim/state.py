@@ -37,10 +37,6 @@ from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 from torch_fp8.tensor.quantized_state import QuantizedState
 
-SMALL_RESIDUAL_BITS = 16
-"""The residual bits of a small BF16 parameter. With them it is an exact float32 number."""
-
-
 _DTYPES = (torch.float32, torch.bfloat16)
 
 State = dict[str, Any]

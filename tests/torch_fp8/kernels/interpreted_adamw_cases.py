@@ -37,7 +37,6 @@ adamw.CHUNK = 32  # several chunks of small matrices
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 with 4 bits": (torch.bfloat16, 4),
     "bf16 alone": (torch.bfloat16, 0),
     "fp32": (torch.float32, 0),
 }
@@ -132,7 +131,7 @@ def classes():
 
 def amaxes():
     """Of the new weights, with and without in one call; raised from what was there; of a NaN."""
-    kinds = [(torch.bfloat16, 8), (torch.bfloat16, 4), (torch.float32, 0)]
+    kinds = [(torch.bfloat16, 8), (torch.bfloat16, 0), (torch.float32, 0)]
     matrices = [
         optimizer_matrix(*shape, *kind, torch.bfloat16, seed=i)._replace(
             amax=None if i % 3 == 2 else torch.tensor(0.0 if i % 3 else 0.3)
@@ -190,7 +189,7 @@ TWO_BY_TWO, TWO_BY_ONE = (144, 160), (144, 32)
 PAYLOADS = (
     (None, "bf16 with 8 bits", "bf16", None),
     ((16, 32), "bf16 with 8 bits", "8-bit", 0.5),
-    ((32, 96), "bf16 with 4 bits", "bf16", 2.0),
+    ((32, 96), "bf16 alone", "bf16", 2.0),
     ((16, 160), "fp32", "fp32", float("nan")),
 )
 
@@ -246,7 +245,7 @@ def choices():
     shifted = default(9, 64)
     shifted = shifted._replace(weight=torch.empty(577).bfloat16()[1:].view(9, 64).copy_(shifted[0]))
     yield "address of an odd element", stepped([shifted], [SCALARS])
-    matrices = [default(9, 64, seed=1), optimizer_matrix(5, 33, torch.bfloat16, 4, torch.uint8)]
+    matrices = [default(9, 64, seed=1), optimizer_matrix(5, 33, torch.bfloat16, 0, torch.uint8)]
     failures = []
     for step in range(3):
         failures += stepped(matrices, [SCALARS._replace(keys=stream_keys(step))] * 2)
@@ -405,7 +404,9 @@ def reciprocals():
     """Of every root of a second moment, in two neighbouring scales, and of numbers up to two."""
     codes = torch.arange(1, 256, dtype=torch.uint8)[:, None]
     scales = torch.tensor([[127], [128]], dtype=torch.uint8)
-    second = [decode_reference(BlockScaled(codes, scale.expand(255, 1)), MOMENT2) for scale in scales]
+    second = [
+        decode_reference(BlockScaled(codes, scale.expand(255, 1)), MOMENT2) for scale in scales
+    ]
     numbers = (1 + torch.arange(32) / 32)[:, None]
     roots = [v.double().sqrt().float() for v in second]
     x = torch.cat([*roots, numbers, numbers.new_ones(98, 1)]).contiguous()

@@ -12,12 +12,11 @@ from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 with 4 bits": (torch.bfloat16, 4),
     "bf16 alone": (torch.bfloat16, 0),
     "fp32": (torch.float32, 0),
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
-LOW_BITS = ("bf16 with 8 bits", "bf16 with 4 bits")
+LOW_BITS = ("bf16 with 8 bits", "bf16 alone")
 PAYLOADS = {
     "tensorwise": ["adamw_step_kernel", "recast_kernel"],
     "block_128x128": ["adamw_step_kernel"],

@@ -88,7 +88,7 @@ def test_files_become_stocks(saved, tmp_path):
     ],
 )
 def test_a_broken_state_is_refused_whole(saved, change, message):
-    model, optimizer = _training(saved["state"][0]["0.weight"].dtype)
+    _, optimizer = _training(saved["state"][0]["0.weight"].dtype)
     state = saved["state"][1]
     change(state["state"][0])
     with pytest.raises(ValueError, match=message):
