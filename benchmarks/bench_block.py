@@ -66,7 +66,6 @@ OURS: dict[str, dict[str, object]] = {
     DEFAULT: {},
     **{name: dict(options) for name, options in OF_LINEARS.items() if name != "tensorwise"},
     "wgrad in BF16": {"wgrad": "bf16"},
-    "attention saved in FP8": {"save_attention": "qkvo"},
     "Transformer Engine as our backend": {"backend": "transformer-engine"},
 }
 VARIANTS = (BF16, *OURS, *PEERS)

@@ -38,8 +38,6 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "wgrad": (0.2, ("bf16",)),
         "grad_format": (0.2, ("e4m3", "e5m2")),
         "fast_accum": (0.1, ((), ("fprop", "dgrad"))),
-        "residual_bits": (0.3, (8, 4, 0)),
-        "moment_bits": (0.3, (4,)),
         "gradient_release": (0.15, (True,)),
         "cache_weights": (0.3, (True, "both")),
         "keep_eval_weights": (0.2, (False,)),
@@ -48,7 +46,6 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "split_weights": (0.15, (False,)),
         "frozen_weights": (0.3, ("fp8", "keep")),
         "save_activations": (0.2, ("bf16",)),
-        "save_attention": (0.3, ("qkv", "qkvo")),
         "smooth_swiglu": (0.2, (True,)),
         "eval_fp8": (0.2, (False,)),
         "skip": (0.2, ((), ("first", "lm_head"), ("blocks.0", "layers.0", "h.0"))),
@@ -152,6 +149,4 @@ def draw(seed: int) -> Program:
     if loop.get("recompute") == "reentrant" and (model == "frozen" or "penalty" in loop):
         # Its blocks have no gradients, or weights have two, which are rounded one by one.
         loop["recompute"] = "plain"
-    if "recompute" in loop or options.get("save_attention") == "qkvo":
-        options.pop("save_attention", None)  # documented: other roundings within a checkpoint
     return Program(seed, model, dtype, options, optimizer, loop)

@@ -15,7 +15,6 @@ from torch_fp8.quantization.formats import FORMATS
 from torch_fp8.quantization.option_values import checked, named, option, read_json
 from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.suggestions import (
     naming_valid_options,
     suggestion,
@@ -60,13 +59,6 @@ class FP8Config:
             FP8 layers use 8 bits, too, 6.1 bytes in all. Default: ``"O2"``.
         split_weights (bool): whether O2 and O3 store float32 weights in two halves. Turn it off
             (10.1 bytes) if the model's own code computes with them. Default: ``True``.
-        residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. With 8
-            there is no visible loss against float32 at learning rates of 1e-6. Fewer bits lose
-            updates when the learning rate is small; a warning reports it. Default: ``8``.
-        moment_bits (int): bits of Adam's first moment for the weights of FP8 layers, 8 or 4. 4 bits
-            save 0.4 bytes per parameter: they hold integers of the moment's ratio to the root of
-            the second moment, which keeps 8 bits. Embeddings, the head, odd and small parameters,
-            and groups with a beta1 above 0.9 keep 8 bits. Default: ``8``.
         gradient_release (bool): run the optimizer in backward and free each gradient at once, which
             saves 2 bytes per parameter at O2 and 1 at O3. It refuses clipping by global norm,
             accumulation over micro-batches, manual optimization and DDP. Default: ``False``.
@@ -124,11 +116,6 @@ class FP8Config:
             with a scale for each 128 elements) or ``bf16`` (their inputs, unchanged). Linear layers
             save the FP8 payload that their GEMM reads, except with ``wgrad="bf16"``. Default:
             ``"fp8"``.
-        save_attention (str): ``bf16``, ``qkv`` or ``qkvo``: what attention of transformers' models
-            saves for backward. ``bf16``: q, k and v in their own dtype. ``qkv``: in E4M3 with a
-            scale for each token and head; forward multiplies the same rounded values. ``qkvo``:
-            also its output, as the FP8 payload that the next layer keeps anyway. Default:
-            ``"bf16"``.
         eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8, too.
             Default: ``True``.
         skip (tuple[str, ...]): patterns of the qualified names of modules that stay in high
@@ -185,8 +172,6 @@ class FP8Config:
     tokens: int = option(8192, least=1, of="auto")
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")
-    residual_bits: int = option(8, choices=RESIDUAL_BITS, of="optimizer")
-    moment_bits: int = option(8, choices=(8, 4), of="optimizer adam")
     gradient_release: bool = option(False, of="optimizer adam")
     cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
     keep_eval_weights: bool = option(True, of="torch")
@@ -200,7 +185,6 @@ class FP8Config:
     agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")
     save_activations: str = option("fp8", choices=("fp8", "bf16"))
-    save_attention: str = option("bf16", choices=("bf16", "qkv", "qkvo"))
     eval_fp8: bool = option(True, of="layer")
     skip: tuple[str, ...] = option(("lm_head",))
     overrides: dict[str, Any] = field(default_factory=Overrides)
@@ -226,9 +210,9 @@ class FP8Config:
         vars(self).update(_DEFAULTS | without_removed(state, _DEFAULTS))
 
     @property
-    def large_residual_bits(self) -> int | None:
-        """Number of residual bits of large weights in BF16; None: weights stay as they are."""
-        return self.residual_bits if self.opt_level != "O1" and self.split_weights else None
+    def keeps_residuals(self) -> bool:
+        """Whether large weights have bits below BF16; otherwise they stay as they are."""
+        return self.opt_level != "O1" and self.split_weights
 
     def overridden(self, options: Mapping[str, Any] | None) -> "FP8Config":
         """Return this configuration with the `options` of an override applied.

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from torch_fp8._version import __version__
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.suggestions import REMOVED, suggestion
 from torch_fp8_tools.check import command as check_command
 from torch_fp8_tools.commands import convert_command, export_command
 from torch_fp8_tools.env import command as env_command
@@ -97,7 +97,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"--?[\w-]+|'[^']*'", message)
-        if message.startswith("unrecognized arguments: -"):
+        name = words[0].strip("-").replace("-", "_") if words else ""
+        if message.startswith("unrecognized arguments: -") and name in REMOVED:
+            message = f"no longer takes {words[0]}: {REMOVED[name]}"
+        elif message.startswith("unrecognized arguments: -"):
             texts = [parser.format_usage() for parser in (self, *self.commands.values())]
             message += suggestion(words[0], set(re.findall(r"(?<!\w)--?[\w-]+", " ".join(texts))))
         elif "invalid choice: '" in message:

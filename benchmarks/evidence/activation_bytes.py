@@ -51,8 +51,6 @@ VARIANTS = {
     "mxfp8": {"recipe": "mxfp8"},
     "wgrad bf16": {"wgrad": "bf16"},
     "save_activations bf16": {"save_activations": "bf16"},
-    "save_attention qkv": {"save_attention": "qkv"},
-    "save_attention qkvo": {"save_attention": "qkvo"},
 }
 CHECKPOINTED = "checkpointed"
 COLUMNS = (

@@ -65,8 +65,6 @@ RUNS: dict[str, tuple[FP8Config | None, FP8Config | None]] = {
     ROUNDED_ALL: (None, None),
     "O2": (FP8Config(), FP8Config()),
     "O3": (FP8Config(opt_level="O3"), FP8Config(opt_level="O3")),
-    "O2, attention qkv": (FP8Config(save_attention="qkv"), FP8Config()),
-    "O2, attention qkvo": (FP8Config(save_attention="qkvo"), FP8Config()),
     "O1": (FP8Config(opt_level="O1"), None),
     "optimizer alone": (None, FP8Config()),
     MUON: (None, None),

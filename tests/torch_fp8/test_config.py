@@ -53,9 +53,8 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"amax_compute_algo": "mean", "recipe": "delayed"}, "most_recent"),
         ({"fast_accum": ("forward",)}, "fprop"),
         ({"opt_level": "O4"}, "O1"),
-        ({"residual_bits": 6}, "8, 4, 0"),
         ({"communication": "bf16"}, "'auto', 'fp8', 'off'"),
-        ({"opt_level": "O1", "residual_bits": 4}, "excludes residual_bits"),
+        ({"opt_level": "O1", "gradient_release": True}, "excludes gradient_release"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
         ({"margin": 9, "recipe": "delayed"}, "from 0 to 8"),
         ({"margin": -1, "recipe": "delayed"}, "at least 0"),
@@ -195,7 +194,6 @@ CHOICES = {
     "save_format": ("fine-grained", "compressed-tensors", "modelopt"),
     "communication": ("auto", "fp8", "off"),
     "save_activations": ("fp8", "bf16"),
-    "save_attention": ("bf16", "qkv"),
     "backend": ("torch", "transformer-engine"),
 }
 

@@ -171,8 +171,6 @@ def _kept_by_stock(layout):
         ({"recipe": "blockwise"}, 0.48),
         ({"wgrad": "bf16"}, 0.56),
         ({"save_activations": "bf16"}, 0.64),
-        ({"save_attention": "qkv"}, 0.42),
-        ({"save_attention": "qkvo"}, 0.38),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from torch_fp8.cli import main
 
 import torch_fp8
 from accelerate_fp8 import FP8Kwargs
@@ -33,3 +34,10 @@ def test_a_removed_option_is_refused_with_what_to_take_instead(monkeypatch, name
     with pytest.raises((TypeError, ValueError), match="no longer takes") as raised:
         ENTRIES[entry](monkeypatch, {name: 1})
     assert f"{name!r}: {REMOVED[name]}" in str(raised.value)
+
+
+def test_a_removed_flag_of_the_command_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "llama-3.1-8b", "--save-attention", "qkv"])
+    message = f"no longer takes --save-attention: {REMOVED['save_attention']}"
+    assert message in capsys.readouterr().err

@@ -193,7 +193,8 @@ def saves_nothing() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    hooks = top_saved_tensor_hooks()
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top_hooks is None else top_hooks(False)
     if hooks is None or is_traced():
         return False
     pack = hooks[0]
@@ -202,17 +203,6 @@ def saves_nothing() -> bool:
         return False
     recompute = getattr(_enclosed(pack, "frame"), "recompute_fn", None)
     return isinstance(_enclosed(recompute, "recompute_context"), contextlib.nullcontext)
-
-
-def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost pack and unpack hooks for saved tensors; None: none are installed."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(False)
-
-
-def is_of_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
-    """Return whether saved-tensor hooks belong to a checkpoint, in either of its passes."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == _FIRST_PASS[0]
 
 
 def _enclosed(function: Any, name: str) -> Any:
@@ -235,11 +225,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=dtype).expand(tuple(shape))
 
 
-PLAIN = (Tensor, FakeTensor)
-"""Classes of plain tensors, and of the fake tensors that replace them in tracing."""
-
-
 def is_plain(x: Tensor) -> bool:
-    """Return whether `x` is such a tensor, or a Parameter, and dense: neither nested nor sparse."""
-    usual = type(x) in PLAIN or type(x) is nn.Parameter
+    """Return whether `x` is a plain tensor or Parameter, or a fake one in tracing, and dense."""
+    usual = type(x) in (Tensor, FakeTensor, nn.Parameter)
     return usual and x.layout is torch.strided and not x.is_nested

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.attention_layers import save_attention
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
@@ -98,7 +97,6 @@ def convert_to_float8(
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
     frozen, fused = _finish(model, config, target, bool(layers.converted))
-    attention = save_attention(model, config)
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
         converted=tuple(layers.converted),
@@ -119,9 +117,6 @@ def convert_to_float8(
         smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
         experts=tuple(layers.experts),
         were_eager=were_eager(model.modules()),
-        attention=attention.saved,
-        shared_outputs=attention.shared,
-        other_attention=attention.left,
     )
 
 

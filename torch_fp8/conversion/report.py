@@ -63,11 +63,6 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
-        attention: qualified names of the attention modules that save q, k and v in FP8.
-        shared_outputs: names from `attention` whose output is saved once, in FP8, together with the
-            next layer's input.
-        other_attention: attention modules that save q, k and v unchanged although the configuration
-            asks for FP8, each with the reason.
     """
 
     converted: tuple[str, ...]
@@ -88,9 +83,6 @@ class ConversionReport:
     smooth: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     were_eager: bool = False
-    attention: tuple[str, ...] = ()
-    shared_outputs: tuple[str, ...] = ()
-    other_attention: tuple[SkippedModule, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -148,7 +140,6 @@ class ConversionReport:
             *self._producer_lines(),
             *self._smooth_lines(),
             *self._expert_lines(),
-            *self._attention_lines(),
             *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
@@ -226,43 +217,6 @@ class ConversionReport:
         ]
         if self.were_eager:
             lines.append("  experts   experts_implementation was 'eager' and is now 'grouped_mm'")
-        return lines
-
-    def _attention_lines(self) -> list[str]:
-        if self.config.save_attention == "bf16":
-            return []
-        lines = [
-            f"  attention {first_of(names)}: {reason}"
-            for reason, names in by_reason(self.other_attention).items()
-        ]
-        if self.attention:
-            first = (
-                f"  attention {counted(len(self.attention), 'module')} with q, k and v saved in "
-                "FP8, except within torch.compile"
-            )
-            return [first, *self._output_lines(), *lines]
-        if not lines:
-            lines.append(
-                f"  warning   save_attention={self.config.save_attention!r} changes nothing: no "
-                "attention was found"
-            )
-        return lines
-
-    def _output_lines(self) -> list[str]:
-        if self.config.save_attention != "qkvo":
-            return []
-        lines = []
-        if self.shared_outputs:
-            lines.append(
-                f"  attention {counted(len(self.shared_outputs), 'module')} with the output saved "
-                "once in FP8, shared with the next layer; unchanged within activation checkpoints"
-            )
-        alone = len(self.attention) - len(self.shared_outputs)
-        if alone:
-            lines.append(
-                f"  attention {counted(alone, 'module')} with the output saved unchanged: no layer "
-                "of the module saves it in FP8 for a weight gradient"
-            )
         return lines
 
     def _high_precision_lines(self) -> list[str]:

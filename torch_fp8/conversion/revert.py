@@ -5,7 +5,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8.conversion.attention_layers import leave_attention
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.fused_layers import revert_producers
 from torch_fp8.conversion.layer_swap import to_stock
@@ -38,7 +37,6 @@ def revert(model: nn.Module) -> int:
     check_arguments(revert, locals())
     restore_output_dtype(model)
     stop_merge_aware(model)
-    leave_attention(model)
     revert_producers(model)
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:

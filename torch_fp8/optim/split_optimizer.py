@@ -30,6 +30,7 @@ from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
 from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, stock_name, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.step import shard_origin
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import refused_addresses
@@ -107,7 +108,7 @@ class SplitOptimizer(ConvertedOptimizer):
         packed: dict[str, Any] = super().state_dict()
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
-            "residual_bits": self.fp8_config.residual_bits,
+            "residual_bits": RESIDUAL_BITS,
             "seed": self.fp8_config.seed,
             "steps": self.fp8_steps,
         }

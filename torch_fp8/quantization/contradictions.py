@@ -25,7 +25,6 @@ _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...]
     ("recipe", ("delayed",), "cache_weights", (True, "both"), "every forward changes the scales"),
     ("opt_level", ("O1",), "frozen_weights", ("fp8",), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),
-    ("split_weights", (False,), "residual_bits", (4, 0), "only split weights have residuals"),
     ("merge_aware", (True,), "frozen_weights", ("keep",), "it merges into a base stored in FP8"),
     ("merge_aware", (True,), "eval_fp8", (False,), "merged weights always run in FP8"),
     ("on_alarm", RECIPES, "cache_weights", (True, "both"), "that recipe casts weights differently"),

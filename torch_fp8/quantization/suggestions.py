@@ -18,6 +18,9 @@ _ELSEWHERE = {
 REMOVED: dict[str, str] = {
     "on_loss_spike": "a jump of the loss only warns; on_alarm='bf16' moves layers out of FP8, and "
     "a run goes back by its host's checkpoints",
+    "moment_bits": "leave it out, moments have 8 bits; 4 bits cost loss",
+    "residual_bits": "leave it out, residuals have 8 bits; fewer bits lost updates",
+    "save_attention": "leave it out, since it cost loss; checkpoint blocks to save more memory",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""
 REMOVED_DEFAULTS: dict[str, Any] = {"save_attention": "bf16", "moment_bits": 8, "residual_bits": 8}

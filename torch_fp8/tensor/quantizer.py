@@ -21,7 +21,6 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.saved_output import SAVED_OUTPUT
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -315,10 +314,6 @@ def quantize_input(
     if dropped:
         return InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
     if col is not None:
-        if not isinstance(x, QuantizableTensor):  # attention's output may wait for this payload
-            output = getattr(x if x._base is None else x._base, SAVED_OUTPUT, None)
-            if output is not None and not is_traced():
-                output.take(x, col)
         return InputPayloads(row, col.qdata, col.scale, None)  # (K, M), along M
     return InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
 

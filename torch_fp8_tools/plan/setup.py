@@ -48,8 +48,6 @@ class Setup:
         method: ``full``, ``lora`` or ``rlhf``.
         roles: the models of ``rlhf`` that exist.
         rank: the rank of LoRA adapters.
-        save_attention: the tensors that attention saves in FP8 at the FP8 levels.
-        moment_bits: the bits of Adam's first moment at O2 and O3.
     """
 
     config: Any
@@ -70,8 +68,6 @@ class Setup:
     method: str
     roles: tuple[str, ...]
     rank: int
-    save_attention: str = "bf16"
-    moment_bits: int = 8
 
     @property
     def tokens(self) -> int:
@@ -93,8 +89,6 @@ class Setup:
         return FP8Config(
             recipe=self.recipe,
             opt_level=level,
-            save_attention=self.save_attention,
-            moment_bits=8 if level == "O1" else self.moment_bits,
         )
 
 
@@ -116,8 +110,6 @@ def make_setup(
     method: str = "full",
     roles: Sequence[str] | str = ROLES,
     rank: int = 16,
-    save_attention: str = "bf16",
-    moment_bits: int = 8,
 ) -> Setup:
     """Check the arguments of `torch_fp8.plan` and fill in the defaults.
 
@@ -160,7 +152,6 @@ def make_setup(
     _check_choice("recipe", recipe, ("auto", *RECIPES))
     check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
     _check_choice("method", method, METHODS)
-    FP8Config(save_attention=save_attention, moment_bits=moment_bits)
     if isinstance(roles, str):
         roles = (roles,)
     for role in roles:
@@ -193,8 +184,6 @@ def make_setup(
         method=method,
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,
-        save_attention=save_attention,
-        moment_bits=moment_bits,
     )
 
 

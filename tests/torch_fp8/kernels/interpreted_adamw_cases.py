@@ -7,7 +7,6 @@ none; they are given an ulp. All other arithmetic is integers or correctly round
 compared bit for bit.
 """
 
-import itertools
 import json
 import os
 import sys
@@ -28,7 +27,6 @@ from torch_fp8.kernels import adamw, block_scaled, fast_math
 from torch_fp8.kernels.arguments import StepScalars
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
 from torch_fp8.ops.adamw import adamw_step_reference
-from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import BlockScaled
 from torch_fp8.quantization.block_scaled import decode as decode_reference
 from torch_fp8.quantization.block_scaled import encode as encode_reference
@@ -39,7 +37,6 @@ adamw.CHUNK = 32  # several chunks of small matrices
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 with 4 bits": (torch.bfloat16, 4),
     "bf16 alone": (torch.bfloat16, 0),
     "fp32": (torch.float32, 0),
 }
@@ -132,27 +129,6 @@ def classes():
         yield f"{weight}, gradient {grad}", stepped(matrices, scalars)
 
 
-def ratios():
-    """First moments in 4 bits, beside some in 8, and one whose v reads NaN or zero in places."""
-    for weight, (grad, dtype) in itertools.product(("bf16 with 8 bits", "fp32"), GRADS.items()):
-        matrices = [
-            optimizer_matrix(*shape, *WEIGHTS[weight], dtype, seed=i, first_bits=4)
-            for i, shape in enumerate(SHAPES)
-        ]
-        matrices.append(optimizer_matrix(8, 64, *WEIGHTS[weight], dtype, first_bits=4))
-        matrices[-1].exp_avg_sq.scale[2, 1] = 255
-        matrices[-1].exp_avg_sq.qdata[3] = 0
-        matrices[-1].exp_avg.qdata[4, 5] = -128  # a NaN beside a zero
-        failures = []
-        for step in (1, 2):
-            scalars = [
-                SCALARS._replace(keys=stream_keys(i), first_keys=stream_keys(i, 1), first_turn=step)
-                for i in range(len(matrices))
-            ]
-            failures += stepped(matrices, scalars)
-        yield f"4 bits of m, {weight}, gradient {grad}", failures
-
-
 def told(check, *arguments, **options):
     """What a check of `tests.kernel_cases.optimizer` says."""
     try:
@@ -217,7 +193,7 @@ def choices():
     shifted = default(9, 64)
     shifted = shifted._replace(weight=torch.empty(577).bfloat16()[1:].view(9, 64).copy_(shifted[0]))
     yield "address of an odd element", stepped([shifted], [SCALARS])
-    matrices = [default(9, 64, seed=1), optimizer_matrix(5, 33, torch.bfloat16, 4, torch.uint8)]
+    matrices = [default(9, 64, seed=1), optimizer_matrix(5, 33, torch.bfloat16, 0, torch.uint8)]
     failures = []
     for step in range(3):
         failures += stepped(matrices, [SCALARS._replace(keys=stream_keys(step))] * 2)
@@ -362,12 +338,15 @@ def reciprocal_kernel(x_ptr, y_ptr):
 
 
 def reciprocals():
-    """Of every root of a second moment, in two neighbouring scales, and of every ratio's scale."""
+    """Of every root of a second moment, in two neighbouring scales, and of numbers up to two."""
     codes = torch.arange(1, 256, dtype=torch.uint8)[:, None]
     scales = torch.tensor([[127], [128]], dtype=torch.uint8)
-    roots = [ratio_int4.root_of(BlockScaled(codes, scale.expand(255, 1))) for scale in scales]
-    of_scales = (1 + torch.arange(32) / 32)[:, None]
-    x = torch.cat([*roots, of_scales, of_scales.new_ones(98, 1)]).contiguous()
+    second = [
+        decode_reference(BlockScaled(codes, scale.expand(255, 1)), MOMENT2) for scale in scales
+    ]
+    numbers = (1 + torch.arange(32) / 32)[:, None]
+    roots = [v.double().sqrt().float() for v in second]
+    x = torch.cat([*roots, numbers, numbers.new_ones(98, 1)]).contiguous()
     got = torch.empty_like(x)
     reciprocal_kernel[(len(x) // 128,)](x, got)
     wrong = int((got != 1 / x).sum())
@@ -377,7 +356,6 @@ def reciprocals():
 def results():
     for cases in (
         classes,
-        ratios,
         amaxes,
         payloads,
         choices,

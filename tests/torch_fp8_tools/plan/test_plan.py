@@ -18,7 +18,6 @@ from torch_fp8_tools.plan import counts, layouts
 from torch_fp8_tools.plan.counts import standing_bytes
 from torch_fp8_tools.plan.layouts import layers_alike
 from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
-from torch_fp8_tools.plan.plan import _config_text as plan_config
 from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
 from torch_fp8_tools.plan.tables import advice, plain_text
 
@@ -394,38 +393,3 @@ def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     # Of two stages, the first holds what one more micro-batch has saved.
     assert step.saved > 0
     assert piped.bytes["activations"] == round(step.forward + step.saved)
-
-
-@pytest.mark.long
-def test_attention_in_fp8_saves_less():
-    """A layer has heads of 16 elements: four of q, and one each of k and v."""
-    config = config_of("llama")
-    setups = [make_setup(config, **SMALL, save_attention=save) for save in ("bf16", "qkv")]
-    saved = [counts.step_bytes(setup, "policy", "O1").saved for setup in setups]
-    in_bf16 = (4 + 4 + 1) * 16 * 2  # k four times: autocast casts it once for each head of q
-    in_fp8 = (4 + 1 + 1) * (16 + 4)
-    tokens = config.num_hidden_layers * SMALL["sequence"]
-    assert saved[0] - saved[1] == tokens * (in_bf16 - in_fp8)
-    assert json.loads(plan_config(setups[1], "O2")) == {
-        "opt_level": "O2",
-        "recipe": "tensorwise",
-        "save_attention": "qkv",
-    }
-    longer = {**SMALL, "sequence": 64}  # whose peak stands where all layers have run
-    setups = [make_setup(config, **longer, save_attention=save) for save in ("qkv", "qkvo")]
-    alone, shared = (counts.step_bytes(setup, "policy", "O1") for setup in setups)
-    in_bf16 = config.num_hidden_layers * 64 * 4 * 16 * 2  # the output, beside o_proj's payload
-    assert alone.saved - shared.saved == alone.forward - shared.forward == in_bf16
-    with pytest.raises(ValueError, match="save_attention='kv' is unknown"):
-        make_setup(config, **SMALL, save_attention="kv")
-
-
-def test_a_first_moment_in_4_bits_takes_less():
-    setups = [make_setup(config_of("llama"), **SMALL, moment_bits=bits) for bits in (8, 4)]
-    eight, four = (counts.standing_bytes(setup, "policy", "O2") for setup in setups)
-    assert eight.weights == four.weights
-    assert 0.75 < (four.moments + four.scales) / (eight.moments + eight.scales) < 0.95
-    at_o1 = (counts.standing_bytes(setup, "policy", "O1") for setup in setups)
-    assert len(set(at_o1)) == 1
-    assert json.loads(plan_config(setups[1], "O2"))["moment_bits"] == 4
-    assert "moment_bits" not in json.loads(plan_config(setups[1], "O1"))

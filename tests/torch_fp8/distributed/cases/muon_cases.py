@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.batched_muon import SingleDeviceMuon
 from tests.comm_counter import count_communication
@@ -175,32 +174,4 @@ def case_muon_experts():
         momenta = [local(s["momentum_buffer"]) for s in optimizer.state.values()]
         assert all(isinstance(m, Int8Momentum) for m in momenta)
         results.append((losses, [len(m) for m in momenta]))
-    return results
-
-
-def case_attention():
-    """Losses of a sharded model whose attention saves FP8 are those of one rank."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
-    results = []
-    for kind in ("one rank", "fsdp", "ddp"):
-        torch.manual_seed(0)
-        config = FP8Config(opt_level="O1", save_attention="qkvo", communication="off")
-        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
-        report = convert_to_float8(model, config)
-        if kind == "fsdp":
-            for module in (*model.model.layers, model):
-                fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
-            connect_fsdp(model, config)
-        if kind == "ddp":
-            model = DistributedDataParallel(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for _ in range(3):
-            tokens = torch.arange(16)[None] % 64
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        results.append((len(report.attention), losses))
     return results

@@ -46,13 +46,6 @@ def test_replicas_stay_equal(cases):
         assert equal
 
 
-def test_attention_on_two_ranks_is_that_of_one(cases):
-    for (count, alone), (_, fsdp), (_, ddp) in cases["attention"]:
-        assert count == 2
-        assert fsdp == pytest.approx(alone, rel=1e-3)
-        assert ddp == pytest.approx(alone, rel=1e-3)
-
-
 def test_experts_are_stepped_where_they_lie(cases):
     for (alone, whole), (sharded, parts) in cases["muon_experts"]:
         assert (whole, parts) == ([4, 4], [2, 2])
