@@ -23,7 +23,12 @@ REMOVED: dict[str, str] = {
     "save_attention": "leave it out, since it cost loss; checkpoint blocks to save more memory",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""
-REMOVED_DEFAULTS: dict[str, Any] = {"save_attention": "bf16", "moment_bits": 8, "residual_bits": 8}
+REMOVED_DEFAULTS: dict[str, Any] = {
+    "on_loss_spike": "warn",
+    "save_attention": "bf16",
+    "moment_bits": 8,
+    "residual_bits": 8,
+}
 """The defaults that removed options had: pickled configurations hold every option."""
 
 
