@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from torch_fp8.cli import main
 
 import torch_fp8
 from accelerate_fp8 import FP8Kwargs
 from lightning_fp8 import FP8Precision
 from torch_fp8.config import FP8Config
 from torch_fp8.quantization.suggestions import REMOVED
+from torch_fp8_tools.cli import main
 
 
 def _from_environment(monkeypatch, options):

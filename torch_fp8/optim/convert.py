@@ -89,7 +89,7 @@ def convert_optimizer(
             warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
         return _keep_states(optimizer, OptimizerReport(name, False, reason), model, config)
     _refuse_options(optimizer, name, config)
-    check_shardings(optimizer, model, config)
+    check_shardings(optimizer, model)
     _warn_if_lossy(optimizer, config)
     if not isinstance(optimizer, Float8Optimizer):
         swap_class(optimizer, Float8Optimizer)

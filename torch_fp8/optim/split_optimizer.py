@@ -6,8 +6,8 @@ States are unchanged in memory and in checkpoints, which have the optimizer's ow
 
 The step is the optimizer's own, closure included, on the Parameters themselves. Operators read and
 write a split weight as float32, exactly with 16 residual bits (`torch_fp8.tensor.split_weight`).
-After the step this class rounds each weight that was written to its number of residual bits. So at
-the end of a step a weight takes 4 bytes, and one more operand of an operator at a time is float32.
+After the step this class rounds each weight that was written to 8 residual bits. So at the end of a
+step a weight takes 4 bytes, and one more operand of an operator at a time is float32.
 
 A write to ``p.grad`` is rounded to the gradient's precision. For the time of a step of another
 library, 8-bit gradients therefore become BF16. ``torch.optim`` never writes gradients.

@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.config import FP8Config
 from torch_fp8.optim.state import is_large
 
 
-def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Config) -> None:
+def check_shardings(optimizer: Optimizer, model: nn.Module | None) -> None:
     """Run `check_sharding` on all parameters that get 8-bit states or a residual.
 
     Args:
         optimizer: the optimizer, converted or not.
         model: the model that gives the parameters' names; None: the error numbers them.
-        config: the configuration with the residual bits.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -172,7 +172,7 @@ def choices():
         "coupled weight decay",
         stepped(
             [optimizer_matrix(9, 64, *kind, torch.float32) for kind in WEIGHTS.values()],
-            [coupled] * 4,
+            [coupled] * len(WEIGHTS),
         ),
     )
     yield (

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch_fp8.checkpoint.stock_states import convert_optimizer_file
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 from torch_fp8.tensor.float8_moment import Float8Moment
+from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
 FILE = Path(__file__).with_name("removed_options.pt")
 
