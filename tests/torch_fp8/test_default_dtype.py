@@ -15,7 +15,7 @@ FACTORIES = {
     *("tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "empty", "empty_strided"),
     *("rand", "randn", "linspace", "logspace", "eye"),
 }
-APART = "environment"  # runs in processes of its own
+APART = "env"  # runs in processes of its own
 
 
 def _is_factory(call):
