@@ -242,6 +242,11 @@ def results():
                     failures.append(f"{row=} {col=}: {found}")
             yield f"sums, {granularity}, {name}", failures
 
+    x, sums = torch.randn(200, 33), TileSums()
+    sums.allocate(x, 200).copy_(x)  # a tile for each row
+    found = sum_difference(sums.total(x, torch.float32), x)
+    yield "sums of many tiles", [found] if found else []
+
     failures = []
     try:
         casts.check_transpose(transposed_bytes, "cpu", ((1, 1), (37, 131), (130, 272), (0, 48)))

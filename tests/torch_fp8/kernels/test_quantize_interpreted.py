@@ -40,6 +40,7 @@ CASES = [
         for name in ("odd shape", "rows to pad", "one tile", "tails", "transposed", "nan")
     ),
     "rowwise, longer than the registers hold",
+    "sums of many tiles",
     "division",
     "transpose",
 ]
