@@ -48,7 +48,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "O2, delayed": {"opt_level": "O2", "recipe": "delayed"},
     "O2, rowwise": {"opt_level": "O2", "recipe": "rowwise"},
     "O2, blockwise": {"opt_level": "O2", "recipe": "blockwise"},
-    "O2, 4-bit first moment": {"opt_level": "O2", "recipe": "tensorwise", "moment_bits": 4},
     "O3, auto": {"opt_level": "O3"},
 }
 VOCABULARY, HIDDEN, LAYERS, LENGTH, SEQUENCES = 8192, 768, 17, 512, 16

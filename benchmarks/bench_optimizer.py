@@ -16,7 +16,6 @@ the variant has trained for `LOSS_STEPS` steps.
 """
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -39,7 +38,6 @@ from benchmarks.measurement import (
 from benchmarks.plot import draw
 from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
-from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.optim.state import is_large
 from torch_fp8.planner.memory_tracker import plain_parts
 from torch_fp8.tensor.exchange import stored_grad
@@ -54,15 +52,11 @@ COLUMNS = (
 FUSED = "torch AdamW, fp32"
 FUSED_BF16 = "torch AdamW, bf16"
 COPY = "copy"
-FIRST_IN_4_BITS = "fp8, 8 residual bits, 4-bit first moment"
-# Name -> (residual bits, update clipping, 8-bit gradients).
+# Name -> (update clipping, 8-bit gradients).
 OURS = {
-    "fp8, 8 residual bits": (8, False, False),
-    "fp8, 4 residual bits": (4, False, False),
-    "fp8, no residual": (0, False, False),
-    "fp8, 8 residual bits, 8-bit gradients": (8, False, True),
-    "fp8, 8 residual bits, update clipping": (8, True, False),
-    FIRST_IN_4_BITS: (8, False, False),
+    "fp8, 8 residual bits": (False, False),
+    "fp8, 8 residual bits, 8-bit gradients": (False, True),
+    "fp8, 8 residual bits, update clipping": (True, False),
 }
 PEERS = tuple(f"torchao {name}" for name in peers.TORCHAO_OPTIMIZERS)
 VARIANTS = (FUSED, FUSED_BF16, *OURS, *PEERS)
@@ -197,34 +191,16 @@ def make_optimizer(
     fused = name not in OURS and device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=lr, fused=fused)
     if name in OURS:
-        residual_bits, clipping, _ = OURS[name]
-        config = FP8Config(residual_bits=residual_bits, update_clipping=clipping)
-        layers = None
-        if name == FIRST_IN_4_BITS:
-            config, layers = dataclasses.replace(config, moment_bits=4), Layers(parameters)
-            optimizer.register_step_post_hook(lambda *_: layers)  # which it lives as long as
-        convert_optimizer(optimizer, config, model=layers)
+        convert_optimizer(optimizer, FP8Config(update_clipping=OURS[name][0]))
         for parameter in parameters:  # of no model, which could tell that they may be split
             if is_large(parameter) and type(parameter) is nn.Parameter:
-                split_parameter(parameter, residual_bits)
+                split_parameter(parameter)
     return optimizer
-
-
-class Layers(RunsFP8):
-    """FP8 layers whose weights these are, without a forward."""
-
-    def __init__(self, weights: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(weights)
-
-    @property
-    def fp8_weights(self) -> tuple[Tensor, ...]:
-        return tuple(self.weights)
 
 
 def as_stored(name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor:
     """Return a gradient in the variant's format."""
-    quantized = name in OURS and OURS[name][2] and is_large(parameter)
+    quantized = name in OURS and OURS[name][1] and is_large(parameter)
     return Float8Grad.quantize(grad) if quantized else grad
 
 

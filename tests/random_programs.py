@@ -38,8 +38,6 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "wgrad": (0.2, ("bf16",)),
         "grad_format": (0.2, ("e4m3", "e5m2")),
         "fast_accum": (0.1, ((), ("fprop", "dgrad"))),
-        "residual_bits": (0.3, (8, 4, 0)),
-        "moment_bits": (0.3, (4,)),
         "gradient_release": (0.15, (True,)),
         "cache_weights": (0.3, (True, "both")),
         "keep_eval_weights": (0.2, (False,)),

@@ -29,8 +29,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
+from torch_fp8.quantization.split_float import EXACT_BITS
 from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.halves import EXACT_BITS
 from torch_fp8.tensor.split_weight import SplitTensor, join_parameter, split_parameter
 from torch_fp8.tensor.weight_half import half
 
@@ -102,7 +102,7 @@ class Split(Stock):
 
     def convert(self, model: nn.Module) -> None:
         for parameter in model.parameters():
-            split_parameter(parameter, EXACT_BITS, 8)
+            split_parameter(parameter, EXACT_BITS)
 
     def revert(self, model: nn.Module) -> None:
         for parameter in model.parameters():

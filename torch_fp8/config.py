@@ -16,7 +16,6 @@ from torch_fp8.quantization.formats import FORMATS
 from torch_fp8.quantization.option_values import checked, named, option, read_json
 from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.suggestions import naming_valid_options, suggestion, unknown_options
 
 ENV_VAR = "TORCH_FP8_CONFIG"
@@ -56,13 +55,6 @@ class FP8Config:
             FP8 layers use 8 bits, too, 6.1 bytes in all. Default: ``"O2"``.
         split_weights (bool): whether O2 and O3 store float32 weights in two halves. Turn it off
             (10.1 bytes) if the model's own code computes with them. Default: ``True``.
-        residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. With 8
-            there is no visible loss against float32 at learning rates of 1e-6. Fewer bits lose
-            updates when the learning rate is small; a warning reports it. Default: ``8``.
-        moment_bits (int): bits of Adam's first moment for the weights of FP8 layers, 8 or 4. 4 bits
-            save 0.4 bytes per parameter: they hold integers of the moment's ratio to the root of
-            the second moment, which keeps 8 bits. Embeddings, the head, odd and small parameters,
-            and groups with a beta1 above 0.9 keep 8 bits. Default: ``8``.
         gradient_release (bool): run the optimizer in backward and free each gradient at once, which
             saves 2 bytes per parameter at O2 and 1 at O3. It refuses clipping by global norm,
             accumulation over micro-batches, manual optimization and DDP. Default: ``False``.
@@ -181,8 +173,6 @@ class FP8Config:
     tokens: int = option(8192, least=1, of="auto")
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")
-    residual_bits: int = option(8, choices=RESIDUAL_BITS, of="optimizer")
-    moment_bits: int = option(8, choices=(8, 4), of="optimizer adam")
     gradient_release: bool = option(False, of="optimizer adam")
     cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
     keep_eval_weights: bool = option(True, of="torch")
@@ -219,9 +209,9 @@ class FP8Config:
             check_override(self, pattern, options)
 
     @property
-    def large_residual_bits(self) -> int | None:
-        """Number of residual bits of large weights in BF16; None: weights stay as they are."""
-        return self.residual_bits if self.opt_level != "O1" and self.split_weights else None
+    def keeps_residuals(self) -> bool:
+        """Whether large weights have bits below BF16; otherwise they stay as they are."""
+        return self.opt_level != "O1" and self.split_weights
 
     def overridden(self, options: Mapping[str, Any] | None) -> "FP8Config":
         """Return this configuration with the `options` of an override applied.

@@ -97,22 +97,15 @@ def _optimizer() -> Iterator[tuple[str, Callable[[], None]]]:
     step = partial(optimizer.check_steps, optimizer.kernel(), "cpu")
     for weight, grad in itertools.product(optimizer.WEIGHTS, optimizer.GRADS):
         yield f"adamw, {weight}, {grad}", partial(step, weight, grad, 0, _MATRICES)
-    low_bits = ("bf16 with 8 bits", "bf16 with 4 bits")
+    low_bits = ("bf16 with 8 bits",)
     for weight, grad in itertools.product(low_bits, ("bf16", "8-bit")):
         amax = partial(step, weight, grad, 0, _MATRICES, finds_amax=True)
         yield f"adamw with the amax, {weight}, {grad}", amax
-    for weight, grad in itertools.product(low_bits, optimizer.GRADS):
-        first = partial(step, weight, grad, 0, _MATRICES, first_bits=4)
-        yield f"adamw, a first moment of 4 bits, {weight}, {grad}", first
     payload = partial(optimizer.check_payload, optimizer.kernel(), "cpu", shapes=[(144, 160)])
     for weight, grad in itertools.product((*low_bits, "fp32"), ("bf16", "8-bit")):
         for granularity, transposed in itertools.product(("tensorwise", "block_128x128"), (0, 1)):
             name = f"adamw, {weight}, {grad}, payload {granularity}{', transposed' * transposed}"
             yield name, partial(payload, weight, granularity, bool(transposed), grad=grad)
-    for granularity in ("tensorwise", "block_128x128"):
-        arguments = low_bits[0], granularity, True
-        name = f"adamw, a first moment of 4 bits, payload {granularity}"
-        yield name, partial(payload, *arguments, first_bits=4)
     for grad, coupled in itertools.product(optimizer.GRADS, (0.0, 0.1)):
         check = partial(optimizer.check_update_rms, update_rms, "cpu", grad, coupled, _MATRICES)
         yield f"size of updates, {grad}, {coupled}", check

@@ -168,7 +168,7 @@ def optimizer_step(level: str) -> Run:
         convert_optimizer(optimizer, FP8Config(opt_level=level))
         for parameter in parameters:  # of no model, which could tell that they may be split
             if is_large(parameter):
-                split_parameter(parameter, optimizer.fp8_config.residual_bits)
+                split_parameter(parameter)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(stored(parameter))
     return optimizer.step

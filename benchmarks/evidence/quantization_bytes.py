@@ -154,7 +154,6 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     matrix = WeightMatrix(
         halves.high,
         halves.residual,
-        linear.fp8.config.residual_bits,
         torch.randn_like(halves.high),
         moment(state, "exp_avg"),
         moment(state, "exp_avg_sq"),

@@ -30,7 +30,7 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2, ByteFloat
-from torch_fp8.quantization.split_float import join, pack, split, stored_cols, unpack
+from torch_fp8.quantization.split_float import join, split
 from torch_fp8.quantization.stochastic_rounding import (
     element_index,
     random_words,
@@ -122,10 +122,11 @@ class Regression:
 
 def displacement(store: Store, lr: float, steps: int, size: int = SIZE) -> Tensor:
     """Return the displacement of merged weights after `steps`, with the package's step for a
-    level.
+    level that it has; its residuals had 4 bits until 0.1.0.
     """
     problem = Regression(size, size)
-    run = LevelRun if store.moment1 and store.moment2 else PlainRun
+    is_level = store.moment1 and store.moment2 and store.residual_bits != 4
+    run = LevelRun if is_level else PlainRun
     training = run(store, problem.start)
     start = training.merged()
     for step in range(1, steps + 1):
@@ -147,16 +148,13 @@ class LevelRun:
             )
             for _ in range(2)
         ]
-        packed = None if residual is None else pack(residual, bits)
-        assert packed is None or packed.shape[1] == stored_cols(cols, bits)
+        stored = None if residual is None else residual.to(torch.int8)
         self._gradient_format = store.gradient
-        self.matrix = WeightMatrix(weight, packed, bits, weight, *states, 0, 0, cols)
+        self.matrix = WeightMatrix(weight, stored, weight, *states, 0, 0, cols)
 
     def merged(self) -> Tensor:
-        weight, residual, bits, *_ = self.matrix
-        if residual is not None:
-            residual = unpack(residual, bits, weight.shape[1])
-        return join(weight, residual, bits)
+        weight, residual, *_ = self.matrix
+        return join(weight, residual, 0 if residual is None else 8)
 
     def computing(self) -> Tensor:
         return self.matrix.weight.float()

@@ -84,7 +84,7 @@ def test_flag_is_honoured(export: Export, arguments: tuple[str, ...], expected: 
         ({"override_linear_precision": [False, False, True]}, FP8Config(wgrad="bf16")),
         ({"recipe": "rowwise", "eval_fp8": False}, FP8Config(recipe="rowwise", eval_fp8=False)),
         ({"skip": ["lm_head", "model.layers.0"]}, FP8Config(skip=("lm_head", "model.layers.0"))),
-        ({"residual_bits": 4, "opt_level": "O3"}, FP8Config(residual_bits=4, opt_level="O3")),
+        ({"seed": 4, "opt_level": "O3"}, FP8Config(seed=4, opt_level="O3")),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -178,11 +178,8 @@ def test_optimizer_counts_the_bytes_of_each_variant(results):
     weight, moments, grad, scales = 2 * 2, 2 * 2, 2, 2 * 2 / 32
     large = {
         "fp8, 8 residual bits": weight + 2 + grad + moments + scales,
-        "fp8, 4 residual bits": weight + 1 + grad + moments + scales,
-        "fp8, no residual": weight + grad + moments + scales,
         "fp8, 8 residual bits, 8-bit gradients": weight + 2 + 1 + 1 / 32 + moments + scales,
         "fp8, 8 residual bits, update clipping": weight + 2 + grad + moments + scales,
-        "fp8, 8 residual bits, 4-bit first moment": weight + 2 + grad + 3 + 2 / 8 + 2 / 32,
     }
     small = 2 * 4 + 4 + 2 * 8
     moved = {

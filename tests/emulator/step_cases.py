@@ -12,7 +12,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cached weights": {"cache_weights": "both"},
     "smooth SwiGLU": {"smooth_swiglu": True},
     "wgrad in BF16": {"wgrad": "bf16"},
-    "4-bit residual": {"opt_level": "O3", "residual_bits": 4},
 }
 
 

@@ -21,7 +21,6 @@ Step = Callable[..., Any]
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 with 4 bits": (torch.bfloat16, 4),
     "bf16 alone": (torch.bfloat16, 0),
     "fp32": (torch.float32, 0),
 }
@@ -50,8 +49,6 @@ def scalars_of(step: int, i: int, **changes: Any) -> StepScalars:
         weight_decay=0.0,
         maximize=False,
         keys=stream_keys(0, step, i),
-        first_keys=stream_keys(7, i),
-        first_turn=step * 0x1E3779B9,
     )
     return scalars._replace(**changes)
 
@@ -64,20 +61,17 @@ def check_steps(
     exponent: int = 0,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     finds_amax: bool = False,
-    first_bits: int = 8,
 ) -> None:
     """Check three steps of matrices of all shapes at once.
 
     Args:
         finds_amax: whether the amaxes of the new weights are asked for.
-        first_bits: bits of the first moments.
     """
     want = [
         optimizer_matrix(
             *(*shape, *WEIGHTS[weight], GRADS[grad]),
             seed=i,
             exponent=exponent,
-            first_bits=first_bits,
         )
         for i, shape in enumerate(shapes)
     ]
@@ -102,7 +96,6 @@ def check_payload(
     wrong: float | None = None,
     shapes: Sequence[tuple[int, int]] = PAYLOAD_SHAPES,
     grad: str = "bf16",
-    first_bits: int = 8,
 ) -> None:
     """Check that the payload that the step writes is a cast of the new weight.
 
@@ -112,9 +105,7 @@ def check_payload(
     spec = CastSpec(E4M3, granularity, power_of_two=True)
     want, got, payloads = [], [], []
     for i, shape in enumerate(shapes):
-        matrix = optimizer_matrix(
-            *shape, *WEIGHTS[weight], GRADS[grad], seed=i, first_bits=first_bits
-        )
+        matrix = optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i)
         options = CastOptions.of(spec, rowwise=True, columnwise=transposed)
         row, col = quantize_layouts(matrix.weight.to(device), options)
         assert row is not None

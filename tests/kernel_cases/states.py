@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import GradientParts, WeightMatrix
-from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import BlockScaled, encode
 from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.quantization.ratio_int4 import RatioInt4
-from torch_fp8.quantization.split_float import pack, split
+from torch_fp8.quantization.split_float import split
 
 
 def optimizer_matrix(
@@ -21,7 +19,6 @@ def optimizer_matrix(
     grad_dtype: torch.dtype,
     seed: int = 0,
     exponent: int = 0,
-    first_bits: int = 8,
     place: tuple[int, int, int | None] = (0, 0, None),
 ) -> WeightMatrix:
     """Build a weight with residual, gradient and moments, of rows of different size, on the CPU.
@@ -29,7 +26,6 @@ def optimizer_matrix(
     Args:
         grad_dtype: the dtype of the gradient; torch.uint8: `GradientParts`.
         exponent: gradients and moments are about 2 ** exponent.
-        first_bits: 4: the first moment's, where rows are multiples of 16.
         place: row, col and row_length of the `WeightMatrix`.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -43,21 +39,19 @@ def optimizer_matrix(
     if weight_dtype == torch.bfloat16:
         random = torch.randint(0, 1 << 16, (rows, cols), generator=generator).int()
         weight, residual = split(weight, residual_bits, random)
-        residual = None if residual is None else pack(residual, residual_bits)
+        residual = None if residual is None else residual.to(torch.int8)
     grad: Any = values()
     if grad_dtype == torch.uint8:
         grad = GradientParts(*encode(grad, GRADIENT), torch.tensor(0.37))
     else:
         grad = grad.to(grad_dtype)
-    exp_avg, exp_avg_sq = values(), encode(values(2), MOMENT2)
-    in_4_bits = first_bits == 4 and cols % ratio_int4.COLUMNS == 0
+    exp_avg, exp_avg_sq = encode(values(), MOMENT1), encode(values(2), MOMENT2)
     row, col, row_length = place
     return WeightMatrix(
         weight,
         residual,
-        0 if residual is None else residual_bits,
         grad,
-        ratio_int4.encode(exp_avg, exp_avg_sq) if in_4_bits else encode(exp_avg, MOMENT1),
+        exp_avg,
         exp_avg_sq,
         row,
         col,
@@ -71,9 +65,7 @@ def moved(matrix: WeightMatrix, device: str, copy: bool = True) -> WeightMatrix:
     def move(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.to(device, copy=copy)
-        return (
-            type(x)(*map(move, x)) if isinstance(x, (BlockScaled, GradientParts, RatioInt4)) else x
-        )
+        return type(x)(*map(move, x)) if isinstance(x, (BlockScaled, GradientParts)) else x
 
     return WeightMatrix(*map(move, matrix))
 
@@ -89,14 +81,11 @@ def matrix_differences(got: WeightMatrix, want: WeightMatrix) -> list[str]:
             same = (a.cpu() == b) | (a.cpu().isnan() & b.isnan())
             found += [f"{name}: {int((~same).sum())} differ"] * (not same.all())
     for name in ("exp_avg", "exp_avg_sq"):
-        a, b = (BlockScaled(*(x.cpu() for x in getattr(m, name)[:2])) for m in (got, want))
+        a, b = (BlockScaled(*(x.cpu() for x in getattr(m, name))) for m in (got, want))
         found += [f"{name} scale: {int((a.scale != b.scale).sum())} differ"] * (
             not torch.equal(a.scale, b.scale)
         )
-        scale, stored = b.scale, 1
-        if isinstance(getattr(want, name), RatioInt4):
-            scale, stored = want.exp_avg_sq.scale, 2  # two codes to a byte
-        free = (scale == 255).repeat_interleave(32 // stored, 1)[:, : b.qdata.shape[1]]
+        free = (b.scale == 255).repeat_interleave(32, 1)[:, : b.qdata.shape[1]]
         wrong = (a.qdata != b.qdata) & ~free
         found += [f"{name}: {int(wrong.sum())} differ"] * bool(wrong.any())
     return found

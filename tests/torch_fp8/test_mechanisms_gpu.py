@@ -25,7 +25,6 @@ OPTIONS = {
     "O3": {"opt_level": "O3"},
     "release": {"opt_level": "O3", "gradient_release": True},
     "cached": {"cache_weights": "both"},
-    "4 bits": {"moment_bits": 4},
 }
 TOKENS = (32, 37, 32)
 

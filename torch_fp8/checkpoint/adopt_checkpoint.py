@@ -169,7 +169,7 @@ def take_over(
     )
     if not (already or (trained and sharded)):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
-    elif config.large_residual_bits is not None:
+    elif config.keeps_residuals:
         formats = {(source.format.name, str(source.files.path)) for source in _sources(model)}
         lines += [
             f"weights of the {name} checkpoint {path!r} continue from their dequantized values, "
@@ -192,7 +192,7 @@ def adopt_checkpoints(
     Args:
         model: any model. Parts with a ``config.name_or_path``, as transformers sets it, are
             checked: a folder, or a model in the hub's local cache.
-        config: the configuration; `opt_level` and `residual_bits` matter here.
+        config: the configuration; `opt_level` and `split_weights` matter here.
         trained: whether an optimizer will use residuals; if not, all weights count as frozen.
     Returns:
         A report for each FP8 checkpoint with exact values.
@@ -200,7 +200,7 @@ def adopt_checkpoints(
         ValueError: the scales of the checkpoint are incomplete or invalid; see
             `torch_fp8.checkpoint.checkpoint_format.check_scales`.
     """
-    if config.large_residual_bits is None:
+    if not config.keeps_residuals:
         return []
     reports = []
     seen: set[Tensor] = set()
@@ -223,7 +223,7 @@ def adopt_checkpoints(
             if stored is None:
                 changed += 1
             elif is_trained:
-                split_parts(weight, stored.parts(), config.residual_bits)
+                split_parts(weight, stored.parts())
                 exact += 1
             elif stored.has_frozen_blocks():
                 remember_scales(weight, stored)

@@ -38,7 +38,7 @@ from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.state import MIN_NUMEL
-from torch_fp8.quantization.split_float import split
+from torch_fp8.quantization.split_float import RESIDUAL_BITS, split
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 
 _HISTORY = "fp8_scaling_0.safetensors"
@@ -120,7 +120,7 @@ class _Tensors(ModelTensors):
 
     def __init__(self, files: SafetensorsFiles, config: FP8Config, device: torch.device) -> None:
         self._files, self._device = files, device
-        self._bits = config.large_residual_bits
+        self._splits = config.keeps_residuals
         self._scales, self._companions = read_scales(files)
         self._places: dict[str, list[str]] = {}
 
@@ -162,8 +162,8 @@ class _Tensors(ModelTensors):
         if place not in self._scales:
             value = self._files[place].to(self._device)
             is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
-            if self._bits is not None and value.dtype == torch.float32 and is_matrix:
-                return split(value, self._bits)[0] if tensor.numel() >= MIN_NUMEL else value
+            if self._splits and value.dtype == torch.float32 and is_matrix:
+                return split(value, RESIDUAL_BITS)[0] if tensor.numel() >= MIN_NUMEL else value
             return value
         read = read_weight(self._files, place, *self._scales[place]).to(self._device)
         if layer is None:

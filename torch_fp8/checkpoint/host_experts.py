@@ -93,8 +93,7 @@ def continue_exactly(weight: Any, stored: FP8Weight, config: FP8Config, residual
         residuals: whether the bits below BF16 are kept for an optimizer.
     """
     weight.data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
-    bits = config.large_residual_bits if residuals else 0
-    split_parts(weight, stored.parts(), bits or 0)
+    split_parts(weight, stored.parts(), residual=residuals and config.keeps_residuals)
 
 
 def check_positive(name: str, scale: Tensor) -> None:

@@ -57,7 +57,7 @@ def load_trainable(
     """Load a model for full training; FP8 weights become BF16 with a residual.
 
     Weight and residual together are within a relative 2^-16 of the file's values, E4M3 times
-    float32, with the default ``residual_bits=8`` (2^-12 with 4). BF16 alone, as transformers
+    float32. BF16 alone, as transformers
     dequantizes, is within 2^-9. The residuals are kept for the optimizer, which
     `torch_fp8.convert_optimizer` converts; level O1 has none.
 
@@ -67,7 +67,7 @@ def load_trainable(
         path: a folder with ``*.safetensors`` files, or one such file, in FP8 (see
             `torch_fp8.checkpoint.checkpoint_format`), BF16 or another dtype. Tensors that are not
             FP8 keep their dtype.
-        config: the configuration; only `opt_level` and `residual_bits` matter here.
+        config: the configuration; only `opt_level` and `split_weights` matter here.
         device: the model's device; None: the CPU.
     Returns:
         The model in evaluation mode, as from ``from_pretrained``; all parameters require gradients.
@@ -78,16 +78,15 @@ def load_trainable(
     """
     config = config_or_default(config)
     check_arguments(load_trainable, locals())
-    bits = config.large_residual_bits
 
     def place(name: str, layer: nn.Module, read: Read) -> Tensor:
         if isinstance(read, Tensor):
             return read
-        if bits is None:
+        if not config.keeps_residuals:
             return read.dequantize(torch.bfloat16)
         empty = torch.empty(read.shape, dtype=torch.bfloat16, device=read.qdata.device)
         parameter = nn.Parameter(empty)
-        split_parts(parameter, read.parts(), bits)
+        split_parts(parameter, read.parts())
         return parameter
 
     return _load(cls, path, _device(device), place)

@@ -57,7 +57,7 @@ None: nothing. False: only its scale. True: its payload. ``"both"``: payload and
 
 def kept_weights(config: FP8Config) -> Kept:
     """Return what layers cache of float32 weights under `config`; None if weights stay plain."""
-    return None if config.large_residual_bits is None else config.cache_weights
+    return config.cache_weights if config.keeps_residuals else None
 
 
 class LayerTimes(NamedTuple):
@@ -172,7 +172,7 @@ def _passes(
     plain = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
     weight = plain
     if kept is not None:
-        weight = split_parameter(nn.Parameter(plain.detach().float()), 8)
+        weight = split_parameter(nn.Parameter(plain.detach().float()))
         plain = nn.Parameter(weight.halves.high)
     bias = nn.Parameter(random(num_out)) if shape.bias else None
     x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)

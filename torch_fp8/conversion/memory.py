@@ -18,9 +18,9 @@ from torch_fp8.optim.arguments import without_wrapper
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.muon import MuonOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.residual import residual_of, residual_shape
+from torch_fp8.optim.residual import residual_of
 from torch_fp8.optim.state import is_large
-from torch_fp8.quantization import linear_int8, ratio_int4
+from torch_fp8.quantization import linear_int8
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.formats import GROUP_SIZE
@@ -239,8 +239,9 @@ def _expected(
         states = _num_states(optimizer) * numel * size
         return counts | {"gradients": numel * size, "moments": states}
     split = isinstance(shard, SplitWeight)
-    bits = shard.halves.step_bits if split else ours.residual_bits(parameter)
-    master = math.prod(residual_shape(shard.shape, bits)) * (2 if bits > 8 else 1) if bits else 0
+    master = 0
+    if split or ours.keeps_residual(parameter):
+        master = numel * (1 if is_large(parameter) else 2)
     gradients, scales = numel * (4 if split and summed else size), 0
     if ours.has_fp8_gradient(parameter):
         gradients, scales = numel, _num_scales(shard) + 4  # the multiplier, which clipping changes
@@ -252,9 +253,6 @@ def _expected(
     elif isinstance(ours, Float8Optimizer):
         moments = (2 if large else 2 * 4) * numel
         scales = scales + 2 * _num_scales(shard) if large else 0
-        if parameter in ours.choose_ratios():
-            moments -= numel // 2
-            scales += _num_scales(shard, ratio_int4.GROUP) - _num_scales(shard)
     parts = {"gradients": gradients, "moments": moments, "master": master, "scales": scales}
     return counts | parts
 

@@ -1,9 +1,9 @@
 """The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, with many matrices per launch.
 
 Matrices are grouped into classes by the properties that are compiled into a kernel: dtypes,
-residual bits and layout (see `kernels.block_layout`). One launch updates a whole class. This module
+residual and layout (see `kernels.block_layout`). One launch updates a whole class. This module
 builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
-copy of 288 bytes per matrix and 4 bytes per chunk.
+copy of 272 bytes per matrix and 4 bytes per chunk.
 
 If a weight has an FP8 payload, the step also writes that (see `kernels.weight_cast`). If the scale
 is tensorwise, a second launch per class casts again the weights whose scale has changed.
@@ -32,7 +32,6 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
-from torch_fp8.quantization.ratio_int4 import RatioInt4
 
 CHUNK = 512
 # Groups per program, 16384 elements: enough work to hide reading the table (two dependent loads
@@ -46,7 +45,6 @@ REGISTERS = 168
 # Registers per thread if the step writes a payload, or an amax in "rows" layout: 12 programs then
 # fit in a multiprocessor's 65536 registers. Without the limit the compiler uses up to 226. Other
 # variants need no more than this, but spill if the limit is set.
-MORE_REGISTERS = 208  # with fewer, first moments of 4 bits in rows of half groups spill
 PARTIALS = 1024
 # Partial sums added at once; a matrix of 16 million elements has this many.
 
@@ -61,10 +59,9 @@ class _Class(NamedTuple):
     """The properties of a matrix that are compiled into a kernel."""
 
     weight: torch.dtype
-    residual_bits: int
+    residual: bool
     grad: torch.dtype
     layout: str
-    first: int
     amax: bool
     payload: str
     transposed: bool
@@ -75,15 +72,13 @@ class _Class(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        if self.first == 4 and self.layout == "rows":
-            return MORE_REGISTERS
         return REGISTERS if self.payload or (self.amax and self.layout == "rows") else None
 
     @property
     def constants(self) -> dict[str, object]:
         return {
             "WEIGHT": _DTYPES[self.weight],
-            "BITS": self.residual_bits,
+            "RESIDUAL": self.residual,
             "GRAD": _DTYPES[self.grad],
             "LAYOUT": self.layout,
             "CHUNK": self.chunk,
@@ -110,7 +105,6 @@ def adamw_step(
             adamw_step_kernel[(num_chunks,)](
                 table,
                 chunks,
-                FIRST=kind.first,
                 AMAX=kind.amax,
                 PAYLOAD=kind.payload,
                 TRANSPOSED=kind.transposed,
@@ -154,8 +148,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
-        kind = kind._replace(first=8)  # not read by this kernel
-        without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
+        without_weight = kind._replace(weight=torch.bfloat16, residual=False)
         for i in chosen:
             coupled = bool(entries[i][1].weight_decay)
             classes.setdefault((kind if coupled else without_weight, coupled), []).append(i)
@@ -199,9 +192,6 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
     if matrix.residual is not None:
         tensors.append(matrix.residual)
-    first = 4 if matrix.exp_avg.__class__ is RatioInt4 else 8
-    if first == 4:
-        tensors.append(matrix.exp_avg.scale)
     assert all(tensor.is_contiguous() for tensor in tensors)
     cols = matrix.weight.shape[1]
     if cols % 16 or any(tensor.data_ptr() % 16 for tensor in tensors):
@@ -209,9 +199,8 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     else:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
-    bits = 0 if matrix.residual is None else matrix.residual_bits
-    amax = matrix.amax is not None
-    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, first, amax, "", False)
+    residual, amax = matrix.residual is not None, matrix.amax is not None
+    kind = _Class(matrix.weight.dtype, residual, grad.dtype, layout, amax, "", False)
     if matrix.payload is None:
         return kind
     granularity, transposed = matrix.payload.granularity, matrix.payload.qdata_t is not None
@@ -300,8 +289,6 @@ def _places(
         matrix.row_length & _MASK32,
         (matrix.row * matrix.row_length + matrix.col) & _MASK32,
         *scalars.keys,
-        scalars.first_keys[0] & _MASK32 | scalars.first_keys[1] << 32,
-        scalars.first_turn,
     ]
 
 

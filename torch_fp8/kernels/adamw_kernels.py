@@ -12,13 +12,12 @@ waits for no other; roots and quotients have no branches (`fast_math`). Multiply
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels import ratio_int4
 from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, pointer
 from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin, square
 from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
 from torch_fp8.kernels.fast_math import scaled_quotient, square_root
 from torch_fp8.kernels.fp8_cast import abs_bits, scale_from_amax
-from torch_fp8.kernels.split_float import join, pack, split, unpack
+from torch_fp8.kernels.split_float import join, split
 from torch_fp8.kernels.stochastic_rounding import random_words, second_words
 from torch_fp8.kernels.weight_cast import (
     cast_square,
@@ -42,10 +41,9 @@ def adamw_step_kernel(
     table_ptr,
     chunk_ptr,
     WEIGHT: tl.constexpr,
-    BITS: tl.constexpr,  # bits of the residual
+    RESIDUAL: tl.constexpr,  # whether the weight has one
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
-    FIRST: tl.constexpr,  # bits of the first moment
     AMAX: tl.constexpr,  # whether to raise the amax to that of the new weights
     PAYLOAD: tl.constexpr,  # granularity of its scale, "tensorwise" or "block_128x128"; "": none
     TRANSPOSED: tl.constexpr,  # whether to write the payload's transpose, too
@@ -75,13 +73,14 @@ def adamw_step_kernel(
     weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
     grad_ptr = pointer(record, AT.value.grad, GRAD)
     grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
-    exp_avg_ptr, exp_avg_scale_ptr = _first_moment(record, first, cols, LAYOUT, FIRST)
+    exp_avg_ptr = pointer(record, AT.value.exp_avg, tl.uint8)
+    exp_avg_ptr = at_origin(exp_avg_ptr, first, cols, LAYOUT)
+    exp_avg_scale_ptr = pointer(record, AT.value.exp_avg_scale, tl.uint8)
+    exp_avg_scale_ptr = scales_at_origin(exp_avg_scale_ptr, first, cols, LAYOUT)
     exp_avg_sq_ptr = pointer(record, AT.value.exp_avg_sq, tl.uint8)
     exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
-    WIDTH: tl.constexpr = 16 if BITS == 4 else 32
-    stored_cols = (cols + 1) // 2 if BITS == 4 else cols
     residual_ptr = pointer(record, AT.value.residual, tl.int8)
-    residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
+    residual_ptr = at_origin(residual_ptr, first, cols, LAYOUT)
     grad_scale_ptr = pointer(record, AT.value.grad_scale, tl.uint8)
     grad_scale_ptr = scales_at_origin(grad_scale_ptr, first, cols, LAYOUT)
     exp_avg_sq_scale_ptr = pointer(record, AT.value.exp_avg_sq_scale, tl.uint8)
@@ -95,35 +94,25 @@ def adamw_step_kernel(
     largest = tl.zeros((GROUPS, 32), dtype=tl.int32)
     for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
         local = done + tl.arange(0, GROUPS)
-        position, mask, row, col = places(first, local, num_groups, cols, LAYOUT, rows=rows)
+        position, mask, row, col = places(first, local, num_groups, cols, LAYOUT, rows)
         at_scale, inside = scale_places(first, local, num_groups, cols, LAYOUT, rows)
         weight = tl.load(weight_ptr + position, mask=mask, other=0.0)
         grad = tl.load(grad_ptr + position, mask=mask, other=0)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + position, mask=mask, other=0)
         exp_avg_sq_scale = tl.load(exp_avg_sq_scale_ptr + at_scale, mask=inside, other=127)
         residual = 0
-        if BITS:
-            places_stored = places(first, local, num_groups, stored_cols, LAYOUT, WIDTH, rows)
-            stored_position, stored_mask, _, _ = places_stored
-            residual = tl.load(residual_ptr + stored_position, mask=stored_mask, other=0)
-            residual = unpack(residual, BITS)
+        if RESIDUAL:
+            residual = tl.load(residual_ptr + position, mask=mask, other=0)
 
-        weight = join(weight, residual, BITS)
+        weight = join(weight, residual, RESIDUAL)
         grad = _gradient(grad, grad_scale_ptr, at_scale, inside, grad_factor)
         if weight_decay != 0.0:
             grad += weight * weight_decay
         weight *= decay
         exp_avg_sq = decode(exp_avg_sq, exp_avg_sq_scale, MOMENT2)
-        if FIRST == 4:
-            code_places = places(first, local, num_groups, cols // 2, LAYOUT, 16, rows)
-            scales_of_8 = places(first, local, num_groups, cols // 8, LAYOUT, 4, rows)
-            codes = tl.load(exp_avg_ptr + code_places[0], mask=code_places[1], other=0)
-            scales = tl.load(exp_avg_scale_ptr + scales_of_8[0], mask=scales_of_8[1], other=0)
-            exp_avg = ratio_int4.decode(codes, scales, exp_avg_sq, exp_avg_sq_scale)
-        else:
-            exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
-            exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
-            exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
+        exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
+        exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
+        exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
         exp_avg += (grad - exp_avg) * beta1_complement
         exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
         exp_avg_scale = scale_of(exp_avg, MOMENT1)
@@ -134,36 +123,21 @@ def adamw_step_kernel(
         index = (start + row * row_length)[:, None] + col
         words = random_words(index, key0, key1)
         tl.store(exp_avg_sq_scale_ptr + at_scale, exp_avg_sq_scale, mask=inside)
-        second = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
-        tl.store(exp_avg_sq_ptr + position, second, mask=mask)
-        if FIRST == 4:
-            first_keys = tl.load(record + AT.value.first_keys)
-            codes, scales = ratio_int4.encode(
-                exp_avg,
-                second,
-                exp_avg_sq_scale,
-                index,
-                first_keys.to(tl.int32),
-                (first_keys >> 32).to(tl.int32),
-                integer(record, AT.value.first_turn),
-            )
-            tl.store(exp_avg_ptr + code_places[0], codes, mask=code_places[1])
-            tl.store(exp_avg_scale_ptr + scales_of_8[0], scales, mask=scales_of_8[1])
-        else:
-            tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
-            offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
-            codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
-            tl.store(exp_avg_ptr + position, codes, mask=mask)
+        codes = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
+        tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
+        tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
+        offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
+        codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
+        tl.store(exp_avg_ptr + position, codes, mask=mask)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)
         else:
-            if BITS < 8:
+            if not RESIDUAL:
                 words = second_words(words, key0, key1)
-            weight, residual = split(weight, words, BITS)
+            weight, residual = split(weight, words, RESIDUAL)
             tl.store(weight_ptr + position, weight, mask=mask)
-            if BITS:
-                # Columns beyond the last one were loaded as zeros, whose residual is 0.
-                tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
+            if RESIDUAL:
+                tl.store(residual_ptr + position, residual, mask=mask)
         weight = weight.to(tl.float32)
         if AMAX or PAYLOAD == "block_128x128":
             largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
@@ -204,23 +178,6 @@ def adamw_step_kernel(
                 square_row, square_col = square(first, cols // 32)
                 scale_t_ptr = pointer(record, AT.value.new_scale_t, tl.float32)
                 tl.store(scale_t_ptr + square_col * tl.cdiv(rows, 128) + square_row, scale)
-
-
-@triton.jit
-def _first_moment(record, first, cols, LAYOUT: tl.constexpr, FIRST: tl.constexpr):
-    """Return pointers to the codes and scales of the first moment."""
-    if FIRST == 4:
-        codes_ptr = at_origin(
-            pointer(record, AT.value.exp_avg, tl.int8), first, cols // 2, LAYOUT, 16
-        )
-        scale_ptr = at_origin(
-            pointer(record, AT.value.exp_avg_scale, tl.uint8), first, cols // 8, LAYOUT, 4
-        )
-    else:
-        codes_ptr = at_origin(pointer(record, AT.value.exp_avg, tl.uint8), first, cols, LAYOUT)
-        scale_ptr = pointer(record, AT.value.exp_avg_scale, tl.uint8)
-        scale_ptr = scales_at_origin(scale_ptr, first, cols, LAYOUT)
-    return codes_ptr, scale_ptr
 
 
 @triton.jit
@@ -270,7 +227,7 @@ def update_squares_kernel(
     chunk_ptr,
     partial_ptr,
     WEIGHT: tl.constexpr,
-    BITS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     GRAD: tl.constexpr,
     LAYOUT: tl.constexpr,
     COUPLED: tl.constexpr,  # whether g includes weight decay; only then are weights read
@@ -294,10 +251,8 @@ def update_squares_kernel(
     grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
     exp_avg_sq_ptr = pointer(record, AT.value.exp_avg_sq, tl.uint8)
     exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
-    WIDTH: tl.constexpr = 16 if BITS == 4 else 32
-    stored_cols = (cols + 1) // 2 if BITS == 4 else cols
     residual_ptr = pointer(record, AT.value.residual, tl.int8)
-    residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
+    residual_ptr = at_origin(residual_ptr, first, cols, LAYOUT)
     grad_scale_ptr = pointer(record, AT.value.grad_scale, tl.uint8) + first
     exp_avg_sq_scale_ptr = pointer(record, AT.value.exp_avg_sq_scale, tl.uint8) + first
 
@@ -313,12 +268,9 @@ def update_squares_kernel(
         if COUPLED:
             weight = tl.load(weight_ptr + position, mask=mask, other=0.0)
             residual = 0
-            if BITS:
-                places_stored = places(first, local, num_groups, stored_cols, LAYOUT, WIDTH)
-                stored_position, stored_mask, _, _ = places_stored
-                residual = tl.load(residual_ptr + stored_position, mask=stored_mask, other=0)
-                residual = unpack(residual, BITS)
-            grad += join(weight, residual, BITS) * weight_decay
+            if RESIDUAL:
+                residual = tl.load(residual_ptr + position, mask=mask, other=0)
+            grad += join(weight, residual, RESIDUAL) * weight_decay
         exp_avg_sq = decode(exp_avg_sq, exp_avg_sq_scale, MOMENT2)
         exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
         unbiased = exp_avg_sq * inv_sqrt_correction * inv_sqrt_correction

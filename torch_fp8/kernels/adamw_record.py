@@ -37,8 +37,6 @@ class Record(NamedTuple):
     start: int
     key0: int
     key1: int
-    first_keys: int  # both keys of the 4-bit first moment's thresholds
-    first_turn: int
     grad_sign: int
     beta1_complement: int
     beta2: int

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled
 from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scales, padded_rows
-from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.recipe import CastSpec
 
 
@@ -110,8 +109,6 @@ class StepScalars(NamedTuple):
 
     Attributes:
         keys: keys of the random words.
-        first_keys, first_turn: keys and turn of the rounding thresholds of a 4-bit first moment
-            (`torch_fp8.quantization.linear_int8.threshold_keys`).
     """
 
     beta1_complement: float
@@ -124,8 +121,6 @@ class StepScalars(NamedTuple):
     weight_decay: float
     maximize: bool
     keys: tuple[int, int]
-    first_keys: tuple[int, int] = (0, 0)
-    first_turn: int = 0
 
 
 class GradientParts(NamedTuple):
@@ -167,12 +162,10 @@ class WeightMatrix(NamedTuple):
 
     Attributes:
         weight: (R, K) contiguous; bfloat16, or float32 without residual.
-        residual: residual as stored by `torch_fp8.quantization.split_float.pack`; None if
-            residual_bits is 0.
-        residual_bits: bits of the residual per element; 0 for a float32 weight.
+        residual: (R, K) int8, as from `torch_fp8.quantization.split_float.split`; None for a
+            float32 weight, and a BF16 weight without residual.
         grad: (R, K) bfloat16 or float32 contiguous, or `GradientParts`.
-        exp_avg: first moment: 8-bit `MOMENT1`, or 4-bit relative to `exp_avg_sq`.
-        exp_avg_sq: second moment, `MOMENT2`.
+        exp_avg, exp_avg_sq: moments, `MOMENT1` and `MOMENT2`.
         row, col: position of this shard's first element in the whole matrix.
         row_length: columns of the whole matrix.
         amax: () float32 that the step raises to the amax of the new weights for their next cast;
@@ -183,9 +176,8 @@ class WeightMatrix(NamedTuple):
 
     weight: Tensor
     residual: Tensor | None
-    residual_bits: int
     grad: Tensor | GradientParts
-    exp_avg: BlockScaled | RatioInt4
+    exp_avg: BlockScaled
     exp_avg_sq: BlockScaled
     row: int
     col: int

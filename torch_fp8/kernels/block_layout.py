@@ -20,22 +20,22 @@ import triton.language as tl
 
 
 @triton.jit
-def at_origin(pointer, first, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 32):
+def at_origin(pointer, first, cols, LAYOUT: tl.constexpr):
     """Move `pointer` from the start of a matrix to the origin of a program starting at `first`.
 
     The alignment hints are on the result, because Triton drops hints on arguments when it inlines
     the function.
     """
     if LAYOUT == "flat":
-        pointer = tl.multiple_of(pointer + first.to(tl.int64) * WIDTH, 16)
+        pointer = tl.multiple_of(pointer + first.to(tl.int64) * 32, 16)
     elif LAYOUT == "squares":
-        square_row, square_col = square(first, tl.cdiv(cols, WIDTH))
-        pointer += square_row.to(tl.int64) * 128 * cols + square_col * (4 * WIDTH)
+        square_row, square_col = square(first, tl.cdiv(cols, 32))
+        pointer += square_row.to(tl.int64) * 128 * cols + square_col * 128
         pointer = tl.multiple_of(pointer, 16)
     else:
-        pointer = pointer + (first // tl.cdiv(cols, WIDTH)).to(tl.int64) * cols
+        pointer = pointer + (first // tl.cdiv(cols, 32)).to(tl.int64) * cols
         if LAYOUT == "rows":
-            pointer = tl.multiple_of(pointer, WIDTH // 2)
+            pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
@@ -48,36 +48,36 @@ def square(first, groups_per_row):
 
 
 @triton.jit
-def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 32, rows=0):
+def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, rows=0):
     """Return the positions of the groups `first + local`.
 
     Args:
         local: (G,) int32.
-        cols: stored columns of the matrix, WIDTH per group: 32, or 16 if two elements share a byte.
+        cols: columns of the matrix.
         rows: number of rows of the matrix; needed for "squares" only.
     Returns:
-        position (G, WIDTH) relative to `at_origin`, a mask that broadcasts to it, and the row (G,)
-        and column (G, WIDTH) in the matrix. If "flat", row is 0 and column the index in the whole.
+        position (G, 32) relative to `at_origin`, a mask that broadcasts to it, and the row (G,)
+        and column (G, 32) in the matrix. If "flat", row is 0 and column the index in the whole.
     """
     group = first + local
     inside = (group < num_groups)[:, None]
-    lane = tl.arange(0, WIDTH)[None, :]
+    lane = tl.arange(0, 32)[None, :]
     if LAYOUT == "flat":
-        position, row = local[:, None] * WIDTH + lane, group * 0
-        mask, col = inside, (group * WIDTH)[:, None] + lane
+        position, row = local[:, None] * 32 + lane, group * 0
+        mask, col = inside, (group * 32)[:, None] + lane
     elif LAYOUT == "squares":
-        cols = cols // WIDTH * WIDTH
-        square_row, square_col = square(first, cols // WIDTH)
-        within_row, within_col = local % 128, (local // 128 * WIDTH)[:, None] + lane
-        row, col = square_row * 128 + within_row, square_col * (4 * WIDTH) + within_col
+        cols = cols // 32 * 32
+        square_row, square_col = square(first, cols // 32)
+        within_row, within_col = local % 128, (local // 128 * 32)[:, None] + lane
+        row, col = square_row * 128 + within_row, square_col * 128 + within_col
         position = (within_row * cols)[:, None] + within_col
         mask = (row < rows)[:, None] & (col < cols)
     else:
         if LAYOUT == "rows":
-            cols = cols // (WIDTH // 2) * (WIDTH // 2)  # the compiler learns the divisibility
-        groups_per_row = tl.cdiv(cols, WIDTH)
+            cols = cols // (16) * (16)  # the compiler learns the divisibility
+        groups_per_row = tl.cdiv(cols, 32)
         row = group // groups_per_row
-        col = ((group - row * groups_per_row) * WIDTH)[:, None] + lane
+        col = ((group - row * groups_per_row) * 32)[:, None] + lane
         position = ((row - first // groups_per_row) * cols)[:, None] + col
         mask = inside & (col < cols)
     return position, mask, row, col

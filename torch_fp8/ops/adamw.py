@@ -15,13 +15,9 @@ update uses m and v before they are rounded. Then all three are rounded stochast
 at beta2 = 0.999 changes by less than its spacing and would never change if rounded to nearest.
 
 One random word per element provides the random bits: 0-7 for the weight, 8-15 for m, 12-31 for v.
-With fewer than 8 residual bits the weight uses a second word. m needs 8 bits and v 16 or more,
+Without a residual a BF16 weight uses a second word. m needs 8 bits and v 16 or more,
 because their change per step is that small against their spacing. The four bits that m and v share
 are the lowest of v's.
-
-A 4-bit m is stored as a ratio to the root of the stored v: the step reads it with the v from before
-the step, and rounds it by a threshold (`torch_fp8.quantization.ratio_int4`) relative to the v that
-the step stores.
 """
 
 from collections.abc import Iterator
@@ -30,12 +26,9 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
-from torch_fp8.quantization import ratio_int4
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
-from torch_fp8.quantization.linear_int8 import turned_words
-from torch_fp8.quantization.ratio_int4 import RatioInt4
-from torch_fp8.quantization.split_float import join, pack, split, unpack
+from torch_fp8.quantization.split_float import RESIDUAL_BITS, join, split
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
 
 _CHUNK = 1 << 15  # elements at a time, so that temporaries stay small
@@ -82,7 +75,7 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     weight = _joined(part)
     grad = _gradient(part, weight, scalars)
     weight = weight * decay
-    exp_avg = _first_moment(part)
+    exp_avg = decode(part.exp_avg, MOMENT1)
     exp_avg = exp_avg + (grad - exp_avg) * scalars.beta1_complement
     exp_avg_sq = _second_moment(part, grad, scalars)
     # torch's float32 sqrt on the CPU has a wrong last bit in every fifth element.
@@ -94,23 +87,23 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     index = element_index(rows, cols, part.row, part.col, part.row_length, weight.device)
     words = random_words(index, scalars.keys)
     _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
-    if isinstance(part.exp_avg, RatioInt4):
-        turned = turned_words(index, scalars.first_keys, scalars.first_turn)
-        _store(part.exp_avg, ratio_int4.encode(exp_avg, part.exp_avg_sq, turned))
-    else:
-        _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
+    _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
     if part.weight.dtype == torch.float32:
         part.weight.copy_(weight)
         _raise_amax(part)
         return
-    if part.residual_bits < 8:
+    if part.residual is None:
         words = second_words(words, scalars.keys)
-    high, residual = split(weight, part.residual_bits, words)
+    high, residual = split(weight, _residual_bits(part), words)
     part.weight.copy_(high)
     _raise_amax(part)
-    if residual is not None:
-        assert part.residual is not None
-        part.residual.copy_(pack(residual, part.residual_bits))
+    if part.residual is not None:
+        assert residual is not None
+        part.residual.copy_(residual)
+
+
+def _residual_bits(part: WeightMatrix) -> int:
+    return 0 if part.residual is None else RESIDUAL_BITS
 
 
 def _raise_amax(part: WeightMatrix) -> None:
@@ -121,10 +114,7 @@ def _raise_amax(part: WeightMatrix) -> None:
 def _joined(part: WeightMatrix) -> Tensor:
     if part.weight.dtype == torch.float32:
         return part.weight
-    bits, residual = part.residual_bits, part.residual
-    if residual is not None:
-        residual = unpack(residual, bits, part.weight.shape[1])
-    return join(part.weight, residual, bits)
+    return join(part.weight, part.residual, _residual_bits(part))
 
 
 def _gradient(part: WeightMatrix, weight: Tensor, scalars: StepScalars) -> Tensor:
@@ -138,18 +128,12 @@ def _gradient(part: WeightMatrix, weight: Tensor, scalars: StepScalars) -> Tenso
     return grad + weight * scalars.weight_decay if scalars.weight_decay else grad
 
 
-def _first_moment(part: WeightMatrix) -> Tensor:
-    if isinstance(part.exp_avg, RatioInt4):
-        return ratio_int4.decode(part.exp_avg)
-    return decode(part.exp_avg, MOMENT1)
-
-
 def _second_moment(part: WeightMatrix, grad: Tensor, scalars: StepScalars) -> Tensor:
     exp_avg_sq = decode(part.exp_avg_sq, MOMENT2)
     return exp_avg_sq * scalars.beta2 + (grad * grad) * scalars.beta2_complement
 
 
-def _store(target: BlockScaled | RatioInt4, value: BlockScaled | RatioInt4) -> None:
+def _store(target: BlockScaled, value: BlockScaled) -> None:
     target.qdata.copy_(value.qdata)
     target.scale.copy_(value.scale)
 
@@ -178,27 +162,16 @@ def _part(matrix: WeightMatrix, rows: slice, cols: slice) -> WeightMatrix:
     else:
         grad = grad[rows, cols]
     if residual is not None:
-        packed = 2 if matrix.residual_bits == 4 else 1
-        residual = residual[rows, cols.start // packed : -(-cols.stop // packed)]
-    second = _block(matrix.exp_avg_sq, rows, cols, groups)
+        residual = residual[rows, cols]
     return matrix._replace(
         weight=matrix.weight[rows, cols],
         residual=residual,
         grad=grad,
-        exp_avg=_first_block(matrix.exp_avg, rows, cols, groups, second),
-        exp_avg_sq=second,
+        exp_avg=_block(matrix.exp_avg, rows, cols, groups),
+        exp_avg_sq=_block(matrix.exp_avg_sq, rows, cols, groups),
         row=matrix.row + rows.start,
         col=matrix.col + cols.start,
     )
-
-
-def _first_block(
-    moment: BlockScaled | RatioInt4, rows: slice, cols: slice, groups: slice, second: BlockScaled
-) -> BlockScaled | RatioInt4:
-    if isinstance(moment, BlockScaled):
-        return _block(moment, rows, cols, groups)
-    codes, scales = (slice(cols.start // n, cols.stop // n) for n in (2, ratio_int4.GROUP))
-    return RatioInt4(moment.qdata[rows, codes], moment.scale[rows, scales], *second)
 
 
 def _block(moment: BlockScaled, rows: slice, cols: slice, groups: slice) -> BlockScaled:

@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
-    RATIO_FORMATS,
     STATE_FORMATS,
+    VALID_FORMATS,
     codes_of,
     is_encoded,
     misfit,
 )
 from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
 from torch_fp8.optim.state import is_large
-from torch_fp8.quantization.split_float import RESIDUAL_BITS
+from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 
 FORMAT_VERSION = 1
@@ -33,6 +33,8 @@ REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 """The options of Adam and AdamW that 8-bit states do not support."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_SAVED_BITS = (RESIDUAL_BITS, 4, 0)
+"""The residual bits of saved large weights; 0.1.0 also wrote 4 and 0."""
 
 
 def entries(
@@ -50,17 +52,14 @@ def entries(
         yield saved_id, parameter, {**entry, **(state_dict["state"].get(saved_id) or {})}
 
 
-def check_state_dict(
-    state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]], bits: int
-) -> int:
+def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]]) -> int:
     """Raise ValueError, naming the entry, unless a checkpoint fits an optimizer's parameter groups.
 
     Args:
         state_dict: the checkpoint to be loaded.
         param_groups: the optimizer's groups.
-        bits: the residual bits of the optimizer's large weights.
     Returns:
-        The checkpoint's residual bits; `bits` if the checkpoint does not name them.
+        The residual bits of the checkpoint's large weights.
     """
     for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
         if not isinstance(state_dict.get(key), kind):
@@ -80,6 +79,7 @@ def check_state_dict(
         )
     for i, group in enumerate(groups):
         _check_group(group, f"param_groups[{i}]")
+    bits = RESIDUAL_BITS
     if OPTIONS_KEY in state_dict:
         _check_options(state_dict[OPTIONS_KEY])
         bits = state_dict[OPTIONS_KEY]["residual_bits"]
@@ -133,10 +133,10 @@ def _check_options(saved: Any) -> None:
     seed, bits = saved.get("seed"), saved.get("residual_bits")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"{where}['seed'] is {seed!r}, expected a whole number")
-    if isinstance(bits, bool) or bits not in RESIDUAL_BITS:
-        raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {RESIDUAL_BITS}")
+    if isinstance(bits, bool) or bits not in _SAVED_BITS:
+        raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {_SAVED_BITS}")
     formats = saved.get(FORMATS_KEY, STATE_FORMATS)
-    if formats not in (STATE_FORMATS, STATE_FORMATS | RATIO_FORMATS):
+    if formats not in VALID_FORMATS:
         raise ValueError(
             f"{where}[{FORMATS_KEY!r}] is {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}; save the states with checkpoint_states='float32'"
@@ -177,8 +177,8 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
         raise ValueError(f"{where} is not a tensor: {saved!r:.80}")
     if parameter.dtype != torch.bfloat16:
         return
-    bits = bits if is_large(parameter) else 16
-    dtypes = (torch.int16, torch.int8) if bits == 16 else (torch.int8,)
+    bits = bits if is_large(parameter) else EXACT_BITS
+    dtypes = (torch.int16, torch.int8) if bits == EXACT_BITS else (torch.int8,)
     if saved.dtype not in dtypes:
         raise ValueError(f"{where} is {saved.dtype}, expected {dtypes[0]}")
     fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]

@@ -21,7 +21,6 @@ from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
-from torch_fp8.optim.moment_choice import check_model, choose_moments
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
@@ -80,7 +79,6 @@ def convert_optimizer(
     config = config_or_default(config)
     check_arguments(convert_optimizer, locals())
     check_trained(optimizer, config, model)
-    check_model(config, model)
     if config.opt_level != "O1":
         config = adopt_stable_adamw(optimizer, config)
     name = stock_name(optimizer)
@@ -91,7 +89,7 @@ def convert_optimizer(
             warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
         return _keep_states(optimizer, OptimizerReport(name, False, reason), model, config)
     _refuse_options(optimizer, name, config)
-    check_shardings(optimizer, model, config)
+    check_shardings(optimizer, model)
     _warn_if_lossy(optimizer, config)
     if not isinstance(optimizer, Float8Optimizer):
         swap_class(optimizer, Float8Optimizer)
@@ -99,7 +97,6 @@ def convert_optimizer(
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
-    moments = choose_moments(optimizer, model)
     for _, _, parameter in optimizer.indexed_parameters():
         _quantize_state(optimizer, parameter)
     split = _split_weights(optimizer, model)
@@ -108,7 +105,6 @@ def convert_optimizer(
         True,
         num_cached=_keep_weights(optimizer, model),
         num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
-        **moments,
         **split,
     )
     _convert_gradients(optimizer, model)
@@ -179,7 +175,7 @@ def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> di
             stay.append(reason)
             continue
         to_split.append(parameter)
-    split_parameters(dict.fromkeys(to_split), optimizer.fp8_config.residual_bits)
+    split_parameters(dict.fromkeys(to_split))
     if model is not None:
         _keep_dtypes(optimizer, model)
     num_split += len(to_split)
@@ -327,18 +323,16 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
 def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
     """Warn if the learning rate is so low that rounding noise hides a part of the updates."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    bits = config.large_residual_bits
-    if bits is None and not any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters):
+    in_bf16 = any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters)
+    if config.split_weights or not in_bf16:
         return
-    least = {8: 0.0, 4: 1e-6, 0: 1e-5}[bits or 0]
-    option = "split_weights=False" if bits is None else f"residual_bits={bits}"
     rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
-    small = [rate for rate in rates if 0 < rate < least]
+    small = [rate for rate in rates if 0 < rate < 1e-5]
     if small:
         warnings.warn(
-            f"FP8Config({option}) with BF16 weights at the learning rate {min(small):g}: rounding "
-            "noise then hides part of the updates (their cosine to float32's is below 0.995); with "
-            "8 residual bits it is negligible",
+            "FP8Config(split_weights=False) with BF16 weights at the learning rate "
+            f"{min(small):g}: rounding noise then hides part of the updates (their cosine to "
+            "float32's is below 0.995); with split_weights=True it is negligible",
             stacklevel=3,
         )
 
@@ -347,4 +341,4 @@ def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
     """Quantize the moments that a parameter has from steps before the conversion."""
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" in state:
-        settle_moments(parameter, state, ratio=optimizer.has_ratio(parameter))
+        settle_moments(parameter, state)

@@ -14,12 +14,12 @@ from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
-from torch_fp8.optim.residual import known_residual, set_residual
+from torch_fp8.optim.residual import known_residual, loaded_residual, set_residual
 from torch_fp8.optim.state import is_large
+from torch_fp8.quantization.split_float import EXACT_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-from torch_fp8.tensor.halves import EXACT_BITS
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of, split_parameter
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 
 class ConvertedOptimizer(Optimizer):
@@ -50,13 +50,9 @@ class ConvertedOptimizer(Optimizer):
     )
 
     def set_config(self, config: FP8Config) -> None:
-        """Set the configuration; residuals change their number of bits at the next step."""
+        """Set the configuration."""
         self.fp8_config = config
         self.__dict__.setdefault("fp8_released", set())
-        for _, _, parameter in self.indexed_parameters():
-            halves = halves_of(parameter)
-            if halves is not None:
-                halves.step_bits = config.residual_bits
 
     @property
     def fp8_gradients(self) -> set[Tensor]:
@@ -79,9 +75,9 @@ class ConvertedOptimizer(Optimizer):
         """Return a parameter's step count, which also keys the rounding."""
         raise NotImplementedError
 
-    def residual_bits(self, parameter: Tensor) -> int:
-        """Return k, the number of residual bits of a BF16 parameter; 0: no residual."""
-        return 0
+    def keeps_residual(self, parameter: Tensor) -> bool:
+        """Return whether a step keeps the bits below BF16 of a BF16 parameter."""
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self._fp8_attributes}
@@ -100,9 +96,10 @@ class ConvertedOptimizer(Optimizer):
             split, residuals = self.__dict__.pop("fp8_split"), self.__dict__.pop("fp8_residuals")
             for i, _, parameter in self.indexed_parameters():
                 if i in split and not isinstance(parameter, SplitWeight):
-                    split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
+                    split_parameter(parameter, EXACT_BITS)
                 if i in residuals:
-                    set_residual(parameter, *residuals[i])
+                    stored, bits = residuals[i]
+                    set_residual(parameter, loaded_residual(local(parameter), stored, bits))
         attach_hooks(self)  # copied parameters have none, and indices may have changed
 
     def __reduce_ex__(self, protocol: Any) -> Any:

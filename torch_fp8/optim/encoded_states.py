@@ -5,7 +5,7 @@ A moment of shape (..., K), for example ``exp_avg``, becomes two tensors beside 
     exp_avg_codes   (..., K) uint8
     exp_avg_scale   (..., ceil(K / 32)) uint8, one for each group of 32 along the last dimension
 
-A 4-bit first moment is stored relative to ``exp_avg_sq``, which is then also stored as codes::
+0.1.0 could also save a 4-bit first moment, relative to ``exp_avg_sq``; it is loaded into 8 bits::
 
     exp_avg_ratio_codes   (..., K / 2) int8
     exp_avg_ratio_scale   (..., K / 8) uint8
@@ -26,16 +26,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled, matrix_shape, num_groups
-from torch_fp8.quantization.ratio_int4 import COLUMNS, GROUP, RatioInt4
+from torch_fp8.quantization.split_float import unpack_nibbles
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
-from torch_fp8.tensor.quantized_state import QuantizedState
-from torch_fp8.tensor.ratio_moment import RatioMoment
 
 FORMATS_KEY = "moment_formats"
 """The checkpoint option that names the formats of the codes."""
 STATE_FORMATS = {name: format.name for name, format in MOMENT_FORMATS.items()}
-RATIO, RATIO_FORMATS = "exp_avg_ratio", {"exp_avg_ratio": "int4"}
+RATIO = "exp_avg_ratio"
+VALID_FORMATS = STATE_FORMATS, STATE_FORMATS | {RATIO: "int4"}
 
 
 def _rows_of(shape: torch.Size, cols: int) -> tuple[int, ...]:
@@ -53,7 +52,7 @@ _PARTS: _Parts = {
 }
 _RATIO_PARTS: _Parts = {
     "codes": lambda shape: _rows_of(shape, matrix_shape(shape)[1] // 2),
-    "scale": lambda shape: _rows_of(shape, matrix_shape(shape)[1] // GROUP),
+    "scale": lambda shape: _rows_of(shape, matrix_shape(shape)[1] // 8),
 }
 _RATIO = RATIO, _RATIO_PARTS
 
@@ -65,7 +64,7 @@ def shards_rows(parameter: Tensor) -> bool:
 
 
 def encoded_entry(
-    name: str, moment: QuantizedState, parameter: Tensor, device: torch.device
+    name: str, moment: Float8Moment, parameter: Tensor, device: torch.device
 ) -> dict[str, Tensor]:
     """Return the codes and scales of a moment, this rank's part, under their checkpoint names.
 
@@ -76,10 +75,9 @@ def encoded_entry(
         device: the device of the returned tensors.
     """
     entry = {}
-    key, parts = _RATIO if isinstance(moment, RatioMoment) else (name, _PARTS)
-    for (part, of), stored in zip(parts.items(), moment.codes[: len(parts)], strict=True):
+    for (part, of), stored in zip(_PARTS.items(), moment.codes, strict=True):
         data = stored.view(of(moment.shape)).to(device, copy=True)
-        entry[f"{key}_{part}"] = with_data(parameter, data, of(parameter.shape))
+        entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
     return entry
 
 
@@ -100,11 +98,10 @@ def codes_of(name: str, entry: Mapping[str, Any]) -> Tensor:
     return codes
 
 
-def restore(name: str, entry: Mapping[str, Any], moment: QuantizedState) -> None:
-    """Copy the codes and scales of a checkpoint entry into a moment of the same form."""
-    key, parts = _RATIO if isinstance(moment, RatioMoment) else (name, _PARTS)
-    for part, target in zip(parts, moment.codes[: len(parts)], strict=True):
-        target.copy_(local(entry[f"{key}_{part}"]).reshape(target.shape))
+def restore(name: str, entry: Mapping[str, Any], moment: Float8Moment) -> None:
+    """Copy the codes and scales of a checkpoint entry into a moment."""
+    for part, target in zip(_PARTS, moment.codes, strict=True):
+        target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
 
 
 def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,18 +114,32 @@ def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
         codes, scale = (local(plain.pop(f"{key}_{part}")) for part in parts)
         if key == RATIO:
             assert second is not None
-            rows = len(second.qdata)
-            # (rows, K / 2) and (rows, K / 8)
-            ratio = RatioInt4(codes.reshape(rows, -1), scale.reshape(rows, -1), *second.codes)
-            moment: QuantizedState = RatioMoment(ratio, second.shape)
+            value = _decoded_ratio(codes, scale, second)
         else:
             like = entry[f"{name}_codes"]
             rows, cols = matrix_shape(codes.shape)
             # (rows, K) and (rows, ceil(K / 32))
             stored = BlockScaled(codes.reshape(rows, cols), scale.reshape(rows, -1))
-            moment = second = Float8Moment(stored, codes.shape, MOMENT_FORMATS[name])
-        plain[name] = with_data(like, moment.dequantize(), tuple(like.shape))
+            value = Float8Moment(stored, codes.shape, MOMENT_FORMATS[name]).dequantize()
+            second = value
+        plain[name] = with_data(like, value, tuple(like.shape))
     return plain
+
+
+def _decoded_ratio(codes: Tensor, scale: Tensor, second: Tensor) -> Tensor:
+    """Decode a 4-bit first moment: integers of its ratio to the root of the second, groups of 8.
+
+    Args:
+        codes: int8, -7..7 and -8 for NaN, two to a byte; (R, K / 2) if flattened to rows.
+        scale: uint8, (R, K / 8) if flattened: five mantissa and three exponent bits, from 2^-7.
+        second: float32 second moment, whose matrix is (R, K).
+    """
+    rows, cols = matrix_shape(second.shape)
+    integers = unpack_nibbles(codes.reshape(rows, cols // 2), cols)  # (R, K / 2) -> (R, K)
+    exponents = (scale.reshape(rows, cols // 8).to(torch.int32) + (120 << 5)) << 18
+    scales = exponents.view(torch.float32).repeat_interleave(8, 1)  # (R, K / 8) -> (R, K)
+    ratio = torch.where(integers == -8, torch.nan, integers.float()) * scales
+    return ratio.view(second.shape) * second.double().sqrt().float()
 
 
 def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None:
@@ -139,8 +150,8 @@ def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None
         dtype = torch.int8
         if not is_encoded("exp_avg_sq", entry):
             return f"[{key + '_codes'!r}] is a ratio to 'exp_avg_sq_codes', which are missing"
-        if matrix_shape(parameter.shape)[1] % COLUMNS:
-            return f"[{key + '_codes'!r}] needs a row length that is a multiple of {COLUMNS}"
+        if matrix_shape(parameter.shape)[1] % 16:
+            return f"[{key + '_codes'!r}] needs a row length that is a multiple of 16"
     for part, of in parts.items():
         value = entry.get(f"{key}_{part}")
         dtype = torch.uint8 if part == "scale" else dtype

@@ -10,14 +10,12 @@ both moments have 8 bits (`torch_fp8.ops.adamw`). With its BF16 gradient a weigh
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import (
     FORMAT_VERSION,
@@ -28,27 +26,21 @@ from torch_fp8.optim.checkpoint import (
     has_residual,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer, begin_step
-from torch_fp8.optim.encoded_states import (
-    FORMATS_KEY,
-    RATIO_FORMATS,
-    STATE_FORMATS,
-    is_ratio,
-)
+from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
+    loaded_residual,
+    residual_bits,
     residual_to_checkpoint,
     set_residual,
     shard_of,
-    with_bits,
 )
 from torch_fp8.optim.state import (
-    SMALL_RESIDUAL_BITS,
     State,
     from_checkpoint,
     is_large,
     new_moments,
     settle_moments,
-    takes_ratio,
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
@@ -59,7 +51,7 @@ from torch_fp8.optim.step import (
     step_large,
     step_small,
 )
-from torch_fp8.quantization import ratio_int4
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
@@ -72,13 +64,9 @@ class Float8Optimizer(ConvertedOptimizer):
     Attributes:
         fp8_caches: payload caches of the weights; empty in a copy, whose layers cast in their
             forward.
-        fp8_ratio_layers: layers whose weights may have a 4-bit first moment.
-        fp8_ratios: weights that have one, for the layers and groups of the last step.
     """
 
     fp8_caches: Caches
-    fp8_ratio_layers: tuple["weakref.ref[RunsFP8]", ...]
-    fp8_ratios: set[Tensor]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -86,8 +74,6 @@ class Float8Optimizer(ConvertedOptimizer):
         loss = begin_step(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
-        if self.fp8_config.moment_bits == 4:
-            self.choose_ratios()
         self.step_parameters(self.indexed_parameters())
         return loss
 
@@ -101,14 +87,12 @@ class Float8Optimizer(ConvertedOptimizer):
         # Increment the versions so that a graph which saved the old value raises an error. Payloads
         # of the new value are cached after this.
         torch.autograd.graph.increment_version(parameters)
-        in_4_bits = self.fp8_config.moment_bits == 4
         for index, group, parameter, grad in with_grads:
             assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
-            ratio = in_4_bits and self.has_ratio(parameter)
-            state = self._state_of(parameter, ratio=ratio)
+            state = self._state_of(parameter)
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)
@@ -122,13 +106,12 @@ class Float8Optimizer(ConvertedOptimizer):
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
 
-    def _state_of(self, parameter: Tensor, *, ratio: bool) -> State:
+    def _state_of(self, parameter: Tensor) -> State:
         """Return a parameter's state; create it at the first step, repair outside changes."""
         state: State = self.state[parameter]
         if "step" not in state:
             large = is_large(parameter)
-            new = new_moments(parameter, ratio=ratio) if large else new_small_state(parameter)
-            state.update(new)
+            state.update(new_moments(parameter) if large else new_small_state(parameter))
         if state["step"].device.type != "cpu":
             state["step"] = state["step"].cpu()
         device = parameter.device
@@ -137,30 +120,15 @@ class Float8Optimizer(ConvertedOptimizer):
                 state[name] = value.to(device)
         first, second = state["exp_avg"], state["exp_avg_sq"]
         settled = first.__class__ is second.__class__ is Float8Moment  # fast path
-        settled = settled and not ratio and parameter.dtype in (torch.float32, torch.bfloat16)
+        settled = settled and parameter.dtype in (torch.float32, torch.bfloat16)
         if not settled or not first.shape == second.shape == parameter.shape:
-            settle_moments(parameter, state, ratio=ratio)
+            settle_moments(parameter, state)
         return state
 
-    def has_ratio(self, parameter: Tensor) -> bool:
-        """Return whether the first moment of a parameter has 4 bits."""
-        if parameter not in self.fp8_ratios and not self.state.get(parameter):
-            self.choose_ratios()  # before the first step, which may happen in backward
-        return parameter in self.fp8_ratios
-
-    def choose_ratios(self) -> set[Tensor]:
-        """Find and return the weights of FP8 layers that get a 4-bit first moment."""
-        layers = [layer for ref in self.fp8_ratio_layers if isinstance(layer := ref(), RunsFP8)]
-        weights = {w for layer in layers for w in layer.fp8_weights if takes_ratio(w)}
-        groups = [g for g in self.param_groups if ratio_int4.holds(*map(float, g["betas"]))]
-        self.fp8_ratios = {p for group in groups for p in group["params"] if p in weights}
-        return self.fp8_ratios
-
     def set_config(self, config: FP8Config) -> None:
-        """Set the configuration; residuals change their number of bits at the next step."""
+        """Set the configuration."""
         super().set_config(config)
         self.fp8_caches = {}
-        self.fp8_ratio_layers, self.fp8_ratios = (), set()
         # GradScaler should unscale and check the gradients itself instead of leaving it to a fused
         # step. With gradient release no gradients are left by then, and the step raises an error.
         self._step_supports_amp_scaling = config.gradient_release
@@ -169,13 +137,10 @@ class Float8Optimizer(ConvertedOptimizer):
         """Return how often a parameter was stepped."""
         return int(self.state.get(parameter, {}).get("step", 0))
 
-    def residual_bits(self, parameter: Tensor) -> int:
-        """Return k, a parameter's number of residual bits; 0 if it is not BF16 (any more)."""
-        if parameter.dtype != torch.bfloat16:
-            return 0
-        if not is_large(parameter):
-            return SMALL_RESIDUAL_BITS
-        return self.fp8_config.large_residual_bits or 0
+    def keeps_residual(self, parameter: Tensor) -> bool:
+        """Return whether a step keeps the bits below BF16 of a BF16 parameter."""
+        is_bf16 = parameter.dtype == torch.bfloat16
+        return is_bf16 and (self.fp8_config.keeps_residuals or not is_large(parameter))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch.optim.AdamW's format, on the CPU.
@@ -202,22 +167,20 @@ class Float8Optimizer(ConvertedOptimizer):
                 packed["state"][i] = state
                 if residual is not None:
                     state["residual"] = residual
-        ratio = any(is_ratio(state) for i, state in packed["state"].items() if i in parameters)
-        formats = STATE_FORMATS | (RATIO_FORMATS if ratio else {})
         # Not in state or param_groups: torch.distributed.checkpoint needs each of their keys in
         # the file that it loads.
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
-            "residual_bits": self.fp8_config.residual_bits,
+            "residual_bits": RESIDUAL_BITS,
             "seed": self.fp8_config.seed,
-            **({FORMATS_KEY: formats} if encoded else {}),
+            **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
         }
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
         residuals = {i: self._saved_residual(p) for i, p in unstepped.items()}
         packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
 
     def _saved_residual(self, parameter: Tensor) -> Tensor | None:
-        return residual_to_checkpoint(parameter, self.residual_bits(parameter))
+        return residual_to_checkpoint(parameter) if self.keeps_residual(parameter) else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or of Adam.
@@ -234,7 +197,7 @@ class Float8Optimizer(ConvertedOptimizer):
         ours: list[Any] = []
 
         def without_ours(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            bits = check_state_dict(given, self.param_groups, self.fp8_config.residual_bits)
+            bits = check_state_dict(given, self.param_groups)
             loaded = list(entries(given, [p for _, _, p in self.indexed_parameters()]))
             ours.extend((given, bits, loaded))
             ids = {saved_id for saved_id, _, _ in loaded}
@@ -258,28 +221,19 @@ class Float8Optimizer(ConvertedOptimizer):
         options = state_dict.get(OPTIONS_KEY)
         if options is not None:
             self.fp8_config = dataclasses.replace(self.fp8_config, seed=options["seed"])
-        ratios = self.choose_ratios()  # depends on the loaded betas
         for _, parameter, entry in loaded:
-            bits = self.residual_bits(parameter)
-            if bits and has_residual(entry):
-                saved, shard = shard_of(parameter, entry["residual"]), local(parameter)
-                saved_k = saved_bits if is_large(parameter) else bits
-                set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
+            if self.keeps_residual(parameter) and has_residual(entry):
+                saved = shard_of(parameter, entry["residual"])
+                bits = saved_bits if is_large(parameter) else residual_bits(parameter)
+                set_residual(parameter, loaded_residual(local(parameter), saved, bits))
             elif options is not None and "residual" not in entry:
-                set_residual(parameter, None, 0)
+                set_residual(parameter, None)
             if "step" not in entry:
                 continue
-            large, ratio = is_large(parameter), parameter in ratios
-            self.state[parameter] = from_checkpoint(parameter, entry, large=large, ratio=ratio)
-
-    def __getstate__(self) -> dict[str, Any]:
-        layers = [layer for ref in self.fp8_ratio_layers if (layer := ref())]
-        return {**super().__getstate__(), "fp8_ratio_layers": layers}
+            self.state[parameter] = from_checkpoint(parameter, entry)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
-        if "fp8_ratio_layers" in state:
-            self.fp8_ratio_layers = tuple(map(weakref.ref, state["fp8_ratio_layers"]))
-            self.fp8_ratios = set()
+        self.__dict__.pop("fp8_ratio_layers", None)  # 0.1.0 pickled it, for moments of 4 bits
         self._step_supports_amp_scaling = self.fp8_config.gradient_release

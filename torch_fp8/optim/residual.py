@@ -18,12 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
-from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
-from torch_fp8.quantization.split_float import pack, split, stored_cols, unpack
+from torch_fp8.optim.state import is_large
+from torch_fp8.quantization.block_scaled import matrix_shape
+from torch_fp8.quantization.split_float import (
+    EXACT_BITS,
+    RESIDUAL_BITS,
+    residual_dtype,
+    split,
+    unpack_nibbles,
+)
 from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.halves import EXACT_BITS, empty_residual, join_matrix
+from torch_fp8.tensor.halves import empty_residual, join_matrix
 from torch_fp8.tensor.split_weight import halves_of
 
 _ATTRIBUTE = "_fp8_residual"
@@ -38,38 +44,42 @@ def residual_of(weight: Tensor) -> Tensor | None:
     return None if known is None else known[0]
 
 
+def residual_bits(weight: Tensor) -> int:
+    """Return the residual bits of a BF16 weight: 8, or 16 if it is small, to be exact."""
+    return RESIDUAL_BITS if is_large(weight) else EXACT_BITS
+
+
 def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
     """Return the stored residual of a BF16 weight and its number of bits; None if it has none."""
     known: tuple[Tensor, int] | None = vars(weight).get(_ATTRIBUTE)
     if known is None or weight.dtype != torch.bfloat16:
         return None
-    fits = known[0].numel() == math.prod(residual_shape(local(weight).shape, known[1]))
-    return known if fits else None  # another shape: the weight's data were exchanged
+    shape = local(weight).shape
+    if known[0].numel() != math.prod(residual_shape(shape, known[1])):
+        return None  # another shape: the weight's data were exchanged
+    if known[1] == 4:  # a Parameter that 0.1.0 has pickled
+        set_residual(weight, loaded_residual(local(weight), *known))
+        known = vars(weight)[_ATTRIBUTE]
+    return known
 
 
-def set_residual(weight: Tensor, stored: Tensor | None, bits: int) -> None:
+def set_residual(weight: Tensor, stored: Tensor | None) -> None:
     """Set the stored residual of this rank's part of a BF16 weight; None removes it."""
     vars(weight).pop(_ATTRIBUTE, None)
     if stored is not None:
         # A plain tuple, because torch.load(weights_only=True) must read it if a user saves
         # Parameters instead of their data.
-        setattr(weight, _ATTRIBUTE, (stored, bits))
+        setattr(weight, _ATTRIBUTE, (stored, residual_bits(weight)))
 
 
-def settled_residual(weight: Tensor, bits: int) -> Tensor | None:
-    """Return the residual of a BF16 weight with `bits` bits on its device; zeros if it has none."""
+def settled_residual(weight: Tensor) -> Tensor:
+    """Return the residual of a BF16 weight on its device; zeros if it has none."""
     shard, known = local(weight), known_residual(weight)
-    if not bits:
-        set_residual(weight, None, 0)
-        return None
-    if known is not None and known[1] == bits and known[0].device == shard.device:
-        stored: Tensor = known[0]
-        return stored
-    if known is None:
-        stored = zero_residual(shard, bits)
-    else:
-        stored = with_bits(shard, known[0].to(shard.device), known[1], bits)
-    set_residual(weight, stored, bits)
+    if known is not None and known[0].device == shard.device:
+        return known[0]
+    bits = residual_bits(weight)
+    stored = zero_residual(shard, bits) if known is None else known[0].to(shard.device)
+    set_residual(weight, stored)
     return stored
 
 
@@ -77,32 +87,31 @@ def drop_residuals(optimizer: Optimizer) -> None:
     """Free the residuals of BF16 weights whose optimizer does not use them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            set_residual(parameter, None, 0)
+            set_residual(parameter, None)
 
 
 @torch.no_grad()
-def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
+def split_parts(parameter: nn.Parameter, parts: Any, *, residual: bool = True) -> None:
     """Fill a BF16 Parameter from float32 values, some rows at a time, and keep the residual.
 
-    The BF16 value and the residual together are within a relative ``2 ** -(8 + bits)`` of the
-    weight: rounding to nearest has an error of half a unit in 8 + `bits` significant bits.
+    The BF16 value and the residual together are within a relative 2^-16 of the weight: rounding to
+    nearest has an error of half a unit in 16 significant bits.
 
     Args:
         parameter: (N, K) bfloat16, contiguous, or stacked (E, N, K); its values are replaced.
         parts: pairs of a row slice and float32 values (rows, K) that together cover all N rows, or
             E * N rows if stacked.
-        bits: the residual bits of large weights, 8, 4 or 0; a small weight has 16.
+        residual: whether a large weight gets a residual; a small one always does.
     """
-    bits = bits if is_large(parameter) else SMALL_RESIDUAL_BITS
+    bits = residual_bits(parameter) if residual or not is_large(parameter) else 0
     stored = zero_residual(parameter, bits) if bits else None
     matrix = parameter.view(matrix_shape(parameter.shape))  # (N, K), or (E, N, K) -> (E * N, K)
     for rows, value in parts:
-        high, residual = split(value, bits)
-        matrix[rows] = high
+        matrix[rows], lower = split(value, bits)
         if stored is not None:
-            assert residual is not None
-            stored[rows] = pack(residual, bits)
-    set_residual(parameter, stored, bits)
+            assert lower is not None
+            stored[rows] = lower
+    set_residual(parameter, stored)
 
 
 def join_weight(weight: Tensor) -> Tensor:
@@ -115,53 +124,45 @@ def join_weight(weight: Tensor) -> Tensor:
 def zero_residual(shard: Tensor, bits: int) -> Tensor:
     """Return the zero residual of a shard whose values are exactly BF16."""
     empty = empty_residual(shard, bits)
-    dtype = torch.int16 if bits == EXACT_BITS else torch.int8
-    return torch.zeros(1, 0, dtype=dtype, device=shard.device) if empty is None else empty.zero_()
+    if empty is None:
+        return torch.zeros(1, 0, dtype=residual_dtype(bits), device=shard.device)
+    return empty.zero_()
 
 
 def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
-    """Return the shape of the stored residual of a whole parameter."""
+    """Return the shape of the stored residual of a whole parameter; 4 bits are of 0.1.0."""
     rows, cols = matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
-    return rows, stored_cols(cols, bits)
+    return rows, -(-cols // 2) if bits == 4 else cols
 
 
-def with_bits(shard: Tensor, saved: Tensor, saved_bits: int, bits: int) -> Tensor:
-    """Return a shard's residual with `bits` bits; if it had more, it is rounded to nearest."""
-    target = zero_residual(shard, bits)
-    if not bits or not shard.numel():
-        return target
-    source = local(saved).contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
-    source = source.view(residual_shape(shard.shape, saved_bits))
-    if saved_bits == bits:
-        target.copy_(source)
-        return target
-    cols = matrix_shape(shard.shape)[1]
-    for part in row_parts(target.shape[0], cols):
-        wide = unpack(source[part].to(target.device), saved_bits, cols)
-        if bits > saved_bits:
-            wide = wide << (bits - saved_bits)
-        else:
-            dropped = saved_bits - bits
-            wide = (wide + (1 << dropped >> 1)) >> dropped
-            wide = wide.clamp(max=(1 << (bits - 1)) - 1)
-        target[part] = pack(wide, bits)
-    return target
+def loaded_residual(shard: Tensor, saved: Tensor, bits: int) -> Tensor:
+    """Return a shard's residual from a checkpoint or pickle, on the shard's device.
+
+    Args:
+        shard: this rank's part of the weight.
+        saved: its residual, of any shape.
+        bits: its number of bits. 4 bits, which 0.1.0 could store, two to a byte, become 8.
+    """
+    if not shard.numel():
+        return zero_residual(shard, bits)
+    source = local(saved).contiguous().view(residual_dtype(bits))
+    source = source.view(residual_shape(shard.shape, bits)).to(shard.device, copy=True)
+    if bits == 4:
+        source = (unpack_nibbles(source, matrix_shape(shard.shape)[1]) << 4).to(torch.int8)
+    return source
 
 
-def residual_to_checkpoint(weight: Tensor, bits: int) -> Tensor | None:
+def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
     """Return a BF16 weight's residual for a checkpoint: on the CPU, or as a DTensor.
 
-    It has the `bits` of the optimizer's options, which may have changed since the last step.
     A sharded parameter's residual is saved as int8 (S, n), where S is the size of the parameter's
     first dimension. The matrix of a vector or of stacked matrices has other rows than those that
     the parameter is sharded by, and neither gloo nor NCCL can send int16.
     """
     known = known_residual(weight)
-    if known is None or not bits:
+    if known is None:
         return None
-    stored, known_bits = known
-    if known_bits != bits:
-        stored = with_bits(local(weight), stored, known_bits, bits)
+    stored, bits = known
     if not isinstance(weight, DTensor):
         return stored.detach().to("meta" if weight.is_meta else "cpu", copy=True)
     shape = sharded_residual_shape(weight, residual_shape(weight.shape, bits), bits)

@@ -6,8 +6,8 @@ States are unchanged in memory and in checkpoints, which have the optimizer's ow
 
 The step is the optimizer's own, closure included, on the Parameters themselves. Operators read and
 write a split weight as float32, exactly with 16 residual bits (`torch_fp8.tensor.split_weight`).
-After the step this class rounds each weight that was written to its number of residual bits. So at
-the end of a step a weight takes 4 bytes, and one more operand of an operator at a time is float32.
+After the step this class rounds each weight that was written to 8 residual bits. So at the end of a
+step a weight takes 4 bytes, and one more operand of an operator at a time is float32.
 
 A write to ``p.grad`` is rounded to the gradient's precision. For the time of a step of another
 library, 8-bit gradients therefore become BF16. ``torch.optim`` never writes gradients.
@@ -30,6 +30,7 @@ from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
 from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, stock_name, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.step import shard_origin
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import refused_addresses
@@ -107,7 +108,7 @@ class SplitOptimizer(ConvertedOptimizer):
         packed: dict[str, Any] = super().state_dict()
         packed[OPTIONS_KEY] = {
             "version": FORMAT_VERSION,
-            "residual_bits": self.fp8_config.residual_bits,
+            "residual_bits": RESIDUAL_BITS,
             "seed": self.fp8_config.seed,
             "steps": self.fp8_steps,
         }

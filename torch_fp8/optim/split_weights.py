@@ -10,19 +10,18 @@ from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_par
 from torch_fp8.tensor.swap import REFERRED, swappable
 
 
-def split_parameters(parameters: Iterable[Tensor], bits: int) -> None:
+def split_parameters(parameters: Iterable[Tensor]) -> None:
     """Split each float32 Parameter (`torch_fp8.tensor.split_weight`).
 
     If that fails for one of them, for example for lack of memory, those before it are joined again.
 
     Args:
         parameters: leaves that are not sharded and that torch can swap (`torch_fp8.tensor.swap`).
-        bits: number of residual bits.
     """
     split: list[Tensor] = []
     try:
         for parameter in parameters:
-            split.append(split_parameter(parameter, bits))
+            split.append(split_parameter(parameter))
     except BaseException:
         join_parameters(split)
         raise

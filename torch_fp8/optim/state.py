@@ -5,8 +5,7 @@ is a flat dict of tensors, as torch.optim.AdamW's is:
 
 ========================  ========================================================================
 ``step``                  () float32 on the CPU, as in torch.optim.AdamW
-``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32, or
-                          `RatioMoment` in 4 bits
+``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32
 ``exp_avg_sq``            `Float8Moment`
 ========================  ========================================================================
 
@@ -32,17 +31,11 @@ from torch_fp8.optim.encoded_states import (
     restore,
     shards_rows,
 )
-from torch_fp8.quantization import ratio_int4
-from torch_fp8.quantization.block_scaled import MIN_NUMEL, matrix_shape
+from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 from torch_fp8.tensor.quantized_state import QuantizedState
-from torch_fp8.tensor.ratio_moment import RatioMoment
-
-SMALL_RESIDUAL_BITS = 16
-"""The residual bits of a small BF16 parameter. With them it is an exact float32 number."""
-
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -66,58 +59,34 @@ def small_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
 
 
-def takes_ratio(parameter: Tensor) -> bool:
-    """Return whether a parameter can have a 4-bit first moment.
-
-    It must be large, each rank must hold whole rows, and row lengths must be multiples of 16.
-    """
-    whole_groups = matrix_shape(parameter.shape)[1] % ratio_int4.COLUMNS == 0
-    return is_large(parameter) and whole_groups and shards_rows(parameter)
-
-
-def new_moments(parameter: Tensor, *, ratio: bool = False) -> State:
-    """Return zero moments and a zero step count for a large parameter.
-
-    Args:
-        parameter: the parameter.
-        ratio: whether the first moment has 4 bits.
-    """
+def new_moments(parameter: Tensor) -> State:
+    """Return zero moments and a zero step count for a large parameter."""
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    moments: dict[str, QuantizedState] = {
-        name: Float8Moment.zeros(local(parameter), format)
-        for name, format in MOMENT_FORMATS.items()
-    }
-    if ratio:
-        moments["exp_avg"] = RatioMoment.beside(moments["exp_avg_sq"])
-    shape = tuple(parameter.shape)
-    return state | {name: with_data(parameter, value, shape) for name, value in moments.items()}
+    for name, format in MOMENT_FORMATS.items():
+        moment = Float8Moment.zeros(local(parameter), format)
+        state[name] = with_data(parameter, moment, tuple(parameter.shape))
+    return state
 
 
-def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> None:
+def settle_moments(parameter: Tensor, state: State) -> None:
     """Convert moments that were assigned or written outside to the form that the step needs.
 
     Args:
         parameter: the parameter.
         state: its state, changed in place.
-        ratio: whether the first moment has 4 bits.
     Raises:
         KeyError: a moment is missing.
         ValueError: a moment and the parameter have different shapes.
     """
     large = is_large(parameter)
     dtype = small_dtype(parameter)
-    # The second moment first, because a 4-bit first moment is stored relative to it.
-    for name, format in reversed(MOMENT_FORMATS.items()):
+    for name, format in MOMENT_FORMATS.items():
         value = state[name]
         shard = local(value)
-        in_4_bits = ratio and name == "exp_avg"
         if large:
             settled = isinstance(shard, Float8Moment)
         else:
             settled = value.dtype == dtype and shard.__class__ is Tensor
-        if in_4_bits:
-            second = local(state["exp_avg_sq"])
-            settled = isinstance(shard, RatioMoment) and shard.is_beside(second)
         if settled and shard.shape == local(parameter).shape:
             continue
         if value.shape not in (parameter.shape, local(parameter).shape):
@@ -125,13 +94,9 @@ def settle_moments(parameter: Tensor, state: State, *, ratio: bool = False) -> N
                 f"optimizer.state[p][{name!r}] has shape {tuple(value.shape)}, but p has "
                 f"{tuple(parameter.shape)}; assign one of the same shape"
             )
-        if in_4_bits:
-            target = RatioMoment.beside(second, shard)
-        elif large:
+        if large:
             target = Float8Moment.zeros(local(parameter), format)
             target.store(shard)
-            if name == "exp_avg":
-                local(state["exp_avg_sq"]).first = None  # no ratio refers to it any more
         else:
             target = plain(shard).to(local(parameter).device, dtype)
         state[name] = with_data(parameter, target, tuple(parameter.shape))
@@ -154,7 +119,7 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
     for name in MOMENT_FORMATS:
         value = state.get(name)
         if isinstance(local(value), QuantizedState):
-            if encoded and shards_rows(parameter) and _is_settled(state, name):
+            if encoded and shards_rows(parameter):
                 entry |= encoded_entry(name, local(value), parameter, _saved_on(parameter))
                 continue
             dense = local(value).dequantize(_saved_on(parameter))
@@ -164,25 +129,12 @@ def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> 
     return entry
 
 
-def _is_settled(state: State, name: str) -> bool:
-    """Return whether a moment's codes are valid; a 4-bit one needs its second moment."""
-    shard = local(state[name])
-    return not isinstance(shard, RatioMoment) or shard.is_beside(local(state["exp_avg_sq"]))
-
-
-def from_checkpoint(
-    parameter: Tensor, entry: Mapping[str, Any], *, large: bool, ratio: bool = False
-) -> State:
+def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
     """Return the in-memory state of a checkpoint entry; float32 moments round to nearest.
 
     The residual belongs to the weight, so the caller loads it.
-
-    Args:
-        parameter: the parameter.
-        entry: its entry in the checkpoint.
-        large: whether its moments have 8 bits.
-        ratio: whether its first moment has 4 bits.
     """
+    large = is_large(parameter)
     entry = {
         name: part_of(parameter, x) if isinstance(x, Tensor) else x for name, x in entry.items()
     }
@@ -192,7 +144,7 @@ def from_checkpoint(
         if isinstance(step, Tensor)
         else torch.tensor(float(step), device="cpu", dtype=torch.float32)
     )
-    if not large or not shards_rows(parameter) or is_ratio(entry) != ratio:
+    if not large or not shards_rows(parameter) or is_ratio(entry):
         entry = decoded(entry)
     if not large:
         dtype = small_dtype(parameter)
@@ -203,8 +155,8 @@ def from_checkpoint(
                 for name in MOMENT_FORMATS
             },
         }
-    state = {**new_moments(parameter, ratio=ratio), "step": step}
-    for name in reversed(MOMENT_FORMATS):
+    state = {**new_moments(parameter), "step": step}
+    for name in MOMENT_FORMATS:
         if name in entry:
             local(state[name]).encode(local(entry[name]).detach())
         else:

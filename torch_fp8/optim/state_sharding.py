@@ -11,35 +11,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.config import FP8Config
-from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
+from torch_fp8.optim.state import is_large
 
 
-def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Config) -> None:
+def check_shardings(optimizer: Optimizer, model: nn.Module | None) -> None:
     """Run `check_sharding` on all parameters that get 8-bit states or a residual.
 
     Args:
         optimizer: the optimizer, converted or not.
         model: the model that gives the parameters' names; None: the error numbers them.
-        config: the configuration with the residual bits.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, parameter in enumerate(parameters):
-        large, bits = is_large(parameter), 0
-        if parameter.dtype == torch.bfloat16:
-            bits = (config.large_residual_bits or 0) if large else SMALL_RESIDUAL_BITS
-        if large or bits:
-            check_sharding(parameter, bits, named.get(parameter, f"parameter {i}"))
+        if is_large(parameter) or parameter.dtype == torch.bfloat16:
+            check_sharding(parameter, named.get(parameter, f"parameter {i}"))
 
 
-def check_sharding(parameter: Tensor, bits: int, name: str) -> None:
+def check_sharding(parameter: Tensor, name: str) -> None:
     """Raise ValueError unless 8-bit states can follow a DTensor's sharding.
 
     Args:
         parameter: the parameter.
-        bits: the number of residual bits that it will have, k of
-            `torch_fp8.quantization.split_float`; 0: no residual.
         name: the parameter's name for the error.
     """
     if not isinstance(parameter, DTensor):
@@ -53,10 +46,8 @@ def check_sharding(parameter: Tensor, bits: int, name: str) -> None:
                 "only be sharded along rows, or along the columns of a matrix. Keep the optimizer "
                 "unchanged with FP8Config(opt_level='O1')"
             )
-        unit = {4: 2 * ranks, 16: ranks}.get(bits, 1)
-        if parameter.shape[last] % unit:
+        if not is_large(parameter) and parameter.shape[last] % ranks:
             raise ValueError(
-                f"{name} has {parameter.shape[last]} columns on {ranks} ranks; its residual of "
-                f"{bits} bits needs a multiple of {unit}. Use residual_bits=8, or "
-                "FP8Config(opt_level='O1')"
+                f"{name} has {parameter.shape[last]} columns on {ranks} ranks; its residual of 16 "
+                f"bits needs a multiple of {ranks}. Use FP8Config(opt_level='O1')"
             )

@@ -15,11 +15,10 @@ from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.alignment import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
-from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment, small_dtype
+from torch_fp8.optim.state import State, moment, small_dtype
 from torch_fp8.quantization.block_scaled import matrix_shape
-from torch_fp8.quantization.linear_int8 import threshold_keys
-from torch_fp8.quantization.ratio_int4 import RatioInt4
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
@@ -71,11 +70,8 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         step = float(state["step"])
         if (id(group), step) not in of_groups:
             of_groups[id(group), step] = _scalars(group, step)
-        counters = config.seed, int(step), index
-        scalars = of_groups[id(group), step]._replace(keys=stream_keys(*counters))
-        if matrix.exp_avg.__class__ is RatioInt4:
-            first_keys, first_turn = threshold_keys(*counters)
-            scalars = scalars._replace(first_keys=first_keys, first_turn=first_turn)
+        keys = stream_keys(config.seed, int(step), index)
+        scalars = of_groups[id(group), step]._replace(keys=keys)
         prepared.append((matrix, scalars, state, None if in_place else weight, parameter))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
         _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
@@ -187,9 +183,9 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
     )
     for (parameter, _), weight in zip(entries, weights, strict=True):
         if parameter.dtype == torch.bfloat16:
-            high, residual = split_matrix(weight, SMALL_RESIDUAL_BITS)
+            high, residual = split_matrix(weight, EXACT_BITS)
             local(parameter).copy_(high)
-            set_residual(parameter, residual, SMALL_RESIDUAL_BITS)
+            set_residual(parameter, residual)
         elif parameter.dtype == torch.float16:
             local(parameter).copy_(weight)
 
@@ -209,12 +205,12 @@ def _full_precision(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         weight = local(parameter)
         return weight.float() if weight.dtype == torch.float16 else weight
-    settled_residual(parameter, SMALL_RESIDUAL_BITS)  # moves the residual to the weight's device
+    settled_residual(parameter)  # moves the residual to the weight's device
     return join_weight(parameter)
 
 
 def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, index: int) -> None:
-    """Bring the residual of a weight to the device and number of bits that its step needs.
+    """Bring the residual of a weight to the device and the 8 bits that its step needs.
 
     Args:
         parameter: the weight, which other code may have written.
@@ -224,7 +220,7 @@ def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, in
     """
     if halves.residual is not None and halves.residual.device != halves.high.device:
         halves.residual = halves.residual.to(halves.high.device)
-    if halves.bits != halves.step_bits:
+    if halves.bits != RESIDUAL_BITS:
         keys = stream_keys(seed, -1 - int(state["step"]), index)
         halves.settle(keys, shard_origin(parameter))
     halves.version = next(VERSIONS)
@@ -254,19 +250,17 @@ def _matrix(
 ) -> WeightMatrix:
     shape = matrix_shape(weight.shape)
     row, col, row_length = shard_origin(parameter)
-    bits = config.residual_bits
-    if halves is not None:
-        residual = halves.residual
-    elif parameter.dtype == torch.bfloat16:
-        residual = settled_residual(parameter, config.large_residual_bits or 0)
-    else:
-        residual = None
+    residual = None if halves is None else halves.residual
+    if parameter.dtype == torch.bfloat16:
+        if config.keeps_residuals:
+            residual = settled_residual(parameter)
+        else:
+            set_residual(parameter, None)
     grad = stored_grad(parameter)
     assert grad is not None
     return WeightMatrix(
         weight=weight.view(shape),  # (R, K)
         residual=residual,
-        residual_bits=0 if residual is None else bits,
         grad=gradient_matrix(local(grad), shape),
         exp_avg=moment(state, "exp_avg"),
         exp_avg_sq=moment(state, "exp_avg_sq"),

@@ -43,8 +43,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
     parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto",
                         help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
-    parser.add_argument("--moment-bits", type=int, choices=(8, 4), default=8,
-                        help="bits of Adam's first moment (default: 8)")  # fmt: skip
     parser.add_argument("--checkpointing", action="store_true",
                         help="compute layers again in backward")  # fmt: skip
     parser.add_argument("--method", choices=METHODS, default="full",

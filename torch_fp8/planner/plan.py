@@ -140,7 +140,6 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
               what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
             * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
               needs a GPU to measure.
-            * ``moment_bits``: bits of Adam's first moment at O2 and O3, 8 or 4. Default: 8.
             * ``checkpointing``: whether layers use activation checkpointing. Default: False.
             * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
               ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
@@ -314,8 +313,6 @@ def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:
 
 def _config_text(setup: Setup, level: str) -> str:
     named: dict[str, Any] = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
-    if setup.moment_bits != 8 and level != "O1":
-        named["moment_bits"] = setup.moment_bits
     if setup.skip:
         named["skip"] = [*DEFAULT_SKIP, *setup.skip]
     return json.dumps({"opt_level": level, **named})

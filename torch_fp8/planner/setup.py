@@ -50,7 +50,6 @@ class Setup:
         roles: the models of ``rlhf`` that exist.
         rank: the rank of LoRA adapters.
         skip: patterns of modules that stay in BF16 in addition to the default ones.
-        moment_bits: the bits of Adam's first moment at O2 and O3.
     """
 
     config: Any
@@ -72,7 +71,6 @@ class Setup:
     roles: tuple[str, ...]
     rank: int
     skip: tuple[str, ...] = ()
-    moment_bits: int = 8
 
     @property
     def tokens(self) -> int:
@@ -95,7 +93,6 @@ class Setup:
             recipe=self.recipe,
             opt_level=level,
             skip=(*DEFAULT_SKIP, *self.skip),
-            moment_bits=8 if level == "O1" else self.moment_bits,
         )
 
 
@@ -117,7 +114,6 @@ def make_setup(
     method: str = "full",
     roles: Sequence[str] | str = ROLES,
     rank: int = 16,
-    moment_bits: int = 8,
 ) -> Setup:
     """Check the arguments of `torch_fp8.plan` and fill in the defaults.
 
@@ -160,7 +156,6 @@ def make_setup(
     _check_choice("recipe", recipe, ("auto", *RECIPES))
     check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
     _check_choice("method", method, METHODS)
-    FP8Config(moment_bits=moment_bits)
     if isinstance(roles, str):
         roles = (roles,)
     for role in roles:
@@ -193,7 +188,6 @@ def make_setup(
         method=method,
         roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
         rank=rank,
-        moment_bits=moment_bits,
     )
 
 

@@ -47,11 +47,6 @@ def check_contradictions(config: Any) -> None:
             f"FP8Config: opt_level='O1' leaves the optimizer unchanged, so it excludes "
             f"{', '.join(optimizer)}; use opt_level='O2' or 'O3', or leave that out"
         )
-    if not config.split_weights and "residual_bits" in optimizer:
-        raise ValueError(
-            f"FP8Config: residual_bits={config.residual_bits} applies to split weights, but "
-            "split_weights=False splits none; leave one of them out"
-        )
     if config.opt_level == "O1" and (config.frozen_weights == "fp8" or config.merge_aware):
         name, value = ("merge_aware", True) if config.merge_aware else ("frozen_weights", "fp8")
         raise ValueError(

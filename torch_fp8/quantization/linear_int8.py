@@ -43,20 +43,10 @@ def thresholds(index: Tensor, seed: int, step: int, parameter: int) -> Tensor:
         index: int32 element indices within the whole matrix.
         seed, step, parameter: counters that determine the thresholds.
     """
-    words = turned_words(index, *threshold_keys(seed, step, parameter))
-    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
-
-
-def threshold_keys(seed: int, step: int, parameter: int) -> tuple[tuple[int, int], int]:
-    """Return the keys of the thresholds' hash, and the step's offset to it, as signed integers."""
     turn = (step * _GOLDEN) & 0xFFFFFFFF
-    keys = stream_keys(seed, step // _EPOCH, parameter)
-    return keys, turn - (1 << 32) if turn >= 1 << 31 else turn
-
-
-def turned_words(index: Tensor, keys: tuple[int, int], turn: int) -> Tensor:
-    """Return the thresholds of `threshold_keys` as int32, in units of 2^-32."""
-    return random_words(index, keys) + turn
+    signed = turn - (1 << 32) if turn >= 1 << 31 else turn
+    words = random_words(index, stream_keys(seed, step // _EPOCH, parameter)) + signed
+    return ((words >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def encode(x: Tensor, threshold: Tensor | None = None) -> LinearInt8:

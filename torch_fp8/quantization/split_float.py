@@ -1,9 +1,10 @@
-"""Split master weights: a float32 weight as a BF16 Parameter and a residual of k = 8, 4 or 0 bits.
+"""Split master weights: a float32 weight as a BF16 Parameter and a residual of k = 8 bits.
 
 The bits of a float32, read as an integer, are rounded to 16 + k bits; the upper part, rounded to
 nearest, is the BF16 weight, and what is left is the residual, in [-2^(k-1), 2^(k-1)). Joined they
 are the rounded float32. With k = 16 the split is exact. Numbers above BF16's largest have an Inf as
-their BF16 part, and a negative residual; with fewer bits `saturated` lowers them before.
+their BF16 part, and a negative residual; with fewer bits `saturated` lowers them before. With k = 0
+the weight is only rounded.
 
 If code writes only the BF16 part, the old residual is wrong by at most half an ulp of BF16, so such
 writes need no special handling.
@@ -12,8 +13,10 @@ writes need no special handling.
 import torch
 from torch import Tensor
 
-RESIDUAL_BITS = (8, 4, 0)
-"""Choices of `FP8Config.residual_bits`: 8 is the default, 4 bits are stored two to a byte."""
+RESIDUAL_BITS = 8
+"""The bits of a weight below BF16 that an optimizer's step keeps."""
+EXACT_BITS = 16
+"""The residual bits with which a float32 weight is exact."""
 
 _INF = 0x7F800000
 _ABS = 0x7FFFFFFF
@@ -26,7 +29,7 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
 
     Args:
         weight: float32, any shape, contiguous.
-        bits: k, number of residual bits: 16, 8, 4 or 0.
+        bits: k, number of residual bits: 16, 8 or 0.
         random: int32 of the weight's shape, whose low 16 - k bits are added below the last kept
             bit, so that rounding is unbiased. None: round to nearest.
     Returns:
@@ -81,29 +84,20 @@ def saturated(weight: Tensor, bits: int) -> Tensor:
     return torch.where(weight.isinf(), weight, weight.clamp(-limit, limit))
 
 
-def pack(residual: Tensor, bits: int) -> Tensor:
-    """Pack residuals (R, K) int32 for storage: int16 for 16 bits, int8 for 8, two to a byte for 4.
+def residual_dtype(bits: int) -> torch.dtype:
+    """Return the dtype in which a residual of 8 or 16 bits is stored."""
+    return torch.int16 if bits == EXACT_BITS else torch.int8
 
-    With four bits the even column is the low half of byte (r, c // 2), in int8 (R, ceil(K / 2)).
+
+def unpack_nibbles(stored: Tensor, cols: int) -> Tensor:
+    """Unpack signed 4-bit integers, two to a byte with the even column in the low half.
+
+    Args:
+        stored: (R, ceil(K / 2)) int8.
+        cols: K.
+    Returns:
+        int32 (R, K).
     """
-    if bits == 16:
-        return residual.to(torch.int16)
-    if bits == 8:
-        return residual.to(torch.int8)
-    even, odd = residual[:, 0::2], residual[:, 1::2]  # (R, ceil(K / 2)), (R, K // 2)
-    odd = torch.nn.functional.pad(odd, (0, even.shape[1] - odd.shape[1]))
-    return ((even & 0xF) | (odd << 4)).to(torch.int8)
-
-
-def unpack(stored: Tensor, bits: int, cols: int) -> Tensor:
-    """Unpack what `pack` stored to int32 (R, cols)."""
     stored = stored.to(torch.int32)
-    if bits != 4:
-        return stored
     even, odd = (stored << 28) >> 28, stored >> 4  # low and high nibble, with their signs
-    return torch.stack([even, odd], dim=-1).view(stored.shape[0], -1)[:, :cols]
-
-
-def stored_cols(cols: int, bits: int) -> int:
-    """Return the columns of the stored residual of a row with `cols` elements."""
-    return -(-cols // 2) if bits == 4 else cols
+    return torch.stack([even, odd], dim=-1).flatten(1)[:, :cols]

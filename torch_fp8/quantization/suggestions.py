@@ -15,6 +15,8 @@ _ELSEWHERE = {
 """Our options for the names of recipes in torchao and Transformer Engine."""
 
 REMOVED = {
+    "moment_bits": "leave it out, moments have 8 bits; 4 bits cost loss",
+    "residual_bits": "leave it out, residuals have 8 bits; fewer bits lost updates",
     "save_attention": "leave it out, since it cost loss; checkpoint blocks to save more memory",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""

@@ -25,22 +25,10 @@ _SCALE_ONE = 127
 
 
 class Float8Moment(QuantizedState):
-    """A moment with uint8 codes (R, K) of a format, and uint8 scales (R, ceil(K / 32)).
-
-    Attributes:
-        first: first moment that is stored as a ratio to this one
-            (`torch_fp8.tensor.ratio_moment`), or None. It keeps its value when this one is written.
-    """
+    """A moment with uint8 codes (R, K) of a format, and uint8 scales (R, ceil(K / 32))."""
 
     codes: BlockScaled
     format: ByteFloat
-    first: Any
-
-    @staticmethod
-    def __new__(cls: Any, codes: BlockScaled, shape: torch.Size, format: ByteFloat) -> Any:
-        self = QuantizedState.__new__(cls, codes, shape, format)
-        self.first = None
-        return self
 
     @staticmethod
     def zeros(like: Tensor, format: ByteFloat) -> "Float8Moment":
@@ -56,27 +44,8 @@ class Float8Moment(QuantizedState):
     def decode_rows(self, codes: BlockScaled) -> Tensor:
         return decode(codes, self.format)
 
-    def store(self, x: Tensor) -> None:
-        self.keep_first()
-        self.encode(x)
-
-    def take(self, x: Tensor) -> None:
-        self.first = None
-        super().take(x)
-
-    def keep_first(self) -> None:
-        """Store the first moment in float32 before this one changes."""
-        if self.first is not None and not self.first.written:
-            self.first.store(self.first)
-
-    def like(self, codes: Any) -> Any:
-        moment = super().like(codes)
-        moment.first = self.first if codes is self.codes else None
-        return moment
-
 
 def _zero(moment: Float8Moment) -> Float8Moment:
-    moment.keep_first()
     moment.codes.qdata.zero_()
     moment.codes.scale.fill_(_SCALE_ONE)
     return moment

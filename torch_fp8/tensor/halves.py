@@ -10,17 +10,15 @@ from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
 from torch_fp8.quantization.split_float import (
+    EXACT_BITS,
+    RESIDUAL_BITS,
     join,
-    pack,
+    residual_dtype,
     saturated,
     split,
-    stored_cols,
-    unpack,
 )
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
 
-EXACT_BITS = 16
-"""Number of residual bits with which a split is exact."""
 VERSIONS = itertools.count(1)
 """Counter of unique numbers, one for each value that any weight has had."""
 
@@ -30,17 +28,14 @@ class Halves:
 
     Attributes:
         high: bfloat16, of the weight's shape, contiguous.
-        residual: packed residual (`torch_fp8.quantization.split_float.pack`); None: no bits.
-        bits: number of residual bits that are stored now.
-        step_bits: number of residual bits after a step of the optimizer.
+        residual: int8 or int16 residual, (R, C); None for an empty weight.
+        bits: number of residual bits that are stored now: 16 if other code than the optimizer's
+            step has written the weight, else 8.
         version: unique number, renewed by each write.
     """
 
-    def __init__(
-        self, high: Tensor, residual: Tensor | None, bits: int, step_bits: int | None = None
-    ) -> None:
+    def __init__(self, high: Tensor, residual: Tensor | None, bits: int) -> None:
         self.high, self.residual, self.bits = high, residual, bits
-        self.step_bits = bits if step_bits is None else step_bits
         self.version = next(VERSIONS)
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
 
@@ -66,17 +61,15 @@ class Halves:
         self.version = next(VERSIONS)
 
     def settle(self, keys: tuple[int, int], origin: tuple[int, int, int] | None = None) -> None:
-        """Round a weight that other code has written to `step_bits`, stochastically.
+        """Round a weight that other code has written to 8 residual bits, stochastically.
 
         Args:
             keys: keys of the random bits, see `torch_fp8.quantization.stochastic_rounding`.
             origin: row and column at which this shard starts in the whole matrix, and the number of
                 columns of the whole; None: not a shard.
         """
-        if self.bits == self.step_bits:
+        if self.bits == RESIDUAL_BITS:
             return
-        if self.bits < self.step_bits:
-            self.write(self.join())
         if self.high.device.type == "cpu" and self.high.is_shared():
             warnings.warn(
                 "FP8: an optimizer step stores the lower half of a weight outside the memory "
@@ -86,27 +79,23 @@ class Halves:
             )
         rows, cols = _matrix_shape(self.high)
         row, col, row_length = origin or (0, 0, cols)
-        residual = empty_residual(self.high, self.step_bits)
+        residual = empty_residual(self.high, RESIDUAL_BITS)
         matrix = self.high.view(rows, cols)  # (R, C) bfloat16
         for part in row_parts(rows, cols) if self.high.numel() else ():
             assert self.residual is not None
-            wide = unpack(self.residual[part], self.bits, cols)  # (r, C) int32
-            joined = join(matrix[part], wide, self.bits, self.bits == EXACT_BITS)
-            joined = saturated(joined, self.step_bits)
+            assert residual is not None
+            joined = join(matrix[part], self.residual[part], self.bits, exact=True)
+            joined = saturated(joined, RESIDUAL_BITS)
             index = element_index(
                 len(joined), cols, row + part.start, col, row_length, joined.device
             )
-            upper, lower = split(joined, self.step_bits, random_words(index, keys))
-            matrix[part] = upper
-            if residual is not None:
-                assert lower is not None
-                residual[part] = pack(lower, self.step_bits)
-        self.residual, self.bits = residual, self.step_bits
+            matrix[part], residual[part] = split(joined, RESIDUAL_BITS, random_words(index, keys))
+        self.residual, self.bits = residual, RESIDUAL_BITS
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Halves":
         """Return new halves, with `function` applied to each."""
         residual = None if self.residual is None else function(self.residual)
-        return Halves(function(self.high), residual, self.bits, self.step_bits)
+        return Halves(function(self.high), residual, self.bits)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -119,16 +108,14 @@ def _matrix_shape(x: Tensor) -> tuple[int, int]:
 
 
 def empty_residual(high: Tensor, bits: int) -> Tensor | None:
-    """Allocate the packed residual of a weight; None for 0 bits or an empty weight."""
-    if not bits or not high.numel():
+    """Allocate the residual of a weight, of 8 or 16 bits; None for an empty weight."""
+    if not high.numel():
         return None
-    rows, cols = _matrix_shape(high)
-    dtype = torch.int16 if bits == EXACT_BITS else torch.int8
-    return torch.empty((rows, stored_cols(cols, bits)), dtype=dtype, device=high.device)
+    return torch.empty(_matrix_shape(high), dtype=residual_dtype(bits), device=high.device)
 
 
 def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Split a float32 tensor into contiguous BF16 of the same shape, and the packed residual.
+    """Split a float32 tensor into contiguous BF16 of the same shape, and the residual.
 
     It rounds to nearest, a few rows at a time, so that no temporary has the tensor's size. Finite
     numbers beyond the largest that the halves hold saturate.
@@ -140,11 +127,8 @@ def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     parts = row_parts(rows, cols) if weight.numel() and weight.device.type != "meta" else ()
     for part in parts:
         rows_of_part = source[part] if bits == EXACT_BITS else saturated(source[part], bits)
-        upper, residual = split(rows_of_part, bits)
-        target[part] = upper
-        if stored is not None:
-            assert residual is not None
-            stored[part] = pack(residual, bits)
+        assert stored is not None
+        target[part], stored[part] = split(rows_of_part, bits)
     return high, stored
 
 
@@ -158,7 +142,7 @@ def join_matrix(
     """Join the results of `split_matrix` to a contiguous float32 tensor.
 
     Args:
-        high, residual, bits: BF16 half, packed residual and its number of bits.
+        high, residual, bits: BF16 half, residual and its number of bits.
         device: device of the result; None: that of the halves.
         exact: whether the residual certainly belongs to this weight, see `split_float.join`.
     """
@@ -169,6 +153,6 @@ def join_matrix(
     rows, cols = _matrix_shape(high)
     matrix, target = high.contiguous().view(rows, cols), joined.view(rows, cols)
     for part in row_parts(rows, cols):
-        lower = None if residual is None else unpack(residual[part].to(high.device), bits, cols)
+        lower = None if residual is None else residual[part].to(high.device)
         target[part] = join(matrix[part], lower, bits if lower is not None else 0, exact)
     return joined

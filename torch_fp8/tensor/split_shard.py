@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.encoded import check_address
 from torch_fp8.tensor.halves import Halves, split_matrix
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -34,18 +35,17 @@ class SplitShard(SplitWeight):
 
     @staticmethod
     @torch.no_grad()
-    def of(shard: Tensor, bits: int, padded: Tensor) -> "SplitShard":
+    def of(shard: Tensor, padded: Tensor) -> "SplitShard":
         """Split a plain float32 shard, rounded to nearest.
 
         Args:
             shard: rows, or columns, of this rank.
-            bits: number of residual bits: 8, 4 or 0.
             padded: bfloat16 tensor of the shard's shape with FSDP2's padding; it is overwritten.
         """
-        high, residual = split_matrix(shard, bits)
+        high, residual = split_matrix(shard, RESIDUAL_BITS)
         rows = padded[: shard.shape[0]]
         rows.copy_(high)
-        return SplitShard(Halves(rows, residual, bits), padded)
+        return SplitShard(Halves(rows, residual, RESIDUAL_BITS), padded)
 
     def alias(self) -> SplitWeight:
         return SplitWeight(self.halves)
@@ -93,7 +93,7 @@ def _to_copy(shard: SplitShard, *, dtype: Any = None, device: Any = None, **opti
     padded = shard.padded.to(device, non_blocking=bool(options.get("non_blocking")))
     old = shard.halves
     high = padded[: old.high.shape[0]]
-    return SplitShard(Halves(high, old.residual, old.bits, old.step_bits), padded)
+    return SplitShard(Halves(high, old.residual, old.bits), padded)
 
 
 SplitShard.handlers = {**SplitWeight.handlers, torch.ops.aten._to_copy.default: _to_copy}

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
-from torch_fp8.tensor.halves import EXACT_BITS, Halves
+from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.swap import swappable
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook, adapt_hooks
@@ -100,9 +101,7 @@ class SplitWeight(SplitTensor):
         if isinstance(x, SplitTensor):
             self.halves = x.halves
         else:
-            step_bits = self.halves.step_bits
             self.halves = Halves.of(plain(x), EXACT_BITS)
-            self.halves.step_bits = step_bits
 
     def become(self, x: Tensor) -> None:
         grad = self.grad
@@ -191,8 +190,7 @@ class SplitWeight(SplitTensor):
                 exchange(self, _parameter(self.halves, self))
                 self.grad = grad
             if self.__dict__.pop("_swapped", None) is None:
-                bits = self.halves.step_bits
-                again = functools.partial(split_parameter, bits=EXACT_BITS, step_bits=bits)
+                again = functools.partial(split_parameter, bits=EXACT_BITS)
                 self._swapped = SwappedParameter(self, attributes_of(self), again)
         count: int = super()._use_count()
         return count
@@ -210,7 +208,7 @@ class SplitWeight(SplitTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         halves = self.halves
         names = ["high"] if halves.residual is None else ["high", "residual"]
-        return names, (halves.bits, halves.step_bits)
+        return names, halves.bits
 
     @property
     def high(self) -> Tensor:
@@ -224,7 +222,7 @@ class SplitWeight(SplitTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "SplitWeight":
-        weight = SplitWeight(Halves(inner["high"], inner.get("residual"), *context))
+        weight = SplitWeight(Halves(inner["high"], inner.get("residual"), context))
         weight.grad_dtype = None  # a compiled layer's gradient is BF16, too
         return weight
 
@@ -263,16 +261,14 @@ def stored(weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def split_parameter(parameter: Tensor, bits: int, step_bits: int | None = None) -> SplitWeight:
+def split_parameter(parameter: Tensor, bits: int = RESIDUAL_BITS) -> SplitWeight:
     """Turn a float32 Parameter into a `SplitWeight`, the same object, rounding to nearest.
 
     Args:
         parameter: leaf that is not sharded.
-        bits: number of residual bits: 8, 4 or 0; 16 keeps the weight exactly.
-        step_bits: number of residual bits after a step of the optimizer; None: `bits`.
+        bits: number of residual bits until the next step: 8, or 16 to keep the weight exactly.
     """
     halves = Halves.of(parameter.data, bits)  # the profiler would record detach()
-    halves.step_bits = bits if step_bits is None else step_bits
     grad = parameter.grad
     exchange(parameter, _parameter(halves, parameter))
     assert isinstance(parameter, SplitWeight)

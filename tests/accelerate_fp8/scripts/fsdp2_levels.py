@@ -24,7 +24,6 @@ from torch_fp8.optim.residual import join_weight
 MODES = {
     "O1": ({"opt_level": "O1"}, {}),
     "O2": ({}, {}),
-    "four_bits": ({"residual_bits": 4, "moment_bits": 4}, {}),
     "full": ({}, {"state_dict_type": "FULL_STATE_DICT"}),
     "sparing": ({}, {"cpu_ram_efficient_loading": True}),
     "O3": ({"opt_level": "O3"}, {}),

@@ -26,7 +26,7 @@ def test_losses_are_those_of_one_rank(cases):
 
 def test_states_are_those_of_one_rank(cases):
     """Random bits and groups of 32 belong to places in the whole matrix, whatever the sharding."""
-    assert cases["states_are_those_of_one_rank"] == [{"8": [], "4": [], "0": []}] * 2
+    assert cases["states_are_those_of_one_rank"] == [{"True": [], "False": []}] * 2
 
 
 def test_gradients_of_what_all_ranks_have_are_summed_by_the_step(cases):
@@ -49,9 +49,9 @@ def test_checkpoints_open_on_one_rank_and_on_two(cases):
 
 def test_shardings_that_states_cannot_follow_are_refused_by_name(cases):
     for result in cases["refused_shardings"]:
-        assert "'down.weight' has 130 columns on 2 ranks" in result["odd columns"]
+        assert "'odd' has 5 columns on 2 ranks" in result["odd columns"]
         assert "'experts' is sharded as (Shard(dim=1),)" in result["stacked"]
-        assert result["even columns"] is result["8 bits"] is None
+        assert result["8 bits"] is None
 
 
 def test_float32_shards_are_split_and_joined_as_on_one_rank(cases):

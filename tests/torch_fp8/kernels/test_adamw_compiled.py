@@ -12,12 +12,11 @@ from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 with 4 bits": (torch.bfloat16, 4),
     "bf16 alone": (torch.bfloat16, 0),
     "fp32": (torch.float32, 0),
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
-LOW_BITS = ("bf16 with 8 bits", "bf16 with 4 bits")
+LOW_BITS = ("bf16 with 8 bits",)
 PAYLOADS = {
     "tensorwise": ["adamw_step_kernel", "recast_kernel"],
     "block_128x128": ["adamw_step_kernel"],
@@ -74,34 +73,6 @@ def test_a_step_with_the_amax_compiles_without_spills(make_matrix, record_launch
             adamw.adamw_step([(matrix._replace(amax=torch.zeros(())), SCALARS)])
     assert len(launches) == len(classes)
     compile_all(launches, REGISTERS)
-
-
-@pytest.fixture
-def ratio_steps(make_matrix, record_launches):
-    """The steps with a first moment in 4 bits: of each layout, and with a payload."""
-    kinds = [*itertools.product(("bf16 with 8 bits", "bf16 with 4 bits"), GRADS, ("flat", "rows"))]
-    with record_launches(adamw) as launches:
-        for weight, grad, layout in kinds:
-            shape = 4, COLS[layout]
-            matrix = make_matrix(*shape, *WEIGHTS[weight], GRADS[grad], first_bits=4)
-            adamw.adamw_step([(matrix, SCALARS)])
-        for granularity in PAYLOADS:
-            matrix = make_matrix(32, 64, *WEIGHTS["bf16 with 8 bits"], GRADS["bf16"], first_bits=4)
-            adamw.adamw_step([(with_payload(matrix, granularity, True), SCALARS)])
-    return [launch for launch in launches if launch.kernel.__name__ == "adamw_step_kernel"]
-
-
-@pytest.mark.long
-def test_steps_with_a_first_moment_of_4_bits_compile_without_spills(ratio_steps, compile_all):
-    assert len(ratio_steps) == 14
-    compile_all(ratio_steps, adamw.MORE_REGISTERS, shared=4096)
-
-
-def test_a_first_moment_of_4_bits_takes_half_as_many_instructions_more(
-    ratio_steps, count_instructions
-):
-    elements = dict(ratio_steps[0].constants)["GROUPS"]
-    assert count_instructions(ratio_steps[0], "sm_90") <= 160 * elements
 
 
 def with_payload(matrix, granularity, transposed):

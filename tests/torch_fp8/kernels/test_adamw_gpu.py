@@ -29,19 +29,6 @@ def test_three_steps_equal_the_reference(step, weight, grad, exponent):
     optimizer.check_steps(step, "cuda", weight, grad, exponent)
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS.values(), ids=EXPONENTS)
-@pytest.mark.parametrize("grad", GRADS)
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_three_steps_with_a_first_moment_of_4_bits(step, weight, grad, exponent):
-    optimizer.check_steps(step, "cuda", weight, grad, exponent, first_bits=4)
-
-
-@pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
-def test_the_payload_beside_a_first_moment_of_4_bits(step, granularity):
-    weight = "bf16 with 8 bits"
-    optimizer.check_payload(step, "cuda", weight, granularity, True, 0.5, first_bits=4)
-
-
 @pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
 def test_choices_equal_the_reference(step, changes):
     """Other scalars, a multiplier of the learning rate, and a shard far into its weight."""
@@ -58,7 +45,7 @@ def test_choices_equal_the_reference(step, changes):
 @pytest.mark.parametrize("wrong", [None, 0.5, float("nan")], ids=["kept", "grown", "nan"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["row", "both"])
 @pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
-@pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits", "fp32"])
+@pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 alone", "fp32"])
 def test_the_payload_is_a_cast_of_the_new_weight(step, weight, granularity, transposed, wrong):
     optimizer.check_payload(step, "cuda", weight, granularity, transposed, wrong)
 

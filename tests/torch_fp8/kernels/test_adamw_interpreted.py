@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.long
 
 
-WEIGHTS = ("bf16 with 8 bits", "bf16 with 4 bits", "bf16 alone", "fp32")
+WEIGHTS = ("bf16 with 8 bits", "bf16 alone", "fp32")
 GRADS = ("bf16", "fp32", "8-bit")
 CASES = [
     *(f"{weight}, gradient {grad}" for weight, grad in itertools.product(WEIGHTS, GRADS)),
@@ -17,10 +17,6 @@ CASES = [
     "shards",
     "address of an odd element",
     "three steps",
-    *(
-        f"4 bits of m, {weight}, gradient {grad}"
-        for weight, grad in itertools.product(("bf16 with 8 bits", "fp32"), GRADS)
-    ),
     "amax",
     *(
         f"payload {granularity}{transposed}"

@@ -30,7 +30,7 @@ def _model(recipe="tensorwise", plain=False, **options):
         model.bfloat16()
     convert_to_float8(model, FP8Config(recipe=recipe, **options))
     for layer in () if plain else model[::2]:
-        split_parameter(layer.weight, 8)
+        split_parameter(layer.weight)
     return model
 
 

@@ -146,7 +146,7 @@ def test_each_forward_folds_once_and_a_rollout_once_in_all(folds):
             assert len(folds) == 4  # of plain adapters nobody can tell
         for layer in layers_of(model).values():
             for adapters in (layer.lora_A, layer.lora_B):
-                split_parameter(adapters["default"].weight, 8)
+                split_parameter(adapters["default"].weight)
         model(IDS)
         for change in (
             lambda: up(model).lora_A["default"].weight.mul_(2),

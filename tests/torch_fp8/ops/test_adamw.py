@@ -10,7 +10,7 @@ from torch_fp8.ops import adamw
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.quantization.split_float import join, pack, split, unpack
+from torch_fp8.quantization.split_float import join, split
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 STEPS = 25
@@ -25,7 +25,7 @@ OPTIONS = {
     "fast_betas": {"betas": (0.1, 0.99)},
 }
 EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-EVERY_LENGTH = pytest.mark.parametrize("bits", [None, 8, 4, 0], ids=lambda b: f"residual={b}")
+EVERY_LENGTH = pytest.mark.parametrize("bits", [None, 8, 0], ids=lambda b: f"residual={b}")
 
 
 def _scalars(
@@ -65,19 +65,16 @@ def _matrix(rows, cols, bits, start=None):
         start = torch.randn(rows, cols) * torch.exp(3 * torch.randn(rows, cols))
     moments = _zeros(rows, cols), _zeros(rows, cols)
     if bits is None:
-        return WeightMatrix(start, None, 0, start, *moments, 0, 0, cols)
+        return WeightMatrix(start, None, start, *moments, 0, 0, cols)
     weight, residual = split(start, bits)
-    packed = None if residual is None else pack(residual, bits)
-    return WeightMatrix(weight, packed, bits, weight, *moments, 0, 0, cols)
+    stored = None if residual is None else residual.to(torch.int8)
+    return WeightMatrix(weight, stored, weight, *moments, 0, 0, cols)
 
 
 def _merged(matrix):
     if matrix.weight.dtype == torch.float32:
         return matrix.weight.clone()
-    bits, residual = matrix.residual_bits, matrix.residual
-    if residual is not None:
-        residual = unpack(residual, bits, matrix.weight.shape[1])
-    return join(matrix.weight, residual, bits)
+    return join(matrix.weight, matrix.residual, 0 if matrix.residual is None else 8)
 
 
 def _tensors(matrix):
@@ -240,7 +237,6 @@ def test_shards_give_the_bits_of_the_whole(bits):
 def _cut(matrix, rows, cols):
     """A rank's own copy of a part."""
     r, groups = slice(*rows), slice(cols[0] // 32, cols[1] // 32)
-    packed = 2 if matrix.residual_bits == 4 else 1
     residual = matrix.residual
     moments = [
         BlockScaled(m.qdata[r, slice(*cols)], m.scale[r, groups])
@@ -248,7 +244,7 @@ def _cut(matrix, rows, cols):
     ]
     part = matrix._replace(
         weight=matrix.weight[r, slice(*cols)],
-        residual=None if residual is None else residual[r, cols[0] // packed : cols[1] // packed],
+        residual=None if residual is None else residual[r, slice(*cols)],
         exp_avg=moments[0],
         exp_avg_sq=moments[1],
         row=rows[0],
@@ -373,7 +369,7 @@ def test_an_empty_matrix_is_left_alone():
 
 
 @pytest.mark.parametrize("options", [{}, {"adam": True, "weight_decay": 0.1, "maximize": True}])
-@pytest.mark.parametrize("bits", [None, 8, 4, 0])
+@pytest.mark.parametrize("bits", [None, 8, 0])
 def test_update_rms_is_stable_adamws(monkeypatch, options, bits):
     """sqrt(mean(g^2 / max(v_hat, eps^2))), arXiv 2304.13013, of the v that the step will have."""
     monkeypatch.setattr(adamw, "_CHUNK", 256)

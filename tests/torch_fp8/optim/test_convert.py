@@ -364,7 +364,7 @@ def test_any_shape_steps(shape, split):
     optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0)
     convert_optimizer(optimizer)
     if split:
-        split_parameter(parameter, 8)
+        split_parameter(parameter)
     before = parameter.detach().float().clone()
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -381,7 +381,7 @@ def test_a_transposed_weight_is_stepped():
     optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0)
     convert_optimizer(optimizer)
     before = parameter.detach().float().clone()
-    split_parameter(parameter, 8)
+    split_parameter(parameter)
     torch.testing.assert_close(parameter.detach(), before, rtol=2**-16, atol=0)
     before = parameter.detach().float().clone()
     parameter.grad = torch.ones(128, 64, dtype=torch.bfloat16).t()
@@ -451,13 +451,15 @@ def test_restored_weights_are_float32_and_split_again_exactly():
     assert restore_weights(torch.optim.SGD(model.parameters(), 0.1)) == 0
 
 
-@pytest.mark.parametrize(("bits", "rate", "warned"), [(0, 1e-6, 1), (0, 1e-4, 0), (8, 1e-7, 0)])
-def test_few_residual_bits_at_a_small_learning_rate_warn(bits, rate, warned):
-    optimizer = torch.optim.AdamW(_model().parameters(), lr=rate)
+@pytest.mark.parametrize(
+    ("split", "rate", "warned"), [(False, 1e-6, 1), (False, 1e-4, 0), (True, 1e-7, 0)]
+)
+def test_no_residual_at_a_small_learning_rate_warns(split, rate, warned):
+    optimizer = torch.optim.AdamW(_model().bfloat16().parameters(), lr=rate)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        convert_optimizer(optimizer, FP8Config(residual_bits=bits))
-    assert len([w for w in caught if "residual_bits=0" in str(w.message)]) == warned
+        convert_optimizer(optimizer, FP8Config(split_weights=split))
+    assert len([w for w in caught if "split_weights=False" in str(w.message)]) == warned
 
 
 def test_a_checkpoint_goes_back_and_forth_through_merged_weights():
@@ -507,7 +509,7 @@ def test_clipping_limits_an_update_that_its_second_moment_underestimates():
         parameter = nn.Parameter(torch.zeros(64, 64))
         optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.99), weight_decay=0)
         convert_optimizer(optimizer, FP8Config(update_clipping=clipping))
-        split_parameter(parameter, 8)
+        split_parameter(parameter)
         for _ in range(30):
             parameter.grad = 1e-3 * torch.randn(64, 64, dtype=torch.bfloat16)
             optimizer.step()

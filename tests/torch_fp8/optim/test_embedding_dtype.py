@@ -182,7 +182,7 @@ def test_compiled_without_a_graph_break():
 
 def test_a_compiled_linear_layer_is_one_graph():
     layer, x = nn.Linear(64, 64, bias=False), torch.randn(4, 64)
-    split_parameter(layer.weight, 8)
+    split_parameter(layer.weight)
     multiply_half(layer)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):

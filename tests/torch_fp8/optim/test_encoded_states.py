@@ -201,9 +201,7 @@ def test_shards_have_codes_of_the_parameters_sharding(one_rank):
     [
         (torch.float32, {"checkpoint_states": "float32"}, 96.4),
         (torch.float32, {}, 48.7),
-        (torch.float32, {"moment_bits": 4}, 45.8),
         (torch.bfloat16, {}, 40.7),
-        (torch.bfloat16, {"moment_bits": 4, "residual_bits": 4}, 33.8),
     ],
     ids=str,
 )

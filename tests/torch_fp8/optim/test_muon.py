@@ -233,7 +233,6 @@ def test_a_class_of_that_name_without_a_momentum_keeps_its_states():
     ("options", "size"),
     [
         ({"opt_level": "O3"}, 5.063),
-        ({"residual_bits": 4}, 5.532),
         ({"split_weights": False}, 12.0),
     ],
     ids=str,

@@ -39,15 +39,10 @@ def _equal(model, other):
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize(
-    "config",
-    [FP8Config(), FP8Config(residual_bits=4), FP8Config(residual_bits=0)],
-    ids=lambda c: f"k={c.residual_bits}",
-)
-def test_trains_as_the_stock_optimizer(cls, config):
+def test_trains_as_the_stock_optimizer(cls):
     stock = _model()
     reference = train_steps(stock, cls(stock.parameters(), lr=1e-3, weight_decay=0.1), 40)
-    losses = train_steps(*_converted(config, cls), 40)
+    losses = train_steps(*_converted(cls=cls), 40)
     assert losses[-1] < 0.3 * losses[0]
     assert losses[-1] == pytest.approx(reference[-1], rel=0.01)
 
@@ -100,7 +95,7 @@ def test_a_checkpoint_before_the_first_step_may_have_residuals():
     """Those of weights in BF16, as from an FP8 checkpoint."""
     model, optimizer = _converted(dtype=torch.bfloat16)
     residual = torch.randint(-127, 128, (100, 96), dtype=torch.int8)
-    set_residual(model[0].weight, residual, 8)
+    set_residual(model[0].weight, residual)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     assert torch.equal(saved[1]["torch_fp8_residuals"][0], residual)
     expected = merged_state_dict(model, optimizer)
@@ -225,46 +220,6 @@ def _step_that_changes_nothing(model, optimizer):
     optimizer.step()
     optimizer.zero_grad()
     group["lr"] = rate
-
-
-@each_dtype
-def test_residuals_change_their_bits_with_the_configuration(dtype):
-    model, optimizer = _converted(dtype=dtype)
-    train_steps(model, optimizer, 3)
-    eight = merged_state_dict(model, optimizer)
-    convert_optimizer(optimizer, FP8Config(residual_bits=4))
-    unchanged = merged_state_dict(model, optimizer)  # nothing is lost before a step
-    assert all(torch.equal(eight[name], unchanged[name]) for name in eight)
-    _step_that_changes_nothing(model, optimizer)
-    assert residual_of(model[1].weight).shape == (128, 48)
-    four = merged_state_dict(model, optimizer)
-    convert_optimizer(optimizer, FP8Config(residual_bits=8))
-    _step_that_changes_nothing(model, optimizer)
-    assert residual_of(model[1].weight).shape == (128, 96)
-    again = merged_state_dict(model, optimizer)
-    name = "1.weight"
-    unit = 2**-4 * 2.0 ** (eight[name].abs().log2().floor() - 7)  # of BF16's spacing
-    error = (four[name] - eight[name]) / unit
-    assert error.abs().max() < 1
-    if dtype == torch.float32:  # stochastically: a third, and right in the mean
-        assert 0.28 < error.abs().mean() < 0.38
-        assert error.mean().abs() < 5 * (1 / 6 / error.numel()) ** 0.5
-    else:
-        assert 0.2 < error.abs().mean() < 0.3  # to nearest: a quarter; cut off, it would be half
-    assert torch.equal(four[name], again[name])
-    train_steps(model, optimizer, 1)
-
-
-def test_residuals_do_without_bits_and_get_them_back():
-    model, optimizer = _converted(FP8Config(residual_bits=0))
-    train_steps(model, optimizer, 2)
-    weight = model[1].weight
-    assert weight.halves.residual is None
-    assert torch.equal(weight, weight.bfloat16().float())
-    convert_optimizer(optimizer, FP8Config(residual_bits=8))
-    train_steps(model, optimizer, 1)
-    assert weight.halves.residual.dtype == torch.int8
-    assert not torch.equal(weight, weight.bfloat16().float())
 
 
 def test_small_bf16_parameters_keep_float32_precision():

@@ -19,7 +19,6 @@ from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.estimate import linears_of
 from torch_fp8.planner.layouts import layers_alike
 from torch_fp8.planner.plan import CATEGORIES, largest, left_of, plan, plan_beside
-from torch_fp8.planner.plan import _config_text as plan_config
 from torch_fp8.planner.setup import LEVELS, ROLES, make_setup
 from torch_fp8.planner.tables import advice, plain_text
 
@@ -400,14 +399,3 @@ def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     # Of two stages, the first holds what one more micro-batch has saved.
     assert step.saved > 0
     assert piped.bytes["activations"] == round(step.forward + step.saved)
-
-
-def test_a_first_moment_in_4_bits_takes_less():
-    setups = [make_setup(config_of("llama"), **SMALL, moment_bits=bits) for bits in (8, 4)]
-    eight, four = (counts.standing_bytes(setup, "policy", "O2") for setup in setups)
-    assert eight.weights == four.weights
-    assert 0.75 < (four.moments + four.scales) / (eight.moments + eight.scales) < 0.95
-    at_o1 = (counts.standing_bytes(setup, "policy", "O1") for setup in setups)
-    assert len(set(at_o1)) == 1
-    assert json.loads(plan_config(setups[1], "O2"))["moment_bits"] == 4
-    assert "moment_bits" not in json.loads(plan_config(setups[1], "O1"))

@@ -37,7 +37,7 @@ def _model(cache=True, recipe="tensorwise", like=False, dtype=torch.float32, **o
     convert_optimizer(optimizer, config, model=None if cache is None else model)
     if cache is None and dtype == torch.float32:
         for layer in (model[0], model[2]):
-            split_parameter(layer.weight, 8)
+            split_parameter(layer.weight)
     return model, optimizer
 
 

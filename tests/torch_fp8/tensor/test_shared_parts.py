@@ -25,8 +25,8 @@ def _trained(**options):
     return model, optimizer
 
 
-def _moment(name, **options):
-    model, optimizer = _trained(**options)
+def _moment(name):
+    model, optimizer = _trained()
     return optimizer.state[model[0].weight][name]
 
 
@@ -45,7 +45,6 @@ TENSORS = {
     "8-bit gradient": lambda: _trained(opt_level="O3")[0][0].weight.grad,
     "first moment": lambda: _moment("exp_avg"),
     "second moment": lambda: _moment("exp_avg_sq"),
-    "second moment of 4 bits": lambda: _moment("exp_avg_sq", moment_bits=4),
 }
 
 
@@ -70,12 +69,6 @@ def test_processes_share_what_is_sent(kind):
     with torch.no_grad():
         received.mul_(2.0)
     assert torch.equal(received, tensor)
-
-
-def test_a_first_moment_of_4_bits_is_shared_and_sent():
-    moment = _moment("exp_avg", moment_bits=4).share_memory_()
-    assert moment.is_shared()
-    assert torch.equal(pickle.loads(ForkingPickler.dumps(moment)), moment)
 
 
 @pytest.mark.parametrize("kind", ["split", "frozen"])

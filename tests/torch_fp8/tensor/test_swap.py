@@ -106,7 +106,7 @@ def test_conversion_does_not_have_a_profiler_refer_to_weights():
     with recording("shapes"):
         layer = nn.Linear(64, 64)
         layer.weight = nn.Parameter(torch.ones(64, 64))
-        split_parameter(layer.weight, 8)
+        split_parameter(layer.weight)
         assert swappable(layer.weight)
         net = make()
         for linear in (net[0], net[2]):
@@ -150,7 +150,7 @@ def test_a_change_that_torch_refuses_leaves_the_weight(name):
 
 
 def test_a_recorded_weight_moves_to_another_device():
-    parameter = split_parameter(nn.Parameter(torch.randn(64, 64)), 8)
+    parameter = split_parameter(nn.Parameter(torch.randn(64, 64)))
     expected, seen = parameter.detach().clone(), []
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     with recording("shapes"):

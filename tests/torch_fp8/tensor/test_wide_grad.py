@@ -24,7 +24,7 @@ TERM = torch.linspace(0.5, 1.5, SIZE * SIZE).view(SIZE, SIZE).bfloat16()  # (64,
 def weight_of(**options):
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(SIZE, SIZE), **options)
-    return split_parameter(parameter, 8)
+    return split_parameter(parameter)
 
 
 def add(weight, term=TERM, count=1):
@@ -200,7 +200,7 @@ def test_a_retained_graph_is_summed():
 
 FORMS = {
     "copied": copy.deepcopy,
-    "split again": lambda p: (join_parameter(p), split_parameter(p, 8))[1],
+    "split again": lambda p: (join_parameter(p), split_parameter(p))[1],
     "moved": lambda p: nn.Module.to(holder(p), "meta").to_empty(device="cpu").p,
     "frozen in between": lambda p: p.requires_grad_(False).requires_grad_(True),
     "split while frozen": lambda p: weight_of(requires_grad=False).requires_grad_(True),

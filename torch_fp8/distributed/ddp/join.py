@@ -151,10 +151,8 @@ def broadcast_state(
                 continue
             if parameter in kept:
                 tensors.append(parameter.detach())
-            bits = optimizer.residual_bits(parameter)
-            residual = settled_residual(parameter, bits) if bits else None
-            if residual is not None:
-                tensors.append(residual)
+            if optimizer.keeps_residual(parameter):
+                tensors.append(settled_residual(parameter))
     _check_equal(tensors, group, next(module.parameters()).device)
     for tensor in tensors:
         # Sent as bytes: gloo has no int16.

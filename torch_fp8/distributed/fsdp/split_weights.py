@@ -48,8 +48,7 @@ def split_sharded(
     check_arguments(split_sharded, locals())
     optimizers = list(optimizers)
     reports = [convert_optimizer(o, config, model=model) for o in optimizers]
-    bits = config.large_residual_bits
-    if bits is None:
+    if not config.keeps_residuals:
         return reports
     ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
     trained = {p for o in ours for _, _, p in o.indexed_parameters() if p.requires_grad}
@@ -67,17 +66,16 @@ def split_sharded(
         return reports
     gathered = {param.sharded_param: param for param in fsdp_params(model)}
     for parameter in whole:
-        _split(parameter, gathered.get(parameter), bits)
+        _split(parameter, gathered.get(parameter))
     return [convert_optimizer(o, config, model=model) for o in optimizers]
 
 
-def _split(parameter: DTensor, param: Any, bits: int) -> None:
+def _split(parameter: DTensor, param: Any) -> None:
     """Split the shard of a parameter and free its float32 memory.
 
     Args:
         parameter: the float32 parameter.
         param: FSDP2's record of it; None: tensor parallelism has sharded it.
-        bits: the residual bits.
     """
     shard = parameter._local_tensor
     padded = torch.zeros(
@@ -86,7 +84,7 @@ def _split(parameter: DTensor, param: Any, bits: int) -> None:
         device=shard.device,
         pin_memory=param is not None and param.pin_memory and not shard.is_meta,
     )
-    parameter._local_tensor = SplitShard.of(shard, bits, padded)
+    parameter._local_tensor = SplitShard.of(shard, padded)
     if param is not None:
         param._sharded_param_data = padded.view(-1)
         renew_unsharded(param)

@@ -96,8 +96,8 @@ def case_losses():
 def case_states_are_those_of_one_rank():
     """Steps on given gradients, weights sharded on dimension 0 and on 1: equal bit for bit."""
     results = {}
-    for bits in (8, 4, 0):
-        config = FP8Config(opt_level="O2", residual_bits=bits)
+    for split in (True, False):
+        config = FP8Config(opt_level="O2", split_weights=split)
         torch.manual_seed(0)
         model, one = parallel(Pair(128, 256).bfloat16(), pair_plan(), config)
         optimizer, single = adamw(model, config, 1e-2), adamw(one, config, 1e-2)
@@ -116,7 +116,7 @@ def case_states_are_those_of_one_rank():
                 for key, value in entry.items()
                 if not torch.equal(as_bytes(ours["state"][name][key]), as_bytes(value))
             ]
-        results[str(bits)] = different
+        results[str(split)] = different
     return results
 
 
@@ -244,14 +244,13 @@ def opened(path, one, config, weights, saved):
 def case_refused_shardings():
     """States that cannot follow their weights, by name."""
     mesh, results = mesh_of(), {}
-    for name, hidden, bits in (
-        ("odd columns", 130, 4),
-        ("even columns", 132, 4),
-        ("8 bits", 130, 8),
-    ):
-        config = FP8Config(opt_level="O2", residual_bits=bits)
-        model, _ = parallel(Pair(WIDTH, hidden).bfloat16(), pair_plan(), config)
-        results[name] = message(adamw, model, config)
+    config = FP8Config(opt_level="O2")
+    model, _ = parallel(Pair(WIDTH, 130).bfloat16(), pair_plan(), config)
+    results["8 bits"] = message(adamw, model, config)
+    small = nn.Sequential(nn.Linear(WIDTH, WIDTH)).bfloat16()
+    small.odd = nn.Parameter(distribute_tensor(torch.zeros(3, 5).bfloat16(), mesh, [Shard(1)]))
+    convert_to_float8(small[0])
+    results["odd columns"] = message(adamw, small, config)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     model.experts = nn.Parameter(distribute_tensor(torch.zeros(4, 64, 64), mesh, [Shard(1)]))
     convert_to_float8(model[0])
