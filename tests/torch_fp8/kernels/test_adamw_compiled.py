@@ -16,7 +16,7 @@ WEIGHTS = {
     "fp32": (torch.float32, 0),
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
-LOW_BITS = ("bf16 with 8 bits", "bf16 alone")
+LOW_BITS = ("bf16 with 8 bits",)
 PAYLOADS = {
     "tensorwise": ["adamw_step_kernel", "recast_kernel"],
     "block_128x128": ["adamw_step_kernel"],
