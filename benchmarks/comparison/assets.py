@@ -44,14 +44,14 @@ FINE_TUNING_TOKENS = 512
 
 @dataclass(frozen=True)
 class Preset:
-    """How much of the library is read, and how large a model is made of it.
+    """The share of the library to read, and the size of the model to train on it.
 
     Attributes:
-        pretraining_steps: at most.
-        fewest_steps: at least, however slow the machine.
-        total_seconds: that everything is to take: this, and fine-tuning in two precisions.
-        fine_tuning: what each of the two fine-tuning runs does.
-        evaluated_examples: how many examples a fine-tuning run evaluates.
+        pretraining_steps: the maximum number of pre-training steps.
+        fewest_steps: the minimum number, however slow the machine is.
+        total_seconds: the time for everything: pre-training, and fine-tuning in two precisions.
+        fine_tuning: the size of each of the two fine-tuning runs.
+        evaluated_examples: the number of examples that a fine-tuning run evaluates.
     """
 
     name: str
