@@ -13,7 +13,7 @@ TIME = re.compile(
 
 def test_no_docstring_or_comment_states_a_time_that_nobody_can_measure_again():
     """A time is of one machine: it stands in a CSV, with the command that measured it."""
-    for package in ("torch_fp8", "lightning_fp8", "accelerate_fp8"):
+    for package in ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8"):
         for path in (ROOT / package).rglob("*.py"):
             tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
             for token in tokens:

@@ -131,8 +131,8 @@ def _decoded_ratio(codes: Tensor, scale: Tensor, second: Tensor) -> Tensor:
 
     Args:
         codes: int8, -7..7 and -8 for NaN, two to a byte; (R, K / 2) if flattened to rows.
-        scale: uint8, (R, K / 8) if flattened: five mantissa and three exponent bits, from 2^-7.
-        second: float32 second moment, whose matrix is (R, K).
+        scale: uint8, (R, K / 8) if flattened: five bits of mantissa, three of exponent.
+        second: the second moment, float32, whose matrix is (R, K).
     """
     rows, cols = matrix_shape(second.shape)
     integers = unpack_nibbles(codes.reshape(rows, cols // 2), cols)  # (R, K / 2) -> (R, K)
