@@ -14,6 +14,7 @@ from the same weights. No forward is added, and nothing waits for the device.
 
 import contextlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -188,12 +189,16 @@ def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _measure(trainer: Any, inputs: dict[str, Any], sampled: Tensor, scored: Tensor) -> None:
-    mask = inputs["completion_mask"]
-    if inputs.get("tool_mask") is not None:
-        mask = mask * inputs["tool_mask"]
     mode = "train" if trainer.model.training else "eval"
     ratio = inputs.get("importance_sampling_ratio")
-    _state_of(trainer).differences[mode].add(sampled, scored, mask, ratio)
+    _state_of(trainer).differences[mode].add(sampled, scored, sampled_mask(inputs), ratio)
+
+
+def sampled_mask(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the mask (B, T) of a batch's tokens that the policy sampled, not a tool."""
+    mask: Tensor = inputs["completion_mask"]
+    of_tools = inputs.get("tool_mask")
+    return mask if of_tools is None else mask * of_tools
 
 
 def _state_of(trainer: Any) -> RolloutState:

@@ -143,6 +143,20 @@ def test_history_is_per_process_and_falls_back_to_the_first(tmp_path: Path) -> N
         assert all(torch.equal(expected[key], loaded[key]) for key in expected)
 
 
+def test_each_of_several_models_gets_its_own_history(tmp_path: Path) -> None:
+    models = [_model() for _ in range(4)]
+    for i, model in enumerate(models):
+        convert_to_float8(model, DELAYED)
+        if i < 2:
+            model(torch.full((16, 64), 1.0 + i))
+    save_history(models[:2], tmp_path, 0)
+    load_history(models[2:], tmp_path, 0)
+    states = [scaling_state_dict(model) for model in models]
+    assert not all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    for saved, loaded in zip(states[:2], states[2:], strict=True):
+        assert all(torch.equal(saved[key], loaded[key]) for key in saved)
+
+
 def test_history_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model()
     convert_to_float8(model, DELAYED)

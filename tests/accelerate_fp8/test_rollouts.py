@@ -25,6 +25,7 @@ from accelerate_fp8.logprob_difference import (
     kept_weight,
     warnings_of,
 )
+from accelerate_fp8.rollouts import sampled_mask
 from accelerate_fp8.sampled_logprobs import SampledLogprobs
 from tests.accelerate_fp8.test_trl_frozen import Lab
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
@@ -264,6 +265,14 @@ def test_sums_leave_out_what_is_not_known_or_not_sampled() -> None:
     measured = difference.take(alone)
     assert measured == Measured(pytest.approx(0.75 / 4), 2.0, 0.5)
     assert difference.take(alone) is None
+
+
+def test_tokens_of_tools_are_not_compared() -> None:
+    mask = torch.tensor([[1, 1, 1, 0]])
+    assert torch.equal(sampled_mask({"completion_mask": mask}), mask)
+    assert torch.equal(sampled_mask({"completion_mask": mask, "tool_mask": None}), mask)
+    both = {"completion_mask": mask, "tool_mask": torch.tensor([[1, 0, 1, 1]])}
+    assert sampled_mask(both).tolist() == [[1, 0, 1, 0]]
 
 
 def test_a_warning_is_given_once(lab: Lab, said: list[str], monkeypatch: Any) -> None:

@@ -28,8 +28,8 @@ FAULTS = [
     Fault(
         "tokens of tools count in the difference of log-probabilities",
         "accelerate_fp8/rollouts.py",
-        '        mask = mask * inputs["tool_mask"]\n',
-        "        pass\n",
+        "return mask if of_tools is None else mask * of_tools",
+        "return mask",
         f"{_ACCELERATE}/test_rollouts.py",
     ),
     Fault(
