@@ -77,9 +77,15 @@ def test_merged_weights_are_sent(
         peft_config=LoraConfig(r=32, target_modules=["up_proj", "q_proj"], task_type="CAUSAL_LM"),
     )
     base = _layer(trainer.model).base_layer.weight.detach().float().clone()
+    generation = trainer.vllm_generation
+    generation.logprobs = None if level == "O2" else generation.logprobs
     trainer.train()
 
-    server = trainer.vllm_generation.vllm_client
+    if level == "O2":  # log-probabilities were asked for within calls alone
+        assert "fp8/logprob_difference" in trainer.state.log_history[0]
+        assert generation.logprobs is None
+        assert "generate" not in vars(generation)
+    server = generation.vllm_client
     assert len(server.received) == 3
     assert isinstance(_layer(trainer.model).base_layer, Float8Linear)
     name = "model.layers.0.mlp.up_proj.weight"
