@@ -10,7 +10,8 @@ import torch
 from tests.random_programs import draw
 from tests.random_properties import check
 
-QUICK = (3067, 3072, 3074, 3106, 3110, 3116)
+COMPILED = pytest.param(3074, marks=pytest.mark.long)
+QUICK = (3067, 3072, COMPILED, 3106, 3110, 3116)
 """All levels, five recipes, adapters, tied weights, checkpoints, averages, and Muon."""
 
 
