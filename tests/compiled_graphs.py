@@ -1,9 +1,11 @@
-"""Counts what torch.compile makes of a program: graphs, breaks, recompilations, dropped frames."""
+"""What torch.compile makes of a program: its graphs, and their number, breaks, recompilations."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 
@@ -21,6 +23,16 @@ class Graphs(NamedTuple):
     breaks: int
     recompilations: int
     dropped: int
+
+
+def graphs_of(graphs: list[torch.fx.GraphModule]) -> Any:
+    """Return a backend that runs the graphs of forwards and backwards, and adds them to a list."""
+
+    def keep(module: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(module)
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(fw_compiler=keep)
 
 
 def count_graphs(program: Callable[[], object]) -> Graphs:

@@ -46,4 +46,18 @@ FAULTS = [
         "torch.cat([dgate, dup], dim=1)",
         f"{_TESTS}/test_gate_up.py",
     ),
+    Fault(
+        "a product in a graph loses the bias that the GEMM does not add",
+        "torch_fp8/ops/scaled_mm.py",
+        "    return output if bias is None or in_gemm else output + bias\n\n\ndef _multiply",
+        "    return output\n\n\ndef _multiply",
+        "tests/torch_fp8/compile/test_visible_products.py",
+    ),
+    Fault(
+        "a graph gives torch's operator sizes that it refuses on CUDA",
+        "torch_fp8/ops/scaled_mm.py",
+        "isinstance(n, int) and n and n % GEMM_ALIGNMENT == 0",
+        "isinstance(n, int) and n and n % 4 == 0",
+        "tests/torch_fp8/compile/test_visible_products.py",
+    ),
 ]

@@ -5,9 +5,11 @@ the only layout that Hopper's FP8 tensor cores support. Any shape works: casts p
 supported sizes (`torch_fp8.quantization.payload_shape`), and `torch_fp8.ops.gemm_operand` pads the
 rest.
 
-One operator, ``torch_fp8::scaled_mm``, runs every GEMM, so a compiler sees only this one. Dynamo of
-torch 2.11 breaks the graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's operator by
-its predecessor, which does not accept block scales laid out for the newer one.
+In a graph of torch.compile for CUDA, GEMMs are ``aten::_scaled_mm``, which inductor calls without
+our Python. Those with block scales, with sizes that need padding, or that cuBLASLt may refuse, are
+``torch_fp8::scaled_mm``: Dynamo of torch 2.11 breaks the graph at ``F.scaled_mm``, and inductor of
+2.13 replaces torch's operator by its predecessor, which does not accept block scales laid out for
+the newer one.
 
 A bias is added in the GEMM's epilogue, before its only rounding, if torch's operator accepts a
 bias.
@@ -27,7 +29,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_fp8.ops import refused_rows
+from torch_fp8.autograd.current_pass import is_traced
+from torch_fp8.ops import refused_rows, registry
 from torch_fp8.ops.gemm_operand import aligned_operand, operand, with_columns
 from torch_fp8.ops.hardware import _cuda_version
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
@@ -48,6 +51,8 @@ _SCALING: dict[str, list[int]] = {
 }
 _SWIZZLE: list[int] = [SwizzleType.SWIZZLE_32_4_4.value]
 _NO_SWIZZLE: list[int] = []
+_ROWS_NEVER_REFUSED = 512
+"""Rows with which every product that cuBLASLt is known to refuse has been accepted."""
 
 
 def scaled_matmul(
@@ -78,9 +83,35 @@ def scaled_matmul(
     if contracted is None:
         contracted = min(a.qdata.shape[1], b.qdata.shape[1])
     if torch.compiler.is_compiling() or is_watched(a.qdata):
+        if not emulate and is_traced() and _is_visible(a, b, out_dtype):
+            return _visible(a, b, out_dtype, fast_accum, bias)
         output: Tensor = _operator(*a, *b, contracted, bias, out_dtype, fast_accum, emulate)
         return output
     return _multiply(a, b, contracted, bias, out_dtype, fast_accum, emulate)
+
+
+def _is_visible(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> bool:
+    """Return whether a GEMM in a graph is ``aten::_scaled_mm``; sizes may be symbolic."""
+    (rows, width), (cols, width_b) = a.qdata.shape, b.qdata.shape
+    known_rows = rows if isinstance(rows, int) else 2  # Dynamo's least symbolic size
+    if a.granularity == "rowwise":
+        fits = known_rows >= _ROWS_NEVER_REFUSED and out_dtype != torch.float32
+    else:
+        fits = known_rows > 0 and a.granularity == "tensorwise"
+    sizes = width, width_b, cols
+    padded = not all(isinstance(n, int) and n and n % GEMM_ALIGNMENT == 0 for n in sizes)
+    return fits and not padded and a.granularity == b.granularity and registry.on_cuda(a.qdata)
+
+
+def _visible(a: QuantizedTensor, b: QuantizedTensor, *options: Any) -> Tensor:
+    out_dtype, fast_accum, bias = options
+    in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
+    # Inductor cannot add dimensions to a scale () that is an element of a larger tensor.
+    scales = a.scale.view(-1, 1), b.scale.view(1, -1)  # (R, 1) and (1, S), or (1, 1)
+    factors = a.qdata, b.qdata.t(), *scales  # (R, C), (C, S) with strides (1, C)
+    epilogue = {"bias": bias if in_gemm else None, "out_dtype": out_dtype}
+    output = torch._scaled_mm(*factors, **epilogue, use_fast_accum=fast_accum)
+    return output if bias is None or in_gemm else output + bias
 
 
 def _multiply(
