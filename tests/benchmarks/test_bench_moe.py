@@ -47,27 +47,6 @@ def test_a_block_saves_least(rows):
         assert shares[BLOCK] < 0.3  # with the padding of few rows
 
 
-@pytest.mark.parametrize("block", TOY_MOE_BLOCKS.values(), ids=TOY_MOE_BLOCKS)
-def test_baseline_and_rows_are_what_they_say(block):
-    """The baseline has BF16 operands, and most tokens of skewed routing go to one expert."""
-    case = bench_moe.build(block, 100, "skewed", CPU)
-    assert {p.dtype for p in case.experts.parameters()} == {torch.bfloat16}
-    assert (case.index[:, 0] == 0).sum() >= 80
-    assert (bench_moe.build(block, 100, "random", CPU).index[:, 0] == 0).sum() < 70
-    assert bench_moe.variant_of(BF16, case.experts) is case.experts
-    assert bench_moe.variant_of(BLOCK, case.experts).fp8_gate is not None
-    assert not hasattr(case.experts, "fp8_gate")
-
-
-def test_a_failure_is_a_row(monkeypatch):
-    def fail(*args):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(bench_moe, "build", fail)
-    (row,) = bench_moe.measure((), {"tokens": 8, "routing": "random"}, CPU)
-    assert row["note"].startswith("out of memory")
-
-
 def test_a_block_waits_for_no_result():
     """All but the grouped GEMM, whose reference on the CPU reads the ends of groups."""
     case = bench_moe.build(TOY_MOE_BLOCKS["GPT-OSS-20B"], 32, "random", CPU)
