@@ -6,11 +6,8 @@ import torch
 from benchmarks import measurement
 from benchmarks.measurement import (
     ENVIRONMENT,
-    NOT_REACHED,
     Budget,
-    Table,
     interleaved,
-    read_rows,
 )
 
 CPU = torch.device("cpu")
@@ -60,21 +57,3 @@ def test_a_budget_lets_the_first_piece_begin_and_no_other_that_would_not_fit(mon
         now[0] = 7.0
     assert not budget.fits()  # 7 + 4 > 10
     assert Budget(-1.0).fits()
-
-
-def test_rows_of_earlier_runs_stay_until_their_group_is_measured_again(tmp_path):
-    path = tmp_path / "t.csv"
-
-    def table():
-        return Table(path, ("M", "variant", "ms", "note"), ("M",), ABOUT)
-
-    first = table()
-    first.add([{"M": m, "variant": v, "ms": 1} for m in (1, 2) for v in "ab"])
-    second = table()
-    second.add([{"M": 2, "variant": "c", "ms": 2}])
-    second.add([{"M": 1, "note": NOT_REACHED}, {"M": 3, "note": NOT_REACHED}])
-    found = [(row["M"], row["variant"], row["ms"]) for row in read_rows(path)]
-    assert found == [("1", "a", "1"), ("1", "b", "1"), ("2", "c", "2"), ("3", "", "")]
-    second.add([{"M": 3, "variant": "d", "ms": 4}])  # reached after all
-    assert [row["variant"] for row in read_rows(path)] == ["a", "b", "c", "d"]
-    assert read_rows(path)[-1]["gpu"] == "x"

@@ -32,13 +32,3 @@ def test_ceilings_of_the_published_model(card, tokens, published):
     bf16 = linears_seconds(tokens, fused, CARDS[card], None)
     found = [bf16 / linears_seconds(tokens, fused, CARDS[card], TRAFFIC[m]) for m in METHODS]
     assert found == pytest.approx(published, abs=0.0075)  # their second digit, and a half
-
-
-def test_sharing_an_input_is_casting_it_once():
-    rates, traffic = CARDS["H200"], TRAFFIC["tensorwise"]
-    fused = linears_seconds(8192, fused_linears(LLAMA_3_1_8B_BLOCK), rates, traffic)
-    shared = linears_seconds(8192, LLAMA_3_1_8B_BLOCK, rates, traffic, share_inputs=True)
-    alone = linears_seconds(8192, LLAMA_3_1_8B_BLOCK, rates, traffic)
-    assert shared == pytest.approx(fused, rel=1e-3)
-    repeated = 8192 * 4096 * 3  # k, v and up read what q and gate have read
-    assert alone - shared == pytest.approx(6 * repeated / rates.bandwidth)
