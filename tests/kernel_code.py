@@ -27,11 +27,6 @@ def digests(folder: Path = KERNELS) -> dict[str, str]:
     return made
 
 
-def digest(folder: Path = KERNELS) -> str:
-    """Return one for all functions."""
-    return hashlib.sha256(repr(sorted(digests(folder).items())).encode()).hexdigest()[:12]
-
-
 _Definitions = tuple[dict[str, ast.stmt], dict[str, tuple[str, str]]]
 
 

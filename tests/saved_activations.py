@@ -1,14 +1,10 @@
-"""What autograd keeps between forward and backward: what its hooks see, and what lives."""
+"""What autograd keeps between forward and backward."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class SavedBytes:
@@ -43,29 +39,6 @@ def count_saved(excluded: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
     saved = SavedBytes(excluded)
     with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         yield saved
-
-
-class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that operators have made within and that live now."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(results):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self._storages[_key(leaf)] = StorageWeakRef(storage), storage.nbytes()
-        return results
-
-    @property
-    def total(self) -> int:
-        """The bytes now."""
-        return sum(size for ref, size in self._storages.values() if not ref.expired())
 
 
 def _key(tensor: Tensor) -> int:

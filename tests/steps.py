@@ -3,6 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.saved_activations import count_saved
+
 
 def gaussian(*shape, dtype=torch.bfloat16, seed=1):
     """The same for the same shape and seed."""
@@ -68,16 +70,7 @@ class Calls(TorchDispatchMode):
 
 def saved_bytes(model, x):
     """Bytes that a forward saves for backward, parameters, histories and x left out."""
-    known = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
-    sizes = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with count_saved([x, *model.parameters(), *model.buffers()]) as saved:
         y = model(x)
     y.sum().backward()
-    return sum(sizes.values())
+    return saved.total

@@ -115,17 +115,6 @@ def test_loading_imports_nothing_and_takes_under_a_millisecond(tmp_path):
     assert min(ms for ms, _ in runs) < COST_LIMIT_MS
 
 
-def test_import_torch_registers_and_imports_no_package_of_ours():
-    code = """
-        import sys, torch, _fp8_autoload
-        assert _fp8_autoload._finder in sys.meta_path
-        ours = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8", "lightning",
-                "accelerate")
-        print([name for name in sys.modules if name.partition(".")[0] in ours])
-    """
-    assert run_python(code) == "[]"
-
-
 def test_autoload_can_be_switched_off():
     code = "import sys, torch; print('_fp8_autoload' in sys.modules)"
     assert run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
@@ -141,9 +130,15 @@ def test_registering_twice_adds_one_finder():
     assert len(once) - len(before) <= 1
 
 
-def test_module_is_extended_once_it_ran(host, finder):
+def test_module_is_extended_once_it_ran_and_again_when_it_is_reloaded(host, finder):
     finder.add("host.core", "host_fp8._register:extend")
-    assert importlib.import_module("host").core.VALUE == 2
+    core = importlib.import_module("host").core
+    assert core.VALUE == 2
+    loader = core.__spec__.loader  # stock again
+    assert type(loader).__name__ == "SourceFileLoader"
+    assert "exec_module" not in vars(loader)
+    assert loader.get_source("host.core") == "VALUE = 1"
+    assert importlib.reload(core).VALUE == 2
 
 
 def test_module_imported_before_is_extended_at_once(host, finder):
@@ -153,11 +148,22 @@ def test_module_imported_before_is_extended_at_once(host, finder):
     assert core.VALUE == 2
 
 
-def test_half_imported_module_is_extended_when_it_is_complete(host, finder, monkeypatch):
-    # As with `import accelerate`: host.core imports torch, which loads us; VALUE is not there yet.
+@pytest.fixture
+def loading(host, finder, monkeypatch):
+    """``loading(code)``: host.core loads us in the middle of its own import, as torch does it."""
     monkeypatch.setattr(_fp8_autoload, "_finder", finder)
     monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
-    (host / "host/core.py").write_text("import _fp8_autoload\n_fp8_autoload.load()\nVALUE = 1\n")
+
+    def write(code):
+        (host / "host/core.py").write_text(f"import _fp8_autoload\n_fp8_autoload.load()\n{code}\n")
+
+    return write
+
+
+@pytest.mark.parametrize("code", ["VALUE = 1", "_fp8_autoload.load()\nVALUE = 1"])
+def test_half_imported_module_is_extended_when_it_is_complete(loading, finder, code):
+    # As with `import accelerate`, perhaps followed by `import accelerate_fp8` while it is imported.
+    loading(code)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         core = importlib.import_module("host.core")  # no other import follows
@@ -166,29 +172,13 @@ def test_half_imported_module_is_extended_when_it_is_complete(host, finder, monk
     assert type(core.__spec__) is importlib.machinery.ModuleSpec  # stock again
 
 
-def test_module_whose_import_failed_half_way_is_extended_at_the_next_try(host, finder, monkeypatch):
-    monkeypatch.setattr(_fp8_autoload, "_finder", finder)
-    monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
-    (host / "host/core.py").write_text("import _fp8_autoload\n_fp8_autoload.load()\n1 / 0\n")
+def test_module_whose_import_failed_half_way_is_extended_at_the_next_try(host, finder, loading):
+    loading("1 / 0")
     with pytest.raises(ZeroDivisionError):
         importlib.import_module("host.core")
     assert finder.status == {"host.core": "waiting"}
     (host / "host/core.py").write_text("VALUE = 1   # a file of another size, so no stale cache\n")
     assert importlib.import_module("host.core").VALUE == 2
-
-
-def test_module_is_extended_once_though_autoload_is_called_again_half_way(
-    host, finder, monkeypatch
-):
-    # As an explicit `import accelerate_fp8` does while Accelerate is half imported.
-    monkeypatch.setattr(_fp8_autoload, "_finder", finder)
-    monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
-    (host / "host/core.py").write_text(
-        "import _fp8_autoload\n_fp8_autoload.load()\n_fp8_autoload.load()\nVALUE = 1\n"
-    )
-    core = importlib.import_module("host.core")
-    assert core.VALUE == 2
-    assert type(core.__spec__) is importlib.machinery.ModuleSpec
 
 
 def test_module_that_is_found_and_then_met_half_imported_is_extended_once(host, finder):
@@ -234,20 +224,6 @@ def test_extension_that_imports_does_not_extend_another_twice(host, finder):
         finder.add(name, "host_fp8._register:extend")
     finder.extend_imported()
     assert [sys.modules[name].VALUE for name in ("host.core", "host.other")] == [2, 2]
-
-
-def test_reload_is_extended_again(host, finder):
-    finder.add("host.core", "host_fp8._register:extend")
-    core = importlib.import_module("host.core")
-    assert importlib.reload(core).VALUE == 2
-
-
-def test_loader_is_stock_after_the_import(host, finder):
-    finder.add("host.core", "host_fp8._register:extend")
-    loader = importlib.import_module("host.core").__spec__.loader
-    assert type(loader).__name__ == "SourceFileLoader"
-    assert "exec_module" not in vars(loader)
-    assert loader.get_source("host.core") == "VALUE = 1"
 
 
 def test_two_finders_do_not_ask_each_other_for_ever(host, finder, monkeypatch):
@@ -370,23 +346,6 @@ def test_module_object_made_by_hand_is_not_extended(host, finder):
     finder.add("host.core", "host_fp8._register:extend")
     sys.modules["host.core"] = types.ModuleType("host.core")
     assert not hasattr(importlib.import_module("host.core"), "VALUE")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "first", ["accelerate", pytest.param("lightning.fabric", marks=pytest.mark.slow), "torch"]
-)
-def test_real_hosts_are_extended_whichever_is_imported_first(first):
-    # `import accelerate` has accelerate.accelerator half imported when torch loads us.
-    code = f"""
-        import {first}
-        import accelerate, lightning.fabric, _fp8_autoload
-        from typing import get_args
-        from lightning.fabric.plugins.precision import precision
-        assert "fp8-mixed" in get_args(precision._PRECISION_INPUT_STR)
-        assert hasattr(accelerate.utils.imports.is_fp8_available, "__wrapped__")
-    """
-    run_python(code, PYTHONWARNINGS="error:FP8:RuntimeWarning")
 
 
 def test_every_module_with_extension_points_is_in_the_list_and_the_other_way_round():

@@ -1,5 +1,6 @@
 """The rule for long tests, the record of what they take, and the order of files."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -23,53 +24,17 @@ import pytest
 
 BURN = "import time\\nwhile time.process_time() < 0.5: pass"
 
-def in_process():
+@pytest.fixture
+def costly():
     end = time.process_time() + 0.4
     while time.process_time() < end: pass
 
-def in_a_child():
-    subprocess.run([sys.executable, "-c", BURN], check=True)
-
-@pytest.fixture
-def costly():
-    in_process()
-
 def test_short(): time.sleep(0.5)
-def test_in_process(): in_process()
-def test_in_a_child(): in_a_child()
+def test_in_a_child(): subprocess.run([sys.executable, "-c", BURN], check=True)
 def test_in_setup(costly): pass
 
 @pytest.mark.long
-def test_marked(): in_process()
-"""
-
-
-PARAMETRIZED = """
-import pytest
-
-@pytest.fixture(params=["a", "b", "c"])
-def letter(request): return request.param
-
-@pytest.mark.parametrize(("number", "twice"), [(0, 0), (1, 2)], ids=["0", "1"])
-@pytest.mark.parametrize("other", ["x", "y"])
-def test_costly(letter, other, number, twice): pass
-
-@pytest.mark.long
-@pytest.mark.parametrize("other", ["x", pytest.param("y", marks=pytest.mark.smoke), "z"])
-@pytest.mark.parametrize("number", [0, 1])
-def test_smoke(number, other): pass
-
-@pytest.mark.parametrize("other", ["x", "y"])
-def test_cheap(letter, other): pass
-
-def test_plain(): pass
-"""
-COLLECT = """
-import sys, pytest
-from pathlib import Path
-from tests import durations
-durations.RECORD = Path(sys.argv[1])
-pytest.main(["-q", "--collect-only", "-m", "not combination", sys.argv[2]], plugins=[durations])
+def test_marked(costly): pass
 """
 
 
@@ -80,8 +45,8 @@ def test_a_long_test_without_the_marker_fails(tmp_path):
     command = [sys.executable, "-c", RUN, str(file), str(junit)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "5 passed, 3 errors" in done.stdout
-    for name in ("in_process", "in_a_child", "in_setup"):
+    assert "4 passed, 2 errors" in done.stdout
+    for name in ("in_a_child", "in_setup"):
         assert f"::test_{name} took 0." in done.stdout
     seconds = {name.split("::")[1]: s for name, s in durations.seconds_of(junit).items()}
     assert seconds["test_marked"] >= 0.35  # ticks are of 10 ms
@@ -89,21 +54,43 @@ def test_a_long_test_without_the_marker_fails(tmp_path):
     assert seconds["test_short"] < 0.3
 
 
-def test_of_a_costly_test_a_run_has_each_value_of_each_parameter(tmp_path):
-    file, record = tmp_path / "test_some.py", tmp_path / "durations.json"
-    file.write_text(PARAMETRIZED)
-    markers = "".join(f"  {name}: as in the project\n" for name in ("long", "smoke", "combination"))
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
-    record.write_text(
-        json.dumps({f"test_some.py::test_{name}": 1 for name in ("costly", "plain", "smoke")})
-    )
-    command = [sys.executable, "-c", COLLECT, str(record), str(file)]
-    printed = subprocess.check_output(command, cwd=ROOT, text=True)
-    names = [line.partition("::test_")[2] for line in printed.splitlines() if "::" in line]
-    cheap = [f"cheap[{letter}-{other}]" for letter in "abc" for other in "xy"]
-    costly = ["costly[a-x-0]", "costly[b-y-1]", "costly[c-x-0]"]
-    smoke = ["smoke[0-y]", "smoke[1-y]", "smoke[0-x]", "smoke[0-z]"]
-    assert sorted(names) == sorted([*costly, *smoke, *cheap, "plain"])
+class Item(SimpleNamespace):
+    """Stands for a collected test, with what is asked of it."""
+
+    __hash__ = object.__hash__
+
+    def get_closest_marker(self, name):
+        return name in self.markers
+
+    def add_marker(self, name):
+        self.markers.append(name)
+
+
+def items(function, *markers, **values):
+    """The items of a test, by each combination of the parameters' values."""
+    for chosen in itertools.product(*values.values()):
+        params = dict(zip(values, chosen, strict=True))
+        name = f"{function}[{'-'.join(chosen)}]"
+        smoke = ["smoke"] if "smoke" in markers and params["other"] == "y" else []
+        yield Item(nodeid=name, markers=smoke, callspec=SimpleNamespace(params=params))
+
+
+def test_of_a_costly_test_a_run_has_each_value_of_each_parameter():
+    cheap = list(items("a.py::test_cheap", letter="abc", other="xy"))
+    costly = list(items("a.py::test_costly", letter="abc", other="xy", number="01"))
+    smoke = list(items("a.py::test_smoke", "smoke", number="01", other="xyz"))
+    plain = Item(nodeid="a.py::test_plain", markers=[])
+    recorded = {f"a.py::test_{name}": 1 for name in ("costly", "smoke", "plain")}
+    durations.mark_combinations([*cheap, *costly, *smoke, plain], recorded)
+
+    def chosen(these):
+        left = [item for item in these if "combination" not in item.markers]
+        return [item.nodeid.partition("_")[2] for item in left]
+
+    assert chosen([plain, *cheap]) == ["plain", *(f"cheap[{a}-{b}]" for a in "abc" for b in "xy")]
+    assert len(chosen(costly)) == 3
+    assert {letter for name in chosen(costly) for letter in name} >= set("abcxy01")
+    assert chosen(smoke) == ["smoke[0-x]", "smoke[0-y]", "smoke[0-z]", "smoke[1-y]"]
 
 
 def test_files_are_handed_out_longest_first_and_stay_whole():

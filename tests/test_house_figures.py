@@ -1,6 +1,6 @@
 """What scripts/house_figures.py counts."""
 
-from scripts.house_figures import code_lines, private_names, rooms
+from scripts.house_figures import code_lines, private_names
 
 SOURCE = '''"""A module's docstring,
 of two lines."""
@@ -23,12 +23,6 @@ def double(
 
 def test_comments_blank_lines_and_docstrings_are_no_code():
     assert code_lines(SOURCE) == 7
-
-
-def test_every_file_of_the_engine_belongs_to_one_room():
-    paths = [path for paths in rooms().values() for path in paths]
-    assert len(paths) == len(set(paths))
-    assert {"torch_fp8", "torch_fp8/nn", "tests", "start-up"} <= set(rooms())
 
 
 def test_private_names_are_those_of_other_projects(tmp_path):

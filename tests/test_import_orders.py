@@ -105,15 +105,6 @@ def test_trl_configuration_alone_asks_for_fp8(tmp_path):
     assert start(tmp_path, code) == "fp8\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["import transformers", "import datasets", "import peft"])
-def test_trl_configuration_after_others_asks_for_fp8(tmp_path, first):
-    code = (
-        f"{first}\nfrom trl import SFTConfig\nprint(SFTConfig('o', use_cpu=True).mixed_precision)"
-    )
-    assert start(tmp_path, code) == "fp8\n"
-
-
 @pytest.mark.long
 def test_ways_to_start_python(tmp_path):
     # One process, interactive, that forks, and pickles to a forked and to a spawned child.

@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 
 import pytest
 import torch
 
 from tests.host_loops import WAYS, Net
+from tests.launchers.conftest import free_port
 from tests.weight_walk import walk
 from torch_fp8 import FP8Config
 
@@ -55,12 +55,6 @@ def test_user_code_finds_float32_weights_on_two_ranks(level, ways, tmp_path, for
 def _chosen(level):
     choices = {"opt_level": level, "emulate": True, "recipe": "tensorwise"}
     return {"TORCH_FP8_CONFIG": json.dumps(choices)}  # of the Trainer, by its flag
-
-
-def free_port():
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]
 
 
 SEQUENCES = [

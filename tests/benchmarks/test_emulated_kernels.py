@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from benchmarks.evidence.emulated_kernels import rows_of
 from benchmarks.rows import RESULTS, read_rows
@@ -25,28 +26,22 @@ def counted(addresses, width, shared=False):
     return counts
 
 
-def test_neighbours_ask_for_each_sector_once():
-    counts = counted(np.arange(32) * 16, 16)
-    assert (counts.requested, counts.needed) == (512, 512)
-    assert (counts.sectors, counts.least_sectors) == (16, 16)
+@pytest.mark.parametrize(
+    ("stride", "width", "expected"),
+    [(16, 16, (512, 512, 16, 16)), (32, 16, (512, 512, 32, 16)), (0, 4, (128, 4, 1, 1))],
+    ids=["neighbours", "every second piece", "the same bytes"],
+)
+def test_sectors_of_a_warp(stride, width, expected):
+    counts = counted(np.arange(32) * stride, width)
+    found = counts.requested, counts.needed, counts.sectors, counts.least_sectors
+    assert found == expected
 
 
-def test_every_second_piece_asks_for_twice_the_sectors():
-    counts = counted(np.arange(32) * 32, 16)
-    assert (counts.sectors, counts.least_sectors) == (32, 16)
-
-
-def test_the_same_bytes_are_requested_often_and_needed_once():
-    counts = counted(np.zeros(32, int), 4)
-    assert (counts.requested, counts.needed, counts.sectors) == (128, 4, 1)
-
-
-def test_threads_in_one_bank_take_turns():
-    assert counted(np.arange(32) * 4, 4, shared=True).passes == 1
-    assert counted(np.arange(32) * 128, 4, shared=True).passes == 32
-    assert counted(np.zeros(32, int), 4, shared=True).passes == 1
-    wide = counted(np.arange(32) * 16, 16, shared=True)
-    assert (wide.passes, wide.least_passes) == (4, 4)
+@pytest.mark.parametrize(
+    ("stride", "width", "passes"), [(4, 4, 1), (128, 4, 32), (0, 4, 1), (16, 16, 4)]
+)
+def test_threads_in_one_bank_take_turns(stride, width, passes):
+    assert counted(np.arange(32) * stride, width, shared=True).passes == passes
 
 
 def test_a_row_sums_the_launches_of_a_variant():

@@ -55,16 +55,6 @@ def test_all_variants_were_compiled_of_this_code(recorded):
     assert len({row["triton"] for row in recorded}) == 1
 
 
-def test_the_digest_is_that_of_code(tmp_path):
-    def of(text):
-        (tmp_path / "kernel.py").write_text(text)
-        return kernel_code.digest(tmp_path)
-
-    plain = of("def f(x):\n    return x + 1\n")
-    assert of('"""Says."""\ndef f(x):\n    """One more."""\n    return (x + 1)  # see\n') == plain
-    assert of("def f(x):\n    return x + 2\n") != plain
-
-
 def test_a_kernels_digest_has_what_it_calls_and_nothing_else(tmp_path):
     def of(ours, shared, other="1"):
         head = "from torch_fp8.kernels.shared import g\n\nSIZE = 4\n\n"
@@ -93,10 +83,3 @@ def test_what_is_far_from_spilling_on_hopper_is_so_on_blackwell(recorded):
             left_out += 1
             assert of_target["sm_100"][kernel, variant, warps] <= 0.7 * allowed, (kernel, variant)
     assert left_out > 300
-
-
-def test_the_largest_of_what_inputs_need_is_kept():
-    one = dict(zip(bench.COLUMNS, ("k", "A=1", "sm_90", 40, 0, 128, 4), strict=True))
-    other = one | {"registers": 30, "spilled_bytes": 8}
-    (row,) = bench.merged(iter([dict(one), other]))
-    assert (row["registers"], row["spilled_bytes"]) == (40, 8)

@@ -1,22 +1,14 @@
 """Timing, tables and budgets of the benchmarks."""
 
-import sys
-
 import pytest
 import torch
 
 from benchmarks import measurement
 from benchmarks.measurement import (
     ENVIRONMENT,
-    NOT_REACHED,
-    RESULTS,
     Budget,
-    Table,
     interleaved,
-    parser,
-    read_rows,
 )
-from benchmarks.rows import OUTPUT
 
 CPU = torch.device("cpu")
 ABOUT = dict.fromkeys(ENVIRONMENT, "x")
@@ -65,46 +57,3 @@ def test_a_budget_lets_the_first_piece_begin_and_no_other_that_would_not_fit(mon
         now[0] = 7.0
     assert not budget.fits()  # 7 + 4 > 10
     assert Budget(-1.0).fits()
-
-
-def test_rows_of_earlier_runs_stay_until_their_group_is_measured_again(tmp_path):
-    path = tmp_path / "t.csv"
-
-    def table():
-        return Table(path, ("M", "variant", "ms", "note"), ("M",), ABOUT)
-
-    first = table()
-    first.add([{"M": m, "variant": v, "ms": 1} for m in (1, 2) for v in "ab"])
-    second = table()
-    second.add([{"M": 2, "variant": "c", "ms": 2}])
-    second.add([{"M": 1, "note": NOT_REACHED}, {"M": 3, "note": NOT_REACHED}])
-    found = [(row["M"], row["variant"], row["ms"]) for row in read_rows(path)]
-    assert found == [("1", "a", "1"), ("1", "b", "1"), ("2", "c", "2"), ("3", "", "")]
-    second.add([{"M": 3, "variant": "d", "ms": 4}])  # reached after all
-    assert [row["variant"] for row in read_rows(path)] == ["a", "b", "c", "d"]
-    assert read_rows(path)[-1]["gpu"] == "x"
-
-
-def test_toy_figures_never_go_to_the_results(monkeypatch, capsys):
-    def parse(*arguments):
-        monkeypatch.setattr(sys, "argv", ["x", *arguments])
-        return parser("linear", "Text.").parse_args()
-
-    assert not parse("--toy").csv.is_relative_to(RESULTS)
-    with pytest.raises(SystemExit):
-        parse("--toy", "--csv", str(RESULTS / "linear.csv"))
-    assert "toy figures" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_full_sizes_need_a_gpu_or_a_flag_that_does_without(monkeypatch, capsys):
-    def parse(*arguments):
-        monkeypatch.setattr(sys, "argv", ["x", *arguments])
-        made = parser("memory", "Text.", without_gpu=("--fake",))
-        made.add_argument("--fake", action="store_true")
-        return made.parse_args()
-
-    assert parse("--fake").csv == OUTPUT / "memory.csv"
-    with pytest.raises(SystemExit):
-        parse()
-    assert "no GPU" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The peers: torchao as installed, Transformer Engine as a stub with its signatures."""
+"""The peers: torchao as installed."""
 
 import copy
 
@@ -7,32 +7,12 @@ import torch
 from torch import nn
 
 from benchmarks import peers
-from torch_fp8.quantization.metrics import sqnr_db
 
 
 def network():
     layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
     layers.add_module("lm_head", nn.Linear(32, 48, bias=False))
     return layers.to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("recipe", peers.TRANSFORMER_ENGINE_RECIPES)
-def test_transformer_engine_takes_the_linears_and_their_weights(te, recipe):
-    stock = network()
-    ours = peers.TransformerEngine(copy.deepcopy(stock), recipe)
-    kinds = [type(m).__module__.partition(".")[0] for m in ours.module.children()]
-    assert kinds == ["transformer_engine", "torch", "transformer_engine", "torch"]
-    assert torch.equal(ours.module[0].weight, stock[0].weight)
-    assert torch.equal(ours.module[0].bias, stock[0].bias)
-    x = torch.randn(16, 32, dtype=torch.bfloat16)
-    assert sqnr_db(stock(x).float(), ours(x).float()) > 15
-
-
-def test_transformer_engine_takes_a_single_linear(te):
-    ours = peers.TransformerEngine(nn.Linear(32, 32).bfloat16(), "current")
-    assert type(ours.module).__module__.startswith("transformer_engine")
-    ours(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()
-    assert ours.module.weight.grad is not None
 
 
 @pytest.mark.parametrize("recipe", peers.TORCHAO_RECIPES)
@@ -51,11 +31,3 @@ def test_torchao_s_optimizers_are_its_own(name):
     optimizer = peers.torchao_optimizer(name, network().parameters(), lr=1e-3)
     assert type(optimizer).__name__ == name
     assert optimizer.bf16_stochastic_round
-
-
-def test_what_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="torchao is not installed"):
-        peers.torchao(nn.Linear(32, 32), "tensorwise")
-    with pytest.raises(ImportError, match="transformer-engine is not installed"):
-        peers.TransformerEngine(nn.Linear(32, 32), "current")

@@ -2,13 +2,10 @@
 
 import pytest
 
-from benchmarks import bench_block
 from benchmarks.roofline import (
     CARDS,
     TRAFFIC,
-    cast_bytes,
     fused_linears,
-    gemm_seconds,
     linears_seconds,
 )
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
@@ -35,42 +32,3 @@ def test_ceilings_of_the_published_model(card, tokens, published):
     bf16 = linears_seconds(tokens, fused, CARDS[card], None)
     found = [bf16 / linears_seconds(tokens, fused, CARDS[card], TRAFFIC[m]) for m in METHODS]
     assert found == pytest.approx(published, abs=0.0075)  # their second digit, and a half
-
-
-def test_sharing_an_input_is_casting_it_once():
-    rates, traffic = CARDS["H200"], TRAFFIC["tensorwise"]
-    fused = linears_seconds(8192, fused_linears(LLAMA_3_1_8B_BLOCK), rates, traffic)
-    shared = linears_seconds(8192, LLAMA_3_1_8B_BLOCK, rates, traffic, share_inputs=True)
-    alone = linears_seconds(8192, LLAMA_3_1_8B_BLOCK, rates, traffic)
-    assert shared == pytest.approx(fused, rel=1e-3)
-    repeated = 8192 * 4096 * 3  # k, v and up read what q and gate have read
-    assert alone - shared == pytest.approx(6 * repeated / rates.bandwidth)
-
-
-def test_a_gemm_takes_its_arithmetic_or_its_bytes():
-    rates = CARDS["H200"]
-    square = gemm_seconds(8192, 8192, 8192, rates, fp8=False)
-    assert square == 2 * 8192**3 / rates.bf16
-    thin = gemm_seconds(16, 4096, 4096, rates, fp8=True)
-    assert thin == (16 * 4096 + 4096**2 + 2 * 16 * 4096) / rates.bandwidth
-
-
-def test_bytes_of_casts_meet_the_targets_of_each_recipe():
-    """At most 4.1 per element of x and gradient for blockwise and delayed, 6.1 for tensorwise."""
-    m, k, n = 4096, 4096, 4096
-    per_element = {
-        name: (cast_bytes(m, k, n, traffic) - traffic.w * n * k) / (m * k + m * n)
-        for name, traffic in TRAFFIC.items()
-    }
-    assert per_element["blockwise"] <= 4.1
-    assert per_element["delayed"] <= 4.1
-    assert per_element["tensorwise"] <= 6.1
-    assert per_element["fused"] == 0
-
-
-@pytest.mark.parametrize("variant", ["default", "wgrad in BF16"])
-def test_a_block_whose_recipe_auto_chose_has_the_floor_of_that_recipe(variant):
-    assert bench_block.traffic_of(variant, "blockwise") is TRAFFIC["blockwise"]
-    assert bench_block.traffic_of(variant, "tensorwise") is TRAFFIC["tensorwise"]
-    assert bench_block.traffic_of(variant, "") is None
-    assert bench_block.traffic_of("rowwise", "rowwise") is TRAFFIC["rowwise"]

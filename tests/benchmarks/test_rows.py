@@ -1,7 +1,6 @@
 """Rows of benchmarks: where they go, and which code they say has made them."""
 
 import re
-import subprocess
 
 import pytest
 
@@ -19,30 +18,6 @@ def test_every_committed_row_says_which_code_made_it(path):
     assert committed
     for row in committed:
         assert re.fullmatch(f"({EARLIER})?[0-9a-f]{{12}}", row[CODE]), row
-
-
-def test_the_digest_of_a_commit_is_that_of_its_files(tmp_path, monkeypatch):
-    """And of files that are not committed; what is no code is left out."""
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    source = tmp_path / "torch_fp8" / "inner" / "one.py"
-    source.parent.mkdir(parents=True)
-    source.write_text("ONE = 1\n")
-    for part in rows.PARTS[1:]:
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "two.py").write_text(f"{part} = 2\n")
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "first"], check=True)
-    monkeypatch.setattr(rows, "ROOT", tmp_path)
-    first = rows.code()
-    assert rows.code_of("HEAD") == first
-    (tmp_path / "benchmarks" / "rows.csv").write_text("a\n1\n")
-    assert rows.code() == first
-    source.write_text("ONE = 2\n")
-    changed = rows.code()
-    assert changed != first == rows.code_of("HEAD")
-    subprocess.run([*git, "commit", "-q", "-a", "-m", "second"], check=True)
-    assert rows.commits_of({first, changed, "0" * 12}).keys() == {first, changed}
 
 
 def test_rows_keep_the_code_that_made_them(tmp_path):
@@ -70,15 +45,3 @@ def test_no_benchmark_writes_over_a_file_of_the_repository_unasked(path):
         assert not re.search(r"RESULTS|CURVES|EXPERTS", given.replace("with_name", "")) or (
             ".with_name(" in given
         )
-
-
-def test_output_is_ignored_by_git():
-    assert rows.OUTPUT.relative_to(ROOT).parts[0] + "/" in (ROOT / ".gitignore").read_text()
-
-
-def test_a_file_that_is_gone_on_with_is_told(tmp_path, capsys):
-    rows.tell_kept(tmp_path / "rows.csv")
-    assert not capsys.readouterr().out
-    write_rows(tmp_path / "rows.csv", ("a",), [{"a": 1}, {"a": 2}])
-    rows.tell_kept(tmp_path / "rows.csv")
-    assert "2 rows are in" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,52 +76,6 @@ def test_every_host_has_its_newest_release_of_today_in_the_table():
         assert versions.minor(installed) <= versions.minor(highest), host
 
 
-@pytest.mark.parametrize(
-    ("part", "wanted"),
-    [
-        ("lightning-2.5", ["lightning==2.5.*", "pytorch-lightning==2.5.*"]),
-        ("accelerate-1.10.1+datasets-4.4", ["accelerate==1.10.1", "datasets==4.4.*"]),
-        ("torch-2.11", ["torch==2.11.*"]),
-        ("python-3.10", []),
-    ],
-)
-def test_parts_name_releases(part, wanted):
-    assert versions.requirements(versions.parse(part)) == wanted
-
-
-def test_the_newest_releases_are_those_after_what_was_tried():
-    hosts = [part.partition("-")[0] for part in versions.NEWEST]
-    assert set(hosts) == {"lightning", *TRIED, "torch"}
-    for part, host in zip(versions.NEWEST, hosts, strict=True):
-        highest = versions.tried(ROWS, host)[1]
-        asked = versions.requirements(versions.parse(part))
-        assert asked[0] == f"{host}>={versions.after(highest)}"
-
-
-@pytest.mark.parametrize(
-    ("message", "result", "status"),
-    [
-        ("ERROR: No matching distribution found for torch>=2.99", "none newer", 0),
-        ("ERROR: No space left on device", "not installed", 1),
-    ],
-)
-def test_that_nothing_newer_exists_is_no_failure(
-    message, result, status, tmp_path, monkeypatch, capsys
-):
-    def refuse(*_):
-        raise subprocess.CalledProcessError(1, ["pip"], stderr=message)
-
-    monkeypatch.setattr(versions, "NEWEST", ("torch-newest",))
-    monkeypatch.setattr(versions, "make_environment", refuse)
-    monkeypatch.setattr(versions, "snapshot", lambda folder: folder)
-    path = tmp_path / "rows.csv"
-    with pytest.raises(SystemExit) as ended:
-        versions.main(["--parts", "newest", "--csv", str(path)])
-    assert ended.value.code == status
-    assert f"torch-newest: {result}" in capsys.readouterr().out
-    assert path.exists() == bool(status)
-
-
 def test_the_lowest_the_default_and_the_highest_torch_are_in_the_matrix():
     lowest, highest = versions.tried(ROWS, "torch")
     setup = (ROOT / "scripts" / "setup.sh").read_text()
@@ -130,28 +83,6 @@ def test_the_lowest_the_default_and_the_highest_torch_are_in_the_matrix():
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert f'torch: ["{lowest}", "{default}", "{highest}"]' in workflow
     assert {f"torch-{v}" for v in (lowest, default, highest)} <= set(versions.PARTS)
-
-
-@pytest.mark.parametrize("part", ["lightning", "datasets-4.4", "lightning-2.x", "accelerate-1.1+"])
-def test_other_parts_are_refused(part):
-    with pytest.raises(ValueError, match="is not HOST-VERSION with one of lightning"):
-        versions.parse(part)
-
-
-def test_all_parts_can_be_read():
-    for part in versions.PARTS:
-        versions.parse(part)
-
-
-def test_rows_are_replaced_and_ordered(tmp_path):
-    path = tmp_path / "rows.csv"
-    common = {"python": "3.11.7", "torch": "2.13.0", "result": "works"}
-    for version, passed in (("1.10.1", 1), ("1.9.0", 2), ("1.10.1", 3)):
-        row = {**common, "host": "accelerate", "version": version, "passed": passed}
-        versions.write([row], path)
-    rows = read_rows(path)
-    assert [(row["version"], row["passed"]) for row in rows] == [("1.9.0", "2"), ("1.10.1", "3")]
-    assert versions.tried(rows, "accelerate") == ("1.9", "1.10")
 
 
 CARDS = re.findall(

@@ -63,46 +63,6 @@ def test_every_variant_is_the_product_in_float32_rounded_once(name, layout, in_f
             assert torch.equal(addend, want)
 
 
-def test_the_products_of_a_layer_are_rounded_once_under_autocast(in_float32):
-    rows, weight = operands("mm", "plain")
-    layer, x = torch.nn.Linear(2 * INNER, COLUMNS), rows.float().requires_grad_()
-    layer.weight.data = weight.t().float()
-    torch.nn.init.zeros_(layer.bias)
-    grad = torch.randn(ROWS, COLUMNS).to(BF16)
-    with torch.autocast("cpu", BF16):
-        output = layer(x)
-    output.backward(grad)
-    bias = layer.bias.detach().to(BF16)
-    assert torch.equal(output, once(torch.addmm, bias, rows, weight))
-    assert torch.equal(x.grad, once(torch.mm, grad, weight.t()).float())
-    assert torch.equal(layer.weight.grad, once(torch.mm, grad.t(), rows).float())
-
-
-def test_other_dtypes_and_mistakes_are_torchs(in_float32):
-    a, b = operands("mm", "plain")
-    got = [torch.mm(a.to(dtype), b.to(dtype)) for dtype in (torch.float32, torch.float64)]
-    bias = torch.zeros(COLUMNS, dtype=BF16)
-    errors = []
-    for installed in (True, False):
-        if not installed:
-            bf16_products.restore()
-        for call in (
-            lambda: torch.mm(a, b.float()),
-            lambda: torch.mm(a, a),
-            lambda: torch.mm(a, b, out=torch.empty(ROWS, COLUMNS)),
-            lambda: bias.addmm_(a, b),
-        ):
-            with pytest.raises(RuntimeError) as raised:
-                call()
-            errors.append(str(raised.value))
-    assert errors[:4] == errors[4:]
-    want = [torch.mm(a.to(dtype), b.to(dtype)) for dtype in (torch.float32, torch.float64)]
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-    bf16_products.compute_in_float32()
-    with pytest.warns(UserWarning, match="was resized"):
-        torch.mm(a, b, out=torch.empty(2, 2, dtype=BF16))
-
-
 def test_restoring_gives_torchs_own_back(in_float32):
     tensors = operands("mm", "plain")
     bf16_products.restore()

@@ -2,7 +2,6 @@
 
 import json
 
-import instruction_data
 import pytest
 import torch
 from code_tokenizer import train_tokenizer
@@ -62,11 +61,6 @@ def test_instruction_rows_work_without_a_template(tokenizer, monkeypatch):
     assert learned(example, tokenizer) == "a sequence<|end|>"
 
 
-def test_the_first_token_is_never_a_label(tokenizer):
-    example = tokenize({"prompt": "", "completion": "no order"}, tokenizer)
-    assert example.labels[0] == IGNORED
-
-
 def test_the_prompt_is_tokenized_as_at_generation_time(tokenizer):
     row = {"prompt": "a seq", "completion": "uence"}  # one token if tokenized together
     together = tokenizer("a sequence")["input_ids"]
@@ -76,22 +70,23 @@ def test_the_prompt_is_tokenized_as_at_generation_time(tokenizer):
     assert example.input_ids[:-1] != together
 
 
-def test_a_row_of_unknown_keys_names_them_and_the_known(tokenizer):
-    with pytest.raises(ValueError, match=r"\['question', 'text'\].*'messages'.*'completion'"):
-        tokenize({"text": "x", "question": "y"}, tokenizer)
-
-
-def test_chat_rows_without_a_template_say_what_to_do(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(ValueError, match="no chat template"):
-        tokenize({"messages": CHAT}, tokenizer)
-
-
-def test_a_template_that_rewrites_history_is_refused(tokenizer, monkeypatch):
-    only_last = "{{ messages[-1]['content'] }}"
-    monkeypatch.setattr(tokenizer, "chat_template", only_last)
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        tokenize({"messages": CHAT}, tokenizer)
+@pytest.mark.parametrize(
+    ("template", "row", "said"),
+    [
+        (None, {"messages": CHAT}, "no chat template"),
+        ("{{ messages[-1]['content'] }}", {"messages": CHAT}, "rewrites earlier turns"),
+        ("{{ raise_exception('must alternate') }}", {"messages": CHAT}, "line 1: .*must alternate"),
+        ("", {"prompt": "a list " * 50, "completion": "a sequence"}, "--max-length"),
+        ("", {"messages": CHAT[:2]}, "None of the 1 rows of .*rows.jsonl has an answer"),
+    ],
+)
+def test_rows_that_nothing_can_be_learned_of_are_refused(
+    tokenizer, jsonl, monkeypatch, template, row, said
+):
+    if template != "":
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises((ValueError, Refusal), match=said):
+        load_examples(jsonl([row]), tokenizer, max_length=64)
 
 
 @pytest.fixture
@@ -109,26 +104,6 @@ def test_rows_that_are_too_long_are_left_out_and_counted(tokenizer, jsonl, capsy
     path = jsonl([short, {"prompt": "a list " * 50, "completion": "a sequence"}, short])
     assert len(load_examples(path, tokenizer, max_length=32)) == 2
     assert "1 of 3 rows left out" in capsys.readouterr().out
-
-
-def test_no_row_short_enough_is_an_error(tokenizer, jsonl):
-    path = jsonl([{"prompt": "a list " * 50, "completion": "a sequence"}])
-    with pytest.raises(ValueError, match="--max-length"):
-        load_examples(path, tokenizer, max_length=8)
-
-
-def test_without_any_answer_the_error_says_what_an_answer_is(tokenizer, jsonl):
-    question = {"messages": [{"role": "user", "content": "what is a list"}]}
-    with pytest.raises(Refusal, match=r"None of the 2 rows of .*rows.jsonl has an answer"):
-        load_examples(jsonl([question, question]), tokenizer, max_length=512)
-
-
-def test_what_a_chat_template_refuses_names_the_row(tokenizer, jsonl, monkeypatch):
-    template = "{{ raise_exception('roles must alternate') }}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    path = jsonl([{"messages": CHAT}])
-    with pytest.raises(Refusal, match=r"rows.jsonl, line 1: .*roles must alternate"):
-        load_examples(path, tokenizer, max_length=512)
 
 
 def test_conversations_are_learned_as_messages(tokenizer, jsonl):
@@ -179,10 +154,6 @@ def test_packing_keeps_every_example_whole_and_once():
     assert learned == sum(len(e.labels) - 2 for e in examples)
 
 
-def test_packing_fills_the_gaps():
-    assert len(pack(examples_of([7, 6, 3, 4]), 10, pad_token_id=1)) == 2
-
-
 def test_packing_refuses_an_example_that_does_not_fit():
     with pytest.raises(ValueError, match="13 tokens does not fit into a row of 12"):
         pack(examples_of([13]), 12, pad_token_id=1)
@@ -201,23 +172,3 @@ def test_packed_examples_do_not_see_each_other():
             row, start = (batch["input_ids"] == example.input_ids[0]).nonzero()[0].tolist()
             alone = model(input_ids=ids).logits[0]
             torch.testing.assert_close(packed[row, start : start + ids.shape[1]], alone)
-
-
-def test_packed_and_padded_rows_give_the_same_loss():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    model = llama(**sizes, num_key_value_heads=4).eval()
-    examples = examples_of([9, 6, 5, 8])
-    packed = stack(pack(examples, 16, pad_token_id=1))
-    padded = pad(examples, pad_token_id=1)
-    with torch.no_grad():
-        losses = [model(**batch, use_cache=False).loss for batch in (packed, padded)]
-    torch.testing.assert_close(*losses)
-
-
-def test_ignored_is_what_the_loss_ignores():
-    logits = torch.randn(3, 5)
-    labels = torch.tensor([1, instruction_data.IGNORED, 2])
-    torch.testing.assert_close(
-        torch.nn.functional.cross_entropy(logits, labels),
-        torch.nn.functional.cross_entropy(logits[[0, 2]], labels[[0, 2]]),
-    )

@@ -11,13 +11,6 @@ def test_every_epoch_reads_everything_once_in_another_order():
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_seed_decides():
-    def read(seed: int) -> list[int]:
-        return list(RunOrder(num_examples=50, num_samples=50, seed=seed))
-
-    assert read(0) == read(0) != read(1)
-
-
 @pytest.mark.parametrize("start", [0, 1, 7, 10, 23, 30])
 def test_a_resumed_order_is_the_rest_of_the_whole(start):
     whole = list(RunOrder(10, 30, seed=3))

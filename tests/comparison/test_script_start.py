@@ -63,17 +63,6 @@ WORK = """
 """
 
 
-@pytest.mark.parametrize("signum", SIGNALS, ids=lambda s: s.name)
-def test_a_signal_cleans_up_and_is_the_status(signum):
-    process = start(WORK)
-    process.send_signal(signum)
-    out, error = process.communicate(timeout=30)
-    assert out == "cleaned\n"
-    assert f"ended by {signum.name}" in error
-    assert "Traceback" not in error
-    assert process.returncode == 128 + signum
-
-
 def test_a_second_signal_does_not_wait():
     code = WORK.replace('print("cleaned", flush=True)', 'print("slow", flush=True); time.sleep(60)')
     process = start(code)
@@ -184,7 +173,3 @@ def test_threads_are_set_where_the_user_has_set_nothing(monkeypatch, idle, given
     monkeypatch.setattr(script_start, "idle_cores", lambda: idle)
     monkeypatch.setattr(script_start, "_usable_cores", lambda: 2)
     assert script_start.thread_settings(given) == expected
-
-
-def test_idle_cores_are_between_none_and_all():
-    assert 0 <= script_start.idle_cores(0.1) <= len(os.sched_getaffinity(0))

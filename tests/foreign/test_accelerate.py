@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
@@ -70,17 +69,6 @@ def _step(accelerator, model, optimizer, scheduler, x):
     optimizer.zero_grad()
 
 
-def test_prepared_objects_are_referenced_and_let_go(components):
-    accelerator, model, optimizer, scheduler, data = components()
-    assert accelerator._models == [model]
-    assert accelerator._optimizers == [optimizer]
-    assert accelerator._schedulers == [scheduler]
-    assert accelerator._dataloaders == [data]
-    assert isinstance(optimizer.optimizer, Float8Optimizer)
-    model, optimizer, scheduler, data = accelerator.free_memory(model, optimizer, scheduler, data)
-    assert accelerator._models == accelerator._optimizers == accelerator._schedulers == []
-
-
 def test_a_prepared_optimizer_can_be_pickled(components):
     accelerator, model, _, _, _ = components()
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
@@ -124,10 +112,3 @@ def test_hooks_of_the_user_see_the_state_that_is_saved_and_loaded(components, tm
     accelerator.load_state(str(tmp_path))
     assert seen == ["saved", "loaded"]
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_model_prepared_twice_is_the_same(components):
-    accelerator, model, *_ = components()
-    assert accelerator.prepare(model) is model
-    assert accelerator.unwrap_model(model) is model
-    assert not accelerate.utils.other.is_compiled_module(model)

@@ -65,20 +65,6 @@ def _data():
     return DataLoader(torch.randn(16, 64), batch_size=8)
 
 
-def test_the_best_checkpoints_are_kept_and_load_into_a_stock_module(tmp_path):
-    best = callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
-    model = Classifier()
-    _trainer(tmp_path, best, max_epochs=4).fit(model, val_dataloaders=_data())
-    assert len(best.best_k_models) == 2
-    loaded = Classifier.load_from_checkpoint(best.best_model_path)
-    (measured,) = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    ).validate(loaded, _data(), verbose=False)
-    assert measured["val_loss"] == pytest.approx(best.best_model_score.item(), rel=0.05)
-    last = torch.load(best.last_model_path, weights_only=True)
-    assert all(torch.equal(last["state_dict"][n], t) for n, t in model.state_dict().items())
-
-
 def test_training_stops_early(tmp_path):
     stop = callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
     trainer = _trainer(tmp_path, stop, max_epochs=10)
@@ -203,29 +189,3 @@ def test_lbfgs_is_left_alone_and_trains(tmp_path):
     trainer = _trainer(tmp_path, max_epochs=1)
     trainer.fit(Second())
     assert trainer.callback_metrics["train_loss"].isfinite()
-
-
-def test_a_scheduler_is_stepped_with_the_metric(tmp_path):
-    class Plateau(Classifier):
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, patience=0, threshold=10.0
-            )
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
-            }
-
-    model = Plateau()
-    trainer = _trainer(tmp_path, max_epochs=3)
-    trainer.fit(model, val_dataloaders=_data())
-    assert trainer.optimizers[0].param_groups[0]["lr"] < model.lr
-
-
-def test_predictions_come_out_as_float_tensors_of_stock_weights(tmp_path):
-    trainer, model = _trainer(tmp_path), Classifier()
-    trainer.fit(model)
-    predictions = trainer.predict(model, _data())
-    assert torch.cat(predictions).isfinite().all()
-    assert type(model.head) is nn.Linear

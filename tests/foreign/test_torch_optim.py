@@ -7,19 +7,13 @@ steps that do nothing. What stock does, step by step, is what a converted one is
 
 import copy
 import io
-import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from torch_fp8 import convert_optimizer, merged_state_dict
-from torch_fp8.optim.optimizer import Float8Optimizer
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers", reason="needs expecttest")
 
@@ -135,24 +129,6 @@ def test_each_input_steps_as_stock_or_is_refused_by_name(cls, options):
         assert (moved - stocks).norm() < 0.1 * stocks.norm()  # two moments in 8 bits
 
 
-@each_input
-def test_each_input_lowers_the_loss_with_torchs_schedulers(cls, options):
-    if REFUSED & {name for name, value in options.items() if value}:
-        pytest.skip("refused by name")
-    _stock(cls, options)
-    info = next(info for info in INFOS if info.optim_cls is cls)
-    for schedulers in ((), *info.scheduler_inputs):
-        model, optimizer = _converted(cls, {**options, "maximize": False})
-        made = [make(optimizer) for make in schedulers]
-        losses = []
-        for _ in range(20):
-            losses.append(optimizer.step(_closure(model, optimizer)).item())
-            for scheduler in made:
-                on_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-                scheduler.step(losses[-1]) if on_loss else scheduler.step()
-        assert min(losses[1:]) < losses[0], schedulers
-
-
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
 def test_a_group_that_stock_refuses_to_add_is_refused_alike(info):
     model, optimizer = _converted(info.optim_cls, {})
@@ -233,74 +209,11 @@ def test_hooks_of_state_dicts_see_and_change_what_they_do_in_stock(cls, steps):
     assert runs[0] == runs[1]
 
 
-@each_class
-def test_hooks_of_steps_run_as_in_stock(cls):
-    runs = []
-    for model, optimizer in (_make(cls, {}), _converted(cls, {})):
-        seen = []
-        handles = [
-            optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("pre")),
-            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("post")),
-            register_optimizer_step_pre_hook(lambda *_, seen=seen: seen.append("all")),
-            register_optimizer_step_post_hook(lambda *_, seen=seen: seen.append("all, post")),
-        ]
-        _run(model, optimizer, 2)
-        for handle in handles:
-            handle.remove()
-        _run(model, optimizer, 1)
-        runs.append(seen)
-    assert runs[0] == runs[1]
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch.save": lambda x: _through_a_file(x, weights_only=False),
-}
-
-
 def _through_a_file(x, weights_only):
     buffer = io.BytesIO()
     torch.save(x, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=weights_only)
-
-
-@each_class
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies_have_all_public_attributes_and_train_on(cls, copied):
-    model, optimizer = _converted(cls, {"weight_decay": 0.1})
-    _run(model, optimizer)
-    twin, other = copied((model, optimizer))
-    public = [{k for k in vars(o) if not k.startswith("_")} for o in (optimizer, other)]
-    assert public[0] == public[1]
-    assert isinstance(other, Float8Optimizer)
-    assert _same(optimizer.state_dict(), other.state_dict())
-    assert _run(model, optimizer, first=4) == _run(twin, other, first=4)
-    assert all(map(torch.equal, model.parameters(), twin.parameters()))
-    assert _same(optimizer.state_dict(), other.state_dict())
-
-
-STATES = {
-    "as it is": lambda s: s,
-    "deepcopy": copy.deepcopy,
-    "weights_only": lambda s: _through_a_file(s, weights_only=True),
-    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
-}
-
-
-@each_class
-@pytest.mark.parametrize("copied", STATES.values(), ids=STATES)
-def test_a_state_that_was_copied_is_the_same_and_goes_on(cls, copied):
-    model, optimizer = _converted(cls, {"lr": torch.tensor(1e-3)})
-    _run(model, optimizer)
-    saved = copied(optimizer.state_dict())
-    assert _same(saved, optimizer.state_dict())
-    twin, other = _converted(cls, {"lr": torch.tensor(7.0)})
-    twin.load_state_dict(model.state_dict())
-    other.load_state_dict(saved)
-    assert _same(other.state_dict(), optimizer.state_dict())
-    assert _run(model, optimizer, first=4) == _run(twin, other, first=4)
 
 
 @each_class
@@ -370,22 +283,6 @@ def test_empty_and_complex_parameters_step(cls):
         optimizer.step()
         plain.step()
     assert torch.equal(complex_, twin)
-
-
-@each_class
-def test_groups_have_options_of_their_own(cls):
-    model = _model()
-    groups = [
-        {"params": [model[0].weight], "lr": 0.0, "weight_decay": 0.1},
-        {"params": [model[2].weight, model[2].bias]},
-    ]
-    optimizer = cls(groups, lr=1e-2)
-    convert_optimizer(optimizer, model=model)
-    before = merged_state_dict(model, optimizer)
-    _run(model, optimizer, 3)
-    after = merged_state_dict(model, optimizer)
-    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert moved == {"2.weight", "2.bias"}
 
 
 @each_class

@@ -21,9 +21,11 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """What the script said, and host -> [losses of each rank], the first of them whether in FP8."""
+    """What the script said, and host -> [class of a layer and losses of each rank]."""
     folder = tmp_path_factory.mktemp("ray")
-    search = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    search = os.pathsep.join(
+        filter(None, [os.getcwd(), str(SCRIPTS), os.environ.get("PYTHONPATH")])
+    )
     done = subprocess.run(
         [sys.executable, SCRIPTS / "ray_cluster.py", folder],
         env={**os.environ, **SETTINGS, "HF_HOME": str(folder), "PYTHONPATH": search},
@@ -45,7 +47,7 @@ def test_both_workers_train_in_fp8(cluster, host):
     said, losses = cluster
     assert host in losses, said
     ranks = losses[host]
-    assert [rank[0] for rank in ranks] == ["True", "True"]
+    assert [rank[0] for rank in ranks] == ["Float8Linear", "Float8Linear"]
     first, *_, last = map(float, ranks[0][1:])
     assert last < first
     if host != "trainer":  # whose rank zero alone logs the mean

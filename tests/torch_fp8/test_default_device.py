@@ -13,6 +13,7 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from tests.steps import train_steps
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 from torch_fp8.conversion.memory import memory_report
 from torch_fp8.kernels import adamw
@@ -61,15 +62,9 @@ def _made(options, recipe="tensorwise"):
     return model, optimizer, tokens
 
 
-def _steps(model, optimizer, tokens, number=2):
-    losses = []
-    for _ in range(number):
-        loss = model(tokens).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def _steps(model, optimizer, tokens):
+    loss_of = lambda model, step: model(tokens).float().square().mean()  # noqa: E731
+    return train_steps(model, optimizer, 2, loss_of=loss_of)
 
 
 @pytest.mark.parametrize("level", LEVELS)

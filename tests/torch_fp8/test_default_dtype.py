@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import train_steps
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,11 @@ class Model(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+def _loss(model, step):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(torch.arange(step, step + 32)).float().square().mean()
+
+
 def _trained(dtype, converted_before, **options):
     torch.manual_seed(0)
     model = Model()
@@ -73,13 +79,7 @@ def _trained(dtype, converted_before, **options):
     try:
         if not converted_before:
             convert()
-        for step in range(3):
-            tokens = torch.arange(step, step + 32)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(tokens).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_steps(model, optimizer, 3, loss_of=_loss)
         return [p.detach().clone() for p in model.parameters()]
     finally:
         torch.set_default_dtype(default)

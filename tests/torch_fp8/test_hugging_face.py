@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
 
 from tests.saved_activations import count_saved
+from tests.steps import train_steps
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -194,21 +195,10 @@ def _gpt2():
     return AutoModelForCausalLM.from_config(config)
 
 
-def _loss(model):
+def _loss(model, step=0):
     tokens = torch.randint(0, 128, (4, 19), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
         return model(input_ids=tokens, labels=tokens).loss
-
-
-def _losses(model, optimizer, steps=8):
-    losses = []
-    for _ in range(steps):
-        loss = _loss(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -220,7 +210,9 @@ def test_gpt2_trains_as_in_bf16(config):
     report = convert_to_float8(fp8, config)
     assert len(report.converted) == 8
     convert_optimizer(optimizers[1], config, model=fp8)
-    want, got = (_losses(m, o) for m, o in zip((stock, fp8), optimizers, strict=True))
+    want, got = (
+        train_steps(m, o, 8, loss_of=_loss) for m, o in zip((stock, fp8), optimizers, strict=True)
+    )
     assert want[-1] < 0.9 * want[0]
     assert got == pytest.approx(want, rel=0.02)
     assert memory_report(fp8, optimizers[1]).bytes_per_param < 6  # without gradients
@@ -244,7 +236,7 @@ def test_lora_on_conv1d(converted_first):
     assert layer.fan_in_fan_out
     assert isinstance(layer.base_layer, Float8Conv1D)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = _losses(model, optimizer)
+    losses = train_steps(model, optimizer, 8, loss_of=_loss)
     assert losses[-1] < losses[0]
     model.eval()
     before = _loss(model).item()

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import gemm_operand
 from torch_fp8.ops.gemm_operand import operand
@@ -25,13 +22,14 @@ def _with_room(x):
     return x._replace(qdata=qdata.view(x.qdata.dtype)[:rows])
 
 
+def _pads(x, rows, cols, value):
+    assert rows == cols == 0, f"a copy of {tuple(x.shape)}"
+    return x
+
+
 @pytest.mark.parametrize("tokens", [1, 37, 133, 4095])
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_no_operand_of_a_layer_is_padded_by_a_copy(monkeypatch, recipe_name, tokens):
-    def pads(x, rows, cols, value):
-        assert rows == cols == 0, f"a copy of {tuple(x.shape)}"
-        return x
-
     recipe = make_recipe(recipe_name)
     x, w, g = torch.randn(tokens, K), torch.randn(N, K), torch.randn(tokens, N)
     x_row, x_col = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=True, columnwise=True))
@@ -44,7 +42,7 @@ def test_no_operand_of_a_layer_is_padded_by_a_copy(monkeypatch, recipe_name, tok
     if recipe_name in ("blockwise", "mxfp8"):  # a few bytes of scales are laid out anew
         monkeypatch.setitem(gemm_operand._LAY_OUT, "block_128x128", lambda scale: scale)
         monkeypatch.setitem(gemm_operand._LAY_OUT, "block_1x32", lambda scale: scale)
-    monkeypatch.setattr(gemm_operand, "_pad", pads)
+    monkeypatch.setattr(gemm_operand, "_pad", _pads)
     for a, b, contracted in ((x_row, w_row, K), (g_row, w_col, N), (g_col, x_col, tokens)):
         made = operand(a, contracted, is_b=False), operand(b, contracted, is_b=True)
         assert made[0].qdata.shape[1] == made[1].qdata.shape[1]
@@ -76,11 +74,7 @@ def test_scales_of_32_elements_are_laid_out_with_what_lies_behind_them(monkeypat
     room.as_strided((256, 4), (4, 1)).fill_(float("nan"))
     room.copy_(x.scale)
 
-    def pads(x, rows, cols, value):
-        assert rows == cols == 0, f"a copy of {tuple(x.shape)}"
-        return x
-
-    monkeypatch.setattr(gemm_operand, "_pad", pads)
+    monkeypatch.setattr(gemm_operand, "_pad", _pads)
     made = operand(x._replace(scale=room), K, is_b=False)
     # A tile of 128 rows is 512 bytes; of the second one, 5 rows exist, 16 bytes apart.
     assert made.scale.shape == filled_up.shape == (1024,)
@@ -124,24 +118,3 @@ def test_operands_of_which_one_alone_is_padded():
     a, b = operand(padded, 20, is_b=False), operand(row, 20, is_b=True)
     assert a.qdata.shape == (24, 32)
     assert b.qdata.shape == (48, 32)
-
-
-@pytest.mark.parametrize("tokens", [1, 37, 133])
-@pytest.mark.parametrize("recipe_name", RECIPES)
-def test_a_layer_trains_as_in_float32(recipe_name, tokens):
-    torch.manual_seed(0)
-    stock = nn.Linear(K, N)
-    x, grad = torch.randn(tokens, K), torch.randn(tokens, N)
-    want_x = x.clone().requires_grad_()
-    want = F.linear(want_x, stock.weight, stock.bias)
-    want.backward(grad)
-    model = nn.Sequential(nn.Linear(K, N))
-    model[0].load_state_dict(stock.state_dict())
-    convert_to_float8(model, FP8Config(recipe=recipe_name, opt_level="O1"))
-    got_x = x.clone().requires_grad_()
-    got = model(got_x)
-    got.backward(grad)
-    pairs = ((got, want), (got_x.grad, want_x.grad), (model[0].weight.grad, stock.weight.grad))
-    for a, b in pairs:
-        assert a.shape == b.shape
-        assert (a - b).norm() < 0.08 * b.norm()

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
 import torch_fp8
+from tests.steps import train_steps
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import Float8ColwiseParallel
@@ -76,23 +78,16 @@ def recorded(monkeypatch, te, what):
 
 def train(model, steps=4, optimizer=None):
     """Losses of a few steps, with another number of tokens in each."""
-    optimizer = optimizer or torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=0.5
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+    return train_steps(
+        model, optimizer, steps, loss_of=lambda m, i: m(batch(i, 5 + i)).logsumexp(-1).mean()
     )
-    losses = []
-    for step in range(steps):
-        loss = model(batch(step, 5 + step)).float().logsumexp(-1).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trains_as_a_stock_model(te, recipe):
-    model, stock = Model(), Model()
-    stock.load_state_dict(model.state_dict())
+    model = Model()
+    stock = copy.deepcopy(model)
     report = convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
     assert report.converted == ("up", "middle", "again", "down")
     assert report.skipped == (("lm_head", "skip='lm_head'"),)
@@ -135,8 +130,7 @@ def test_dtypes_are_those_of_our_own_layers(
     te, monkeypatch, x, weight, bias, autocast, expected, multiplied
 ):
     seen = recorded(monkeypatch, te, lambda inp, output: output.dtype)
-    linear = nn.Linear(32, 32)
-    linear.weight.data = linear.weight.data.to(weight)
+    linear = nn.Linear(32, 32, dtype=weight)
     linear.bias.data = linear.bias.data.to(bias)
     ours = copy.deepcopy(linear)
     convert_to_float8(linear, TE)
@@ -157,25 +151,17 @@ def test_dtypes_are_those_of_our_own_layers(
     assert seen == [multiplied]
 
 
-def test_takes_no_other_inputs(te):
-    model = nn.Sequential(nn.Linear(32, 32))
-    convert_to_float8(model, TE)
-    with pytest.raises(TypeError, match=r"'0'.*float64"):
-        model(torch.ones(16, 32, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"'0' takes inputs \(..., 32\), got \(16, 48\)"):
-        model(torch.ones(16, 48))
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_compiles_without_a_break_of_ours(te, recipe):
+def test_compiles_without_a_break_of_ours_and_takes_no_other_inputs(te):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
+    convert_to_float8(model, TE)
     x = torch.randn(5, 32)
-    expected = model(x)
-    torch._dynamo.reset()
+    expected = model(x)  # starts Transformer Engine, which no graph has
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), expected)
-    torch._dynamo.reset()
+    with pytest.raises(TypeError, match=r"'0'.*float64"):
+        model(x.double())
+    with pytest.raises(ValueError, match=r"'0' takes inputs \(..., 32\), got \(16, 48\)"):
+        model(torch.ones(16, 48))
 
 
 def test_keeps_parameters_tying_and_requires_grad(te):
@@ -234,8 +220,8 @@ def test_copies_and_pickles_are_models_of_their_own(te, recipe, make):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_revert_leaves_stock_modules(te, recipe):
-    model, stock = Model(), Model()
-    stock.load_state_dict(model.state_dict())
+    model = Model()
+    stock = copy.deepcopy(model)
     convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
     model(batch(0))
     assert revert(model) == 4
@@ -248,19 +234,8 @@ def test_revert_leaves_stock_modules(te, recipe):
     assert torch.equal(model(batch(0)), stock(batch(0)))
 
 
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(32, 64, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(64, 32, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 def test_an_mlp_with_a_layer_of_each_backend_hands_over_plain_tensors(te):
-    model = nn.Sequential(GatedMLP())
+    model = nn.Sequential(LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=64)))
     stock = copy.deepcopy(model)
     assert convert_to_float8(model).producers == ("0",)
     convert_to_float8(model[0].up_proj, TE)
@@ -272,66 +247,47 @@ def test_an_mlp_with_a_layer_of_each_backend_hands_over_plain_tensors(te):
     assert (gradient - x.grad).norm() < 0.1 * x.grad.norm()
 
 
+DELAYED = {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent"}
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "name", "expected"),
     [
-        ({}, "Float8CurrentScaling HYBRID"),
-        ({"recipe": "tensorwise", "grad_format": "e4m3"}, "Float8CurrentScaling E4M3"),
-        ({"recipe": "delayed"}, "DelayedScaling HYBRID"),
-        ({"recipe": "blockwise"}, "Float8BlockScaling E4M3"),
+        ({}, "Float8CurrentScaling", "HYBRID"),
+        ({"recipe": "tensorwise", "grad_format": "e4m3"}, "Float8CurrentScaling", "E4M3"),
+        ({"recipe": "delayed", **DELAYED}, "DelayedScaling", "HYBRID"),
+        ({"recipe": "blockwise"}, "Float8BlockScaling", "E4M3"),
     ],
     ids=str,
 )
-def test_recipes(te, options, expected):
+def test_recipes(te, options, name, expected):
     linear = nn.Linear(32, 32)
-    convert_to_float8(linear, FP8Config(backend="transformer-engine", **options))
+    convert_to_float8(linear, FP8Config(backend=TE.backend, **options))
     linear(torch.ones(16, 32))
     recipe = linear.fp8.engine.recipe
-    assert f"{type(recipe).__name__} {recipe.fp8_format.name}" == expected
+    assert (type(recipe).__name__, recipe.fp8_format.name) == (name, expected)
+    # A rank's scales are of what it has seen.
+    own = {**DELAYED, "reduce_amax": False} if name == "DelayedScaling" else {}
+    assert vars(recipe) == {"fp8_format": recipe.fp8_format, **own}
 
 
-def test_options_of_delayed_scaling(te):
-    linear = nn.Linear(32, 32)
-    config = FP8Config(
-        backend="transformer-engine",
-        recipe="delayed",
-        amax_history_len=16,
-        amax_compute_algo="most_recent",
-        margin=2,
-    )
-    convert_to_float8(linear, config)
-    linear(torch.ones(16, 32))
-    recipe = linear.fp8.engine.recipe
-    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (
-        16,
-        "most_recent",
-        2,
-    )
-    assert not recipe.reduce_amax  # a rank's scales are of what it has seen
-
-
-def test_mxfp8_takes_blocks_of_32(te, monkeypatch):
+def test_sizes_that_are_no_whole_blocks_are_skipped_and_tokens_are_padded(te, monkeypatch):
     monkeypatch.setattr(te, "is_mxfp8_available", lambda return_reason: (True, ""))
     card = types.SimpleNamespace(major=10, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(64, 64))
-    report = convert_to_float8(model, FP8Config(recipe="mxfp8", backend="transformer-engine"))
-    assert report.converted == ("1",)
-    assert report.skipped == (("0", "out_features=48 is no multiple of 32 (Transformer Engine)"),)
     seen = recorded(monkeypatch, te, lambda inp, output: inp.shape)
-    model[1](torch.ones(5, 64))
-    assert seen == [(32, 64)]
-    assert type(model[1].fp8.engine.recipe).__name__ == "MXFP8BlockScaling"
-
-
-def test_other_sizes_are_skipped_with_the_reason(te):
-    model = nn.Sequential(nn.Linear(40, 32), nn.Linear(32, 40), nn.Linear(32, 32))
-    report = convert_to_float8(model, TE)
-    assert report.converted == ("2",)
-    assert report.skipped == (
-        ("0", "in_features=40 is no multiple of 16 (Transformer Engine)"),
-        ("1", "out_features=40 is no multiple of 16 (Transformer Engine)"),
-    )
+    for recipe, multiple in (("tensorwise", 16), ("mxfp8", 32)):
+        model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 72), nn.Linear(64, 64))
+        report = convert_to_float8(model, FP8Config(recipe=recipe, backend=TE.backend))
+        assert report.converted == ("2",)
+        reason = f"is no multiple of {multiple} (Transformer Engine)"
+        assert report.skipped == (
+            ("0", f"in_features=40 {reason}"),
+            ("1", f"out_features=72 {reason}"),
+        )
+        model[2](torch.ones(5, 64))
+    assert seen == [(16, 64), (32, 64)]
+    assert type(model[2].fp8.engine.recipe).__name__ == "MXFP8BlockScaling"
 
 
 @pytest.mark.parametrize(
@@ -352,34 +308,22 @@ def test_options_that_transformer_engine_has_not(options, named):
         FP8Config(backend="transformer-engine", **options)
 
 
-def test_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+def test_what_cannot_run_is_refused_before_anything_is_converted(te, monkeypatch):
     linear = nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=r"'mxfp8'.*here: Device compute capability 10.0"):
+        convert_to_float8(linear, FP8Config(recipe="mxfp8", backend=TE.backend))
+    monkeypatch.setattr(transformer_engine, "_is_cuda", IS_CUDA)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cpu", "cuda"):
+        with pytest.raises(ValueError, match=f"CUDA devices only; this one is '{device}'"):
+            convert_to_float8(linear, TE, device=device)
+    monkeypatch.delattr(te, "autocast")
+    with pytest.raises(ImportError, match=r"2.20 or newer, this is 2.20.2.*--upgrade"):
+        convert_to_float8(linear, TE)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(ImportError, match=r"pip install .*transformer-engine\[pytorch\]"):
         convert_to_float8(linear, TE)
     assert type(linear) is nn.Linear
-
-
-def test_too_old(te, monkeypatch):
-    monkeypatch.delattr(te, "autocast")
-    with pytest.raises(ImportError, match=r"2.20 or newer, this is 2.20.2.*--upgrade"):
-        convert_to_float8(nn.Linear(32, 32), TE)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_cuda(te, monkeypatch, device):
-    monkeypatch.setattr(transformer_engine, "_is_cuda", IS_CUDA)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    linear = nn.Linear(32, 32)
-    with pytest.raises(ValueError, match=f"CUDA devices only; this one is '{device}'"):
-        convert_to_float8(linear, TE, device=device)
-    assert type(linear) is nn.Linear
-
-
-def test_a_card_that_cannot_run_the_recipe(te):
-    with pytest.raises(ValueError, match=r"'mxfp8'.*here: Device compute capability 10.0"):
-        convert_to_float8(nn.Linear(32, 32), FP8Config(recipe="mxfp8", backend=TE.backend))
 
 
 def test_auto_is_what_transformer_engine_has(te, monkeypatch):
@@ -418,6 +362,12 @@ class Wide(nn.Module):
         return self.down(self.up(x).relu())
 
 
+def vector_loss(model, step):
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+    with torch.autocast("cpu", torch.bfloat16):
+        return (model(x) - x).float().pow(2).mean()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -439,18 +389,11 @@ def test_levels_run_as_with_our_own_layers(te, options):
         convert_to_float8(model, config)
         torch_fp8.convert_optimizer(optimizer, config, model=model)
         assert type(model.up.weight) is SplitWeight
-        losses[backend] = []
-        for step in range(12):
-            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = (model(x) - x).float().pow(2).mean()
-            loss.backward()
-            if options["opt_level"] == "O3":
-                kind = ReleasedGrad if "gradient_release" in options else Float8Grad
-                assert type(model.up.weight.grad) is kind
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[backend].append(loss.item())
+        losses[backend] = train_steps(model, optimizer, 12, loss_of=vector_loss)
+        vector_loss(model, 0).backward()
+        if options["opt_level"] == "O3":
+            kind = ReleasedGrad if "gradient_release" in options else Float8Grad
+            assert type(model.up.weight.grad) is kind
         merged = torch_fp8.merged_state_dict(model, optimizer)
         assert list(merged) == ["up.weight", "up.bias", "down.weight", "down.bias"]
         assert all(value.dtype == torch.float32 for value in merged.values())

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torch_fp8
+from tests.steps import train_steps
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear, check_transformer_engine
 from torch_fp8.quantization.metrics import sqnr_db
@@ -38,21 +39,18 @@ class Model(nn.Module):
         return self.down(y) + self.same(y)
 
 
-def _losses(model, config=None, steps=20):
+def _losses(model, config=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if config is not None:
         convert_to_float8(model, config)
         torch_fp8.convert_optimizer(optimizer, config, model=model)
-    losses = []
-    for step in range(steps):
+
+    def loss_of(model, step):
         x = torch.randn(3, 77, 256, generator=torch.Generator().manual_seed(step)).to(CUDA)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = (model(x) - x).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+            return (model(x) - x).float().pow(2).mean()
+
+    return train_steps(model, optimizer, 20, loss_of=loss_of)
 
 
 def test_trains_as_bf16_does(config):
