@@ -18,8 +18,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from benchmarks.evidence.interpreter import mend
 from benchmarks.triton_gemm import TILES, blockwise_gemm
-from tests.torch_fp8.kernels.interpreted_cases import FP8, spread
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul_reference
 from torch_fp8.quantization.formats import E4M3, E5M2
@@ -27,6 +27,7 @@ from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import CastSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 # (R, S, C)
 SHAPES = {
     "one element": (1, 1, 1),
@@ -60,8 +61,15 @@ def torch_fp_trunc(self, src, dst_type):
     return interpreter.TensorHandle(rounded.numpy().view(np.uint16), dst_type.scalar)
 
 
+mend()
 interpreter.InterpreterBuilder.create_dot = float_dot
 interpreter.InterpreterBuilder.create_fp_trunc = torch_fp_trunc
+
+
+def spread(rows, cols, generator):
+    """Gaussian, with rows of very different size."""
+    x = torch.randn(rows, cols, generator=generator)
+    return x * 2.0 ** torch.randint(-8, 9, (rows, 1), generator=generator)
 
 
 def operands(shape, granularity, generator, format=E4M3):

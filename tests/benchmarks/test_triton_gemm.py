@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,9 @@ SHARED_BYTES = 227 * 1024  # that one program may have, of Hopper's and Blackwel
 
 
 @pytest.fixture(scope="module")
-def differences(forked_interpreter):
+def differences():
     """Case -> what differed from the reference."""
-    command = [forked_interpreter, "-m", "tests.benchmarks.interpreted_gemm_cases"]
+    command = [sys.executable, "-m", "tests.benchmarks.interpreted_gemm_cases"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -2,8 +2,6 @@
 
 import csv
 import itertools
-import json
-import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -341,22 +339,3 @@ def atomics_in():
 def count_instructions(tmp_path):
     """`count_instructions(launch, "sm_90")`, without a GPU."""
     return lambda launch, target: instructions(compile_launch(launch, TARGETS[target]), tmp_path)
-
-
-@pytest.fixture(scope="session")
-def interpreted(forked_interpreter):
-    """`interpreted(name)`: what a script of cases prints under Triton's interpreter, read as JSON.
-
-    A process of its own: the interpreter is chosen when Triton is imported.
-    """
-
-    def run(name):
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # benchmarks is no package
-        command = [forked_interpreter, str(Path(__file__).with_name(name))]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout)
-
-    return run

@@ -10,11 +10,6 @@ from torch_fp8.ops.adamw import adamw_step_reference
 
 pytestmark = pytest.mark.gpu
 EXPONENTS = {"usual": 0, "tiny": -30, "huge": 30}
-CHOICES = {
-    "coupled": {"weight_decay": 0.1, "decay": 1.0},
-    "maximize": {"maximize": True},
-    "eps": {"eps": 0.01},
-}
 
 
 @pytest.fixture
@@ -29,17 +24,9 @@ def test_three_steps_equal_the_reference(step, weight, grad, exponent):
     optimizer.check_steps(step, "cuda", weight, grad, exponent)
 
 
-@pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
-def test_choices_equal_the_reference(step, changes):
-    """Other scalars, a multiplier of the learning rate, and a shard far into its weight."""
-    multiplier = torch.tensor(0.37)
-    for kind in WEIGHTS.values():
-        place = (2**20 + 1, 64, 2**14)  # indices beyond 2^32
-        want = optimizer_matrix(300, 96, *kind, torch.float32, place=place)
-        got, scalars = moved(want, "cuda"), optimizer.scalars_of(1, 0, **changes)
-        step([(got, scalars)], [multiplier.to("cuda")])
-        adamw_step_reference(want, scalars, multiplier)
-        assert matrix_differences(got, want) == []
+def test_choices_and_values_equal_the_reference(step):
+    optimizer.check_choices(step, "cuda", (300, 96))
+    optimizer.check_values(step, "cuda")
 
 
 @pytest.mark.parametrize("wrong", [None, 0.5, float("nan")], ids=["kept", "grown", "nan"])
