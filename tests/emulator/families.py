@@ -219,11 +219,11 @@ def corners() -> dict[str, Callable[[], None]]:
     """Return cases of every value, layout and dtype of casts and steps, by name."""
     step = partial(optimizer.check_steps, optimizer.kernel(), "cpu")
     return {
-        **{f"casts {g}": partial(_cast_everything, g) for g in casts.GRANULARITIES},
-        "every sum": _sum_everything,
+        **{f"casts-{g}": partial(_cast_everything, g) for g in casts.GRANULARITIES},
+        "sums": _sum_everything,
         **{
-            f"adamw, {weight}, {grad}": partial(step, weight, grad, 0, _CORNERS, steps=1)
+            f"adamw-{weight}-{grad}": partial(step, weight, grad, 0, _CORNERS, steps=1)
             for weight, grad in itertools.product(optimizer.WEIGHTS, optimizer.GRADS)
         },
-        "adamw, values and choices": _step_values,
+        "adamw-values": _step_values,
     }

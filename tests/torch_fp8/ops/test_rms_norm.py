@@ -11,11 +11,6 @@ from torch_fp8.quantization.scaling import scale_from_amax
 
 BF16 = torch.bfloat16
 EPS = 1e-5
-GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
-# torch's check of the schema multiplies the inputs, which FP8 on the CPU does not (torch 2.13).
-FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-CHECKS = {False: ("test_schema", *FP8_CHECKS), True: FP8_CHECKS}  # by whether an input is FP8
-SHAPES = ((37, 300), (1, 1), (129, 127), (0, 48), (48, 0))
 
 
 def inputs(rows, cols, dtype=BF16):
@@ -90,7 +85,7 @@ def test_backward_of_what_was_saved():
     assert sqnr_db(exact[1], saved[1]) > E4M3.cast_sqnr_db - 1
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (129, 127), (0, 48), (48, 0)], ids=str)
 def test_edges_of_shapes_in_backward(shape):
     x, weight = inputs(*shape)
     rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
@@ -166,54 +161,3 @@ def test_scale_is_made_from_the_amax():
     _, s, _, st = ops.rms_norm_quantize(NormWithRstd(x, weight, torch.ones(4), 0.0, BF16), options)
     assert torch.equal(s, scale_from_amax(amax, E4M3, True))
     assert st.shape == (0,)
-
-
-@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_operators_that_cast_are_well_formed(granularity, layouts):
-    x, weight = inputs(20, 140)
-    rstd, one = torch.ones(20), torch.ones(())
-    cast = (E4M3.dtype, granularity, False, *layouts)
-    given = (one if granularity == "tensorwise" else None, None)
-    once = (x, weight, EPS, 0.0, BF16, *cast, *given)
-    torch.library.opcheck(torch.ops.torch_fp8.rms_norm_quantize_once.default, (*once, layouts[0]))
-    known = ((one, None), (None, one)) if granularity == "tensorwise" else ((None, None),)
-    for scales in known:
-        arguments = (x, weight, rstd, 0.0, BF16, *cast, *scales)
-        torch.library.opcheck(torch.ops.torch_fp8.rms_norm_quantize.default, arguments)
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_other_operators_are_well_formed(flag):
-    x, weight = inputs(20, 140)
-    check, library = torch.library.opcheck, torch.ops.torch_fp8
-    check(library.rms_norm_statistics.default, (x, weight, EPS, 0.0, BF16, flag))
-    rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
-    check(library.rms_norm.default, (x, weight, rstd, 0.0, torch.float32))
-    saved = (qdata, scale) if flag else (x, None)
-    arguments = (x, *saved, weight, rstd, 0.0, BF16, flag)
-    check(library.rms_norm_backward.default, arguments, test_utils=CHECKS[flag])
-
-
-def everything(x, weight):
-    rstd, amax, qdata, scale = ops.rms_norm_statistics(
-        NormInputs(x, weight, EPS, 0.0, x.dtype), True
-    )
-    cast = CastOptions(E4M3.dtype, "tensorwise", False, True, True, amax=amax)
-    made = ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, x.dtype), cast)
-    blocks = CastOptions(E4M3.dtype, "block_1x128", True, True, True)
-    once = ops.rms_norm_quantize_once(NormInputs(x, weight, EPS, 0.0, x.dtype), blocks, True)
-    y = ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, x.dtype))
-    return (
-        *made,
-        *once,
-        *ops.rms_norm_backward(NormBackwardInputs(y, qdata, scale, weight, rstd, 0.0, BF16, True)),
-    )
-
-
-def test_compiles_with_shapes_that_change():
-    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
-    for shape in ((20, 140), (33, 129)):
-        x, weight = inputs(*shape)
-        for a, b in zip(compiled(x, weight), everything(x, weight), strict=True):
-            same_bits(a, b)
