@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import kernel_code
 from tests.cubin import usage
-from tests.kernel_cases.states import matrix_differences, optimizer_matrix
 from tests.unwritten_registers import unwritten_registers
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
@@ -217,18 +216,6 @@ def pytest_collection_modifyitems(items):
     variants = {item.function: item for item in compiled if item.get_closest_marker("long")}
     for item in variants.values():
         item.add_marker("smoke")
-
-
-@pytest.fixture
-def make_matrix():
-    """`optimizer_matrix`."""
-    return optimizer_matrix
-
-
-@pytest.fixture
-def differences_of():
-    """`matrix_differences`."""
-    return matrix_differences
 
 
 @pytest.fixture

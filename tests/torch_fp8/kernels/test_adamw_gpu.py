@@ -56,12 +56,14 @@ def test_update_rms_agrees_with_the_reference_and_repeats(grad, coupled):
     optimizer.check_update_rms(update_rms, "cuda", grad, coupled)
 
 
-def test_weights_with_more_than_2_to_the_31_elements(step, make_matrix, differences_of):
+def test_weights_with_more_than_2_to_the_31_elements(step):
     """The last rows of a matrix step as they do alone, with the indices that they have."""
     rows, cols, last = 2**17 + 3, 2**14, 3
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.fail("needs 24 GiB of free device memory")
-    alone = make_matrix(last, cols, torch.bfloat16, 8, torch.bfloat16, place=(rows - last, 0, None))
+    alone = optimizer_matrix(
+        last, cols, torch.bfloat16, 8, torch.bfloat16, place=(rows - last, 0, None)
+    )
 
     def whole(part):
         if not isinstance(part, torch.Tensor):
@@ -79,4 +81,4 @@ def test_weights_with_more_than_2_to_the_31_elements(step, make_matrix, differen
             return type(part)(*map(end, part)) if isinstance(part, tuple) else part
         return part[-last:]
 
-    assert differences_of(type(alone)(*map(end, matrix)), alone) == []
+    assert matrix_differences(type(alone)(*map(end, matrix)), alone) == []

@@ -7,7 +7,6 @@ from torch_fp8.ops import rms_norm as ops
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.scaling import scale_from_amax
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -137,27 +136,3 @@ def test_zero_rows_are_zero():
     rstd = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)[0]
     assert rstd[2] == torch.tensor(EPS).rsqrt()
     assert (ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))[2] == 0).all()
-
-
-def test_scales_that_cannot_be_known_are_refused():
-    x, weight = inputs(4, 16)
-    one, rstd = torch.ones(()), torch.ones(4)
-
-    def cast(amax, scale, granularity):
-        options = CastOptions(E4M3.dtype, granularity, False, True, True, scale, amax)
-        return ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, BF16), options)
-
-    with pytest.raises(ValueError, match="takes amax or scale"):
-        cast(None, None, "tensorwise")
-    for known in ((one, None), (None, one)):
-        with pytest.raises(ValueError, match="made from the tensor"):
-            cast(*known, "rowwise")
-
-
-def test_scale_is_made_from_the_amax():
-    x, weight = inputs(4, 16)
-    amax = torch.tensor(1000.0)
-    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, amax=amax)
-    _, s, _, st = ops.rms_norm_quantize(NormWithRstd(x, weight, torch.ones(4), 0.0, BF16), options)
-    assert torch.equal(s, scale_from_amax(amax, E4M3, True))
-    assert st.shape == (0,)

@@ -119,18 +119,3 @@ def test_large_gates_pass_and_small_ones_close():
     dgate, dup = backward.swiglu_backward(arguments)
     assert dgate.tolist() == [[1.0, 0.0, 0.5, 1.0, 0.0]]
     assert dup.tolist() == [[1e4, 0.0, 0.0, 200.0, 0.0]]
-
-
-def test_scales_are_found_where_unknown_and_refused_where_they_are_made_from_the_tensor():
-    gate, up, _ = inputs(4, 16)
-    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True)
-    found = ops.swiglu_quantize(gate, up, None, options, True)
-    *_, amax = ops.swiglu_save(gate, up, None, True)
-    given = ops.swiglu_quantize(gate, up, None, options._replace(amax=amax), True)
-    for first, second in zip(found, given, strict=True):
-        assert (first is None) == (second is None)
-        assert first is None or torch.equal(first.float(), second.float())
-    options = CastOptions(E4M3.dtype, "rowwise", True, True, True, amax=torch.ones(2))
-    inputs_of_it = backward_inputs((4, 16), False, False)
-    with pytest.raises(ValueError, match="made from the tensor"):
-        backward.swiglu_backward_quantize(inputs_of_it, options)
