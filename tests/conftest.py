@@ -21,7 +21,6 @@ from tests.durations import (  # noqa: F401  (hooks)
 from tests.forked_python import (
     HOSTS,
     MODULES,
-    ONLY_TORCH,
     RARE_COLLECTIONS,
     Server,
     bf16_products,
@@ -70,9 +69,9 @@ def single_process_group(tmp_path):
 
 
 @contextlib.contextmanager
-def _started(*arguments, **variables):
+def _started(modules):
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), *arguments, **variables)
+        server = Server(Path(folder), modules)
         durations.SERVERS.append(server)
         yield server.python
         durations.SERVERS.remove(server)
@@ -99,13 +98,6 @@ def forked_hosts():
         yield sys.executable
         return
     with _started(HOSTS) as python:
-        yield python
-
-
-@pytest.fixture(scope="session")
-def forked_interpreter():
-    """As `forked_python`, for kernels in Triton's interpreter, which is chosen at its import."""
-    with _started(ONLY_TORCH, TRITON_INTERPRET="1") as python:
         yield python
 
 

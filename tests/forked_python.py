@@ -50,7 +50,6 @@ MODULES = (
     "torchmetrics",
     "tokenizers",
 )
-ONLY_TORCH = tuple(name for name in MODULES if name.startswith("torch."))
 PACKAGES_UNDER_TEST = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "trl")
 EXTENDED = tuple(
     f"transformers.{name}"
@@ -115,13 +114,12 @@ class Server:
 
     Args:
         modules: what it imports.
-        variables: environment that it imports these in.
     Attributes:
         python: path of the executable.
         pid: the server's.
     """
 
-    def __init__(self, folder: Path, modules: Sequence[str] = MODULES, **variables: str) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str] = MODULES) -> None:
         address = str(folder / "socket")
         self.python = str(folder / "python")
         Path(self.python).write_text(CLIENT.format(python=sys.executable, address=address))
@@ -138,7 +136,6 @@ class Server:
                 "HF_HUB_OFFLINE": "1",
                 "HF_HOME": str(folder / "hf_home"),
                 "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator
-                **variables,
             },
         )
         self.pid = self._process.pid

@@ -169,7 +169,7 @@ def test_a_name_that_was_public_says_what_to_take(package, name):
 
 
 def test_only_tests_of_the_benchmarks_import_them():
-    """The emulator, the interpreter and the kernels' cases lie in tests/, where both find them."""
+    """The emulator and the kernels' cases lie in tests/, where both find them."""
     of_benchmarks = {ROOT / "tests" / "benchmarks", ROOT / "tests" / "comparison"}
     importing = {
         path.relative_to(ROOT).as_posix()

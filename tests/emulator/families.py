@@ -1,5 +1,6 @@
 """Cases of every kernel family: what the GPU tests compare, of small shapes, on CPU tensors."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ def _cast(granularity: str, kind: str) -> None:
 
 def _sums(granularity: Any) -> None:
     with on_card():
-        casts.check_sums("cpu", granularity, 300)
+        casts.check_sums("cpu", granularity, (300, 1040))
 
 
 def _steps(weight: str, grad: str) -> None:
@@ -170,4 +171,59 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
         "expert gate, interleaved": partial(
             expert_gate, "interleaved with limits", True, BF16, (131,) if few_rows else (48, 131)
         ),
+    }
+
+
+_EDGES = ((1, 1), (0, 48), (48, 0), (3, 272), (128, 128), (133, 144))
+"""Shapes of one element, of none, of few rows, of one tile, and of rows to pad."""
+_CORNERS = ((75, 32), (1, 96), (5, 48), (36, 33), (1, 1), (0, 64))
+"""Matrices in each layout of the optimizer: several chunks, one row, parts of groups, nothing."""
+
+
+def _cast_everything(granularity: Any) -> None:
+    cast, e5m2 = casts.kernel(), casts.CHOICES[2:]
+    for kind in casts.KINDS:
+        casts.check_cast(cast, "cpu", granularity, kind, [ODD, (130, 144)], casts.CHOICES[:1])
+    if granularity == "tensorwise":
+        for kind in ("row spread", "huge", "inf", "nan"):
+            casts.check_known_scale(cast, "cpu", kind, [ODD])
+    casts.check_cast(cast, "cpu", granularity, "row spread", [WHOLE], e5m2, thorough=WHOLE)
+    casts.check_cast(cast, "cpu", granularity, "row spread", _EDGES, casts.CHOICES[1:2])
+    casts.check_strides(cast, "cpu", granularity)
+    if granularity == "rowwise":  # longer than the registers hold
+        casts.check_cast(cast, "cpu", granularity, "row spread", [(3, 16500)], e5m2)
+
+
+def _sum_everything() -> None:
+    granularities: tuple[Any, ...] = ("tensorwise", "rowwise", "block_1x128", "block_1x32")
+    with on_card():
+        for granularity in granularities:
+            casts.check_sums("cpu", granularity, ODD, "nan")
+            casts.check_sums("cpu", granularity, (144, 133), transposed=True)
+        casts.check_total("cpu")
+
+
+def _step_values() -> None:
+    step, weight = optimizer.kernel(), "bf16 with 8 bits"
+    optimizer.check_choices(step, "cpu", (9, 96))
+    optimizer.check_values(step, "cpu")
+    for exponent in (-30, 30):
+        optimizer.check_steps(step, "cpu", weight, "bf16", exponent, [(9, 64)], steps=1)
+    optimizer.check_steps(step, "cpu", weight, "bf16", 0, _CORNERS, finds_amax=True)
+    for granularity, wrong in (("tensorwise", float("nan")), ("block_128x128", None)):
+        sizes = [(16, 160), (144, 32)]
+        optimizer.check_payload(step, "cpu", weight, granularity, False, wrong, sizes)
+
+
+def corners() -> dict[str, Callable[[], None]]:
+    """Return cases of every value, layout and dtype of casts and steps, by name."""
+    step = partial(optimizer.check_steps, optimizer.kernel(), "cpu")
+    return {
+        **{f"casts-{g}": partial(_cast_everything, g) for g in casts.GRANULARITIES},
+        "sums": _sum_everything,
+        **{
+            f"adamw-{weight}-{grad}": partial(step, weight, grad, 0, _CORNERS, steps=1)
+            for weight, grad in itertools.product(optimizer.WEIGHTS, optimizer.GRADS)
+        },
+        "adamw-values": _step_values,
     }

@@ -6,13 +6,15 @@ import pytest
 from triton import knobs
 
 from tests.emulator.driver import emulated
-from tests.emulator.families import families
+from tests.emulator.families import corners, families
 from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
+from tests.kernel_cases import played
+from torch_fp8.kernels import adamw
 
 pytestmark = pytest.mark.long
 
-FAMILIES, WHOLE = families(few_rows=True), families()
+FAMILIES, WHOLE, CORNERS = families(few_rows=True), families(), corners()
 SHARED = (
     *("cast block_1x128", "known scale", "transpose", "norm once", "norm backward"),
     *("smoothing", "gate and up", "adamw with a tensorwise payload", "gradient"),
@@ -30,6 +32,23 @@ def test_in_lockstep(family):
     with emulated(watch=watched) as emulation:
         FAMILIES[family]()
     assert emulation.launches
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_every_value_and_choice(name, monkeypatch):
+    monkeypatch.setattr(adamw, "CHUNK", 32)  # several chunks of small matrices
+    with emulated(error_seed=1) as emulation:
+        CORNERS[name]()
+    assert emulation.launches
+
+
+@pytest.mark.parametrize("shape", played.SHAPES, ids=str)
+def test_played_calls_make_and_write_the_same_bytes(shape):
+    """Of each launcher; of one that one tile does not hold, with every granularity and option."""
+    with emulated():
+        calls = [*played.calls(*shape, "cpu")]
+        for call in calls if shape == played.SHAPES[1] else played.one_of_each(calls):
+            played.check_played(call)
 
 
 def test_triton_is_as_before_afterwards():

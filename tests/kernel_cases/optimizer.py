@@ -3,6 +3,7 @@
 A `Step` is `torch_fp8.kernels.adamw.adamw_step`, or what stands for it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,11 @@ WEIGHTS = {
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
+CHOICES: dict[str, dict[str, Any]] = {
+    "coupled": {"weight_decay": 0.1, "decay": 1.0},
+    "maximize": {"maximize": True},
+    "eps": {"eps": 0.01},
+}
 PAYLOAD_SHAPES = ((1024, 1024), (144, 160), (16, 32), (4304, 96))
 
 
@@ -61,8 +67,9 @@ def check_steps(
     exponent: int = 0,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     finds_amax: bool = False,
+    steps: int = 3,
 ) -> None:
-    """Check three steps of matrices of all shapes at once.
+    """Check steps of matrices of all shapes at once.
 
     Args:
         finds_amax: whether the amaxes of the new weights are asked for.
@@ -77,7 +84,7 @@ def check_steps(
     ]
     if finds_amax:
         want = [matrix._replace(amax=torch.zeros(())) for matrix in want]
-    for number in range(1, 4):
+    for number in range(1, steps + 1):
         got = [moved(matrix, device) for matrix in want]
         scalars = [scalars_of(number, i) for i in range(len(shapes))]
         step(list(zip(got, scalars, strict=True)))
@@ -85,6 +92,42 @@ def check_steps(
             adamw_step_reference(expected, numbers)
             shape = tuple(expected.weight.shape)
             _same(matrix, expected, f"{weight}, gradient {grad}, {shape}")
+
+
+def check_choices(step: Step, device: str, shape: tuple[int, int]) -> None:
+    """Check other scalars, a multiplier of the learning rate, and a shard far into its weight."""
+    multiplier, place = torch.tensor(0.37), (2**20 + 1, 64, 2**14)  # indices beyond 2^32
+    for (name, changes), (weight, kind) in itertools.product(CHOICES.items(), WEIGHTS.items()):
+        want = optimizer_matrix(*shape, *kind, torch.float32, place=place)
+        got, scalars = moved(want, device), scalars_of(1, 0, **changes)
+        step([(got, scalars)], [multiplier.to(device)])
+        adamw_step_reference(want, scalars, multiplier)
+        _same(got, want, f"{weight}, {name}")
+
+
+def check_values(step: Step, device: str) -> None:
+    """Check zeros, what is not finite and has an amax, and an address of an odd element."""
+    zeros, bad, odd = (
+        optimizer_matrix(9, 64, torch.bfloat16, 8, torch.bfloat16, seed=i) for i in range(3)
+    )
+    for tensor in (zeros.grad, zeros.exp_avg.qdata, zeros.exp_avg_sq.qdata):
+        tensor[:, 5:50], tensor[4] = 0, 0
+    zeros.weight[:, :20] = 0
+    bad.grad[1, 3], bad.grad[5, 60] = float("nan"), float("inf")
+    bad.weight[2, 2], bad.weight[3, 3] = float("inf"), float("nan")
+    # What overflows when squared is NaN in this step, in the reference in the next.
+    overflow = optimizer_matrix(1, 32, torch.bfloat16, 8, torch.float32)
+    overflow.grad[0, 7] = 1e25
+    want = [zeros, bad._replace(amax=torch.tensor(0.3)), odd, overflow]
+    got, scalars = [moved(matrix, device) for matrix in want], scalars_of(3, 0)
+    memory = torch.empty(odd.weight.numel() + 1, dtype=odd.weight.dtype, device=device)
+    got[2] = got[2]._replace(weight=memory[1:].view(9, 64).copy_(odd.weight))
+    step([(matrix, scalars) for matrix in got])
+    for matrix, expected, what in zip(got, want[:3], ("zeros", "not finite", "odd"), strict=False):
+        adamw_step_reference(expected, scalars)
+        _same(matrix, expected, what)
+    spoiled = got[3].weight.isnan().nonzero().tolist()
+    require(spoiled == [[0, 7]], f"g^2 overflows: NaN at {spoiled}")
 
 
 def check_payload(

@@ -37,14 +37,14 @@ FAULTS = [
         "torch_fp8/ops/swiglu_backward.py",
         "for d in swiglu_backward.reference(inputs)])",
         "for d in swiglu_backward.reference(inputs)[::-1]])",
-        f"{_TESTS}/test_swiglu.py tests/torch_fp8/nn/test_gated_mlp.py",
+        f"{_TESTS}/test_producers.py tests/torch_fp8/nn/test_gated_mlp.py",
     ),
     Fault(
         "gate and up change places in the joined gradient",
         "torch_fp8/ops/swiglu_backward.py",
         "torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=1)",
         "torch.cat([dgate, dup], dim=1)",
-        f"{_TESTS}/test_gate_up.py",
+        f"{_TESTS}/test_producers.py",
     ),
     Fault(
         "a product in a graph loses the bias that the GEMM does not add",

@@ -2,8 +2,6 @@
 
 import csv
 import itertools
-import json
-import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -21,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import kernel_code
 from tests.cubin import usage
-from tests.kernel_cases.states import matrix_differences, optimizer_matrix
 from tests.unwritten_registers import unwritten_registers
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
@@ -222,18 +219,6 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def make_matrix():
-    """`optimizer_matrix`."""
-    return optimizer_matrix
-
-
-@pytest.fixture
-def differences_of():
-    """`matrix_differences`."""
-    return matrix_differences
-
-
-@pytest.fixture
 def record_launches():
     """`with record_launches(module) as launches: ...` runs host code and no kernel."""
     return recorded
@@ -341,22 +326,3 @@ def atomics_in():
 def count_instructions(tmp_path):
     """`count_instructions(launch, "sm_90")`, without a GPU."""
     return lambda launch, target: instructions(compile_launch(launch, TARGETS[target]), tmp_path)
-
-
-@pytest.fixture(scope="session")
-def interpreted(forked_interpreter):
-    """`interpreted(name)`: what a script of cases prints under Triton's interpreter, read as JSON.
-
-    A process of its own: the interpreter is chosen when Triton is imported.
-    """
-
-    def run(name):
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # benchmarks is no package
-        command = [forked_interpreter, str(Path(__file__).with_name(name))]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout)
-
-    return run

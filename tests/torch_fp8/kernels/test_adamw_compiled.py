@@ -6,16 +6,12 @@ import re
 import pytest
 import torch
 
+from tests.kernel_cases.optimizer import GRADS, WEIGHTS
+from tests.kernel_cases.states import optimizer_matrix
 from torch_fp8.kernels import adamw
 from torch_fp8.kernels.adamw_record import Record
 from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 
-WEIGHTS = {
-    "bf16 with 8 bits": (torch.bfloat16, 8),
-    "bf16 alone": (torch.bfloat16, 0),
-    "fp32": (torch.float32, 0),
-}
-GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
 LOW_BITS = ("bf16 with 8 bits",)
 PAYLOADS = {
     "tensorwise": ["adamw_step_kernel", "recast_kernel"],
@@ -27,11 +23,11 @@ SCALARS = StepScalars(0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0.0, False, (1, 2
 
 
 @pytest.fixture
-def launch_of(make_matrix, record_launches):
+def launch_of(record_launches):
     """`launch_of(weight, grad, layout)` -> the launches of a step and of the RMS, both decays."""
 
     def launch(weight, grad, layout):
-        matrix = make_matrix(4, COLS[layout], *WEIGHTS[weight], GRADS[grad])
+        matrix = optimizer_matrix(4, COLS[layout], *WEIGHTS[weight], GRADS[grad])
         entries = [(matrix, SCALARS), (matrix, SCALARS._replace(weight_decay=0.1))]
         with record_launches(adamw) as launches:
             adamw.adamw_step(entries)
@@ -65,11 +61,11 @@ def test_a_step_takes_a_hundred_instructions_for_an_element(
 
 
 @pytest.mark.long
-def test_a_step_with_the_amax_compiles_without_spills(make_matrix, record_launches, compile_all):
+def test_a_step_with_the_amax_compiles_without_spills(record_launches, compile_all):
     classes = list(itertools.product(LOW_BITS, ("bf16", "8-bit"), COLS.values()))
     with record_launches(adamw) as launches:
         for weight, grad, cols in classes:
-            matrix = make_matrix(4, cols, *WEIGHTS[weight], GRADS[grad])
+            matrix = optimizer_matrix(4, cols, *WEIGHTS[weight], GRADS[grad])
             adamw.adamw_step([(matrix._replace(amax=torch.zeros(())), SCALARS)])
     assert len(launches) == len(classes)
     compile_all(launches, REGISTERS)
@@ -91,12 +87,12 @@ def with_payload(matrix, granularity, transposed):
 
 
 @pytest.mark.long
-def test_a_step_with_the_payload_compiles_without_spills(make_matrix, record_launches, compile_all):
+def test_a_step_with_the_payload_compiles_without_spills(record_launches, compile_all):
     with record_launches(adamw) as launches:
         for weight, grad in itertools.product((*LOW_BITS, "fp32"), ("bf16", "8-bit")):
             for granularity, transposed in itertools.product(PAYLOADS, (False, True)):
                 before = len(launches)
-                matrix = make_matrix(32, 64, *WEIGHTS[weight], GRADS[grad])
+                matrix = optimizer_matrix(32, 64, *WEIGHTS[weight], GRADS[grad])
                 adamw.adamw_step([(with_payload(matrix, granularity, transposed), SCALARS)])
                 names = [launch.kernel.__name__ for launch in launches[before:]]
                 assert names == PAYLOADS[granularity]
@@ -152,16 +148,18 @@ def test_what_follows_the_table_is_aligned_however_many_matrices():
     assert len(Record._fields) * 8 % 16 == 0
 
 
-def test_one_launch_for_each_class(make_matrix, record_launches):
+def test_one_launch_for_each_class(record_launches):
     """However many matrices, of whatever shape; a program for each chunk of 16384 elements."""
     shapes = ((64, 64), (128, 256), (3, 8192), (1, 32))
     kinds = [(WEIGHTS["bf16 with 8 bits"], torch.bfloat16), (WEIGHTS["fp32"], torch.float32)]
     entries = [
-        (make_matrix(*shape, *kind, dtype), SCALARS) for shape in shapes for kind, dtype in kinds
+        (optimizer_matrix(*shape, *kind, dtype), SCALARS)
+        for shape in shapes
+        for kind, dtype in kinds
     ]
     with record_launches(adamw) as launches:
         adamw.adamw_step(entries)
         assert [launch.grid for launch in launches] == [(1 + 2 + 2 + 1,)] * 2
         adamw.adamw_step([])
-        adamw.adamw_step([(make_matrix(0, 64, *kinds[0][0], torch.bfloat16), SCALARS)])
+        adamw.adamw_step([(optimizer_matrix(0, 64, *kinds[0][0], torch.bfloat16), SCALARS)])
     assert len(launches) == 2

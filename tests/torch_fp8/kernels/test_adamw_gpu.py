@@ -10,11 +10,6 @@ from torch_fp8.ops.adamw import adamw_step_reference
 
 pytestmark = pytest.mark.gpu
 EXPONENTS = {"usual": 0, "tiny": -30, "huge": 30}
-CHOICES = {
-    "coupled": {"weight_decay": 0.1, "decay": 1.0},
-    "maximize": {"maximize": True},
-    "eps": {"eps": 0.01},
-}
 
 
 @pytest.fixture
@@ -29,17 +24,9 @@ def test_three_steps_equal_the_reference(step, weight, grad, exponent):
     optimizer.check_steps(step, "cuda", weight, grad, exponent)
 
 
-@pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
-def test_choices_equal_the_reference(step, changes):
-    """Other scalars, a multiplier of the learning rate, and a shard far into its weight."""
-    multiplier = torch.tensor(0.37)
-    for kind in WEIGHTS.values():
-        place = (2**20 + 1, 64, 2**14)  # indices beyond 2^32
-        want = optimizer_matrix(300, 96, *kind, torch.float32, place=place)
-        got, scalars = moved(want, "cuda"), optimizer.scalars_of(1, 0, **changes)
-        step([(got, scalars)], [multiplier.to("cuda")])
-        adamw_step_reference(want, scalars, multiplier)
-        assert matrix_differences(got, want) == []
+def test_choices_and_values_equal_the_reference(step):
+    optimizer.check_choices(step, "cuda", (300, 96))
+    optimizer.check_values(step, "cuda")
 
 
 @pytest.mark.parametrize("wrong", [None, 0.5, float("nan")], ids=["kept", "grown", "nan"])
@@ -69,12 +56,14 @@ def test_update_rms_agrees_with_the_reference_and_repeats(grad, coupled):
     optimizer.check_update_rms(update_rms, "cuda", grad, coupled)
 
 
-def test_weights_with_more_than_2_to_the_31_elements(step, make_matrix, differences_of):
+def test_weights_with_more_than_2_to_the_31_elements(step):
     """The last rows of a matrix step as they do alone, with the indices that they have."""
     rows, cols, last = 2**17 + 3, 2**14, 3
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.fail("needs 24 GiB of free device memory")
-    alone = make_matrix(last, cols, torch.bfloat16, 8, torch.bfloat16, place=(rows - last, 0, None))
+    alone = optimizer_matrix(
+        last, cols, torch.bfloat16, 8, torch.bfloat16, place=(rows - last, 0, None)
+    )
 
     def whole(part):
         if not isinstance(part, torch.Tensor):
@@ -92,4 +81,4 @@ def test_weights_with_more_than_2_to_the_31_elements(step, make_matrix, differen
             return type(part)(*map(end, part)) if isinstance(part, tuple) else part
         return part[-last:]
 
-    assert differences_of(type(alone)(*map(end, matrix)), alone) == []
+    assert matrix_differences(type(alone)(*map(end, matrix)), alone) == []

@@ -74,15 +74,3 @@ def test_an_amax_without_a_scale_is_read_and_stays():
     )
     assert amax == 1
     assert scale == torch.tensor(1.0) / 448
-
-
-def test_operators_are_well_formed():
-    """Schemas do not declare that slots are written: inside a graph there are none."""
-    ops, x = torch.ops.torch_fp8, torch.randn(20, 40)
-    for granularity in ("tensorwise", "rowwise", "block_1x128"):
-        how = CastOptions(FORMATS[0], granularity, True, True, True)
-        torch.library.opcheck(ops.quantize_2d_sum, (x, *how, torch.float32))
-        torch.library.opcheck(ops.quantize_2d, (x, *how))
-    for known in ({"amax": torch.ones(())}, {"scale": torch.ones(())}):
-        given = CastOptions(FORMATS[0], "tensorwise", True, True, True, **known)
-        torch.library.opcheck(ops.quantize_2d, (x, *given))

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 
@@ -7,17 +5,11 @@ from tests.kernel_cases.comparison import same_bits
 from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.ops import rms_norm as ops
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
-from torch_fp8.quantization.formats import E4M3, E5M2
+from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.scaling import scale_from_amax
 
 BF16 = torch.bfloat16
 EPS = 1e-5
-GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
-# torch's check of the schema multiplies the inputs, which FP8 on the CPU does not (torch 2.13).
-FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-CHECKS = {False: ("test_schema", *FP8_CHECKS), True: FP8_CHECKS}  # by whether an input is FP8
-SHAPES = ((37, 300), (1, 1), (129, 127), (0, 48), (48, 0))
 
 
 def inputs(rows, cols, dtype=BF16):
@@ -43,45 +35,6 @@ def test_norm_agrees_with_torch():
     rstd = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, x.dtype), False)[0]
     want = torch.nn.functional.rms_norm(x, (256,), weight, EPS)
     torch.testing.assert_close(ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, x.dtype)), want)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_bytes_are_those_of_the_norm_and_a_cast(granularity, shape):
-    x, weight = inputs(*shape)
-    rstd, amax, *_ = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)
-    y = ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
-    scales = [None] if granularity != "tensorwise" else [None, torch.tensor(0.02)]
-    for dtype, scale, (row, col) in itertools.product(
-        (E4M3.dtype, E5M2.dtype), scales, ((True, True), (True, False), (False, True))
-    ):
-        known = amax if granularity == "tensorwise" and scale is None else None
-        options = CastOptions(dtype, granularity, True, row, col, scale)
-        made = ops.rms_norm_quantize(
-            NormWithRstd(x, weight, rstd, 0.0, BF16), options._replace(amax=known)
-        )
-        want = torch.ops.torch_fp8.quantize_2d(y, *options)
-        for a, b in zip(made, want, strict=True):
-            same_bits(a, b)
-
-
-@pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_once_is_both_steps(granularity, save):
-    x, weight = inputs(150, 260)
-    scale = torch.tensor(0.02) if granularity == "tensorwise" else None
-    cast = CastOptions(E4M3.dtype, granularity, True, True, True, scale)
-    made = ops.rms_norm_quantize_once(NormInputs(x, weight, EPS, 1.0, BF16), cast, save)
-    rstd, amax, *saved = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, BF16), save)
-    want = (*ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 1.0, BF16), cast), rstd, *saved)
-    for a, b in zip(made, want, strict=True):
-        same_bits(a, b)
-    if scale is not None:
-        raising = cast._replace(amax=torch.zeros(()))
-        again = ops.rms_norm_quantize_once(NormInputs(x, weight, EPS, 1.0, BF16), raising, save)
-        for a, b in zip(again, want, strict=True):
-            same_bits(a, b)
-        assert torch.equal(raising.amax, amax)
 
 
 def test_what_is_saved_is_the_input():
@@ -131,7 +84,7 @@ def test_backward_of_what_was_saved():
     assert sqnr_db(exact[1], saved[1]) > E4M3.cast_sqnr_db - 1
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (129, 127), (0, 48), (48, 0)], ids=str)
 def test_edges_of_shapes_in_backward(shape):
     x, weight = inputs(*shape)
     rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
@@ -183,78 +136,3 @@ def test_zero_rows_are_zero():
     rstd = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)[0]
     assert rstd[2] == torch.tensor(EPS).rsqrt()
     assert (ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))[2] == 0).all()
-
-
-def test_scales_that_cannot_be_known_are_refused():
-    x, weight = inputs(4, 16)
-    one, rstd = torch.ones(()), torch.ones(4)
-
-    def cast(amax, scale, granularity):
-        options = CastOptions(E4M3.dtype, granularity, False, True, True, scale, amax)
-        return ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, BF16), options)
-
-    with pytest.raises(ValueError, match="takes amax or scale"):
-        cast(None, None, "tensorwise")
-    for known in ((one, None), (None, one)):
-        with pytest.raises(ValueError, match="made from the tensor"):
-            cast(*known, "rowwise")
-
-
-def test_scale_is_made_from_the_amax():
-    x, weight = inputs(4, 16)
-    amax = torch.tensor(1000.0)
-    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, amax=amax)
-    _, s, _, st = ops.rms_norm_quantize(NormWithRstd(x, weight, torch.ones(4), 0.0, BF16), options)
-    assert torch.equal(s, scale_from_amax(amax, E4M3, True))
-    assert st.shape == (0,)
-
-
-@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)], ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_operators_that_cast_are_well_formed(granularity, layouts):
-    x, weight = inputs(20, 140)
-    rstd, one = torch.ones(20), torch.ones(())
-    cast = (E4M3.dtype, granularity, False, *layouts)
-    given = (one if granularity == "tensorwise" else None, None)
-    once = (x, weight, EPS, 0.0, BF16, *cast, *given)
-    torch.library.opcheck(torch.ops.torch_fp8.rms_norm_quantize_once.default, (*once, layouts[0]))
-    known = ((one, None), (None, one)) if granularity == "tensorwise" else ((None, None),)
-    for scales in known:
-        arguments = (x, weight, rstd, 0.0, BF16, *cast, *scales)
-        torch.library.opcheck(torch.ops.torch_fp8.rms_norm_quantize.default, arguments)
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_other_operators_are_well_formed(flag):
-    x, weight = inputs(20, 140)
-    check, library = torch.library.opcheck, torch.ops.torch_fp8
-    check(library.rms_norm_statistics.default, (x, weight, EPS, 0.0, BF16, flag))
-    rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
-    check(library.rms_norm.default, (x, weight, rstd, 0.0, torch.float32))
-    saved = (qdata, scale) if flag else (x, None)
-    arguments = (x, *saved, weight, rstd, 0.0, BF16, flag)
-    check(library.rms_norm_backward.default, arguments, test_utils=CHECKS[flag])
-
-
-def everything(x, weight):
-    rstd, amax, qdata, scale = ops.rms_norm_statistics(
-        NormInputs(x, weight, EPS, 0.0, x.dtype), True
-    )
-    cast = CastOptions(E4M3.dtype, "tensorwise", False, True, True, amax=amax)
-    made = ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, x.dtype), cast)
-    blocks = CastOptions(E4M3.dtype, "block_1x128", True, True, True)
-    once = ops.rms_norm_quantize_once(NormInputs(x, weight, EPS, 0.0, x.dtype), blocks, True)
-    y = ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, x.dtype))
-    return (
-        *made,
-        *once,
-        *ops.rms_norm_backward(NormBackwardInputs(y, qdata, scale, weight, rstd, 0.0, BF16, True)),
-    )
-
-
-def test_compiles_with_shapes_that_change():
-    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
-    for shape in ((20, 140), (33, 129)):
-        x, weight = inputs(*shape)
-        for a, b in zip(compiled(x, weight), everything(x, weight), strict=True):
-            same_bits(a, b)

@@ -15,15 +15,18 @@ from torch_fp8.quantization.recipe import RECIPES, CastSpec, make_recipe
 M, K, N = 384, 512, 320
 
 
+def both_layouts(x, spec):
+    return quantize_layouts(x, CastOptions.of(spec, rowwise=True, columnwise=True))
+
+
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_each_gemm_reaches_the_floor_of_its_formats(recipe_name):
     """Global SQNR within 0.5 dB of the floor, worst row within 2 dB (contractions >= 256)."""
     recipe = make_recipe(recipe_name)
     x, w, g = torch.randn(M, K), torch.randn(N, K), torch.randn(M, N)
-    x_row, x_col = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=True, columnwise=True))
-    w_row, w_col = quantize_layouts(w, CastOptions.of(recipe.weight, rowwise=True, columnwise=True))
-    g_row, g_col = quantize_layouts(
-        g, CastOptions.of(recipe.grad_output, rowwise=True, columnwise=True)
+    (x_row, x_col), (w_row, w_col), (g_row, g_col) = (
+        both_layouts(*pair)
+        for pair in ((x, recipe.input), (w, recipe.weight), (g, recipe.grad_output))
     )
     gemms = {
         "fprop": (recipe.fprop, x_row, w_row, x @ w.t()),
@@ -148,10 +151,9 @@ def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, s
     recipe = make_recipe(recipe_name)
     m, k, n = shape
     x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
-    x_row, x_col = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=True, columnwise=True))
-    w_row, w_col = quantize_layouts(w, CastOptions.of(recipe.weight, rowwise=True, columnwise=True))
-    g_row, g_col = quantize_layouts(
-        g, CastOptions.of(recipe.grad_output, rowwise=True, columnwise=True)
+    (x_row, x_col), (w_row, w_col), (g_row, g_col) = (
+        both_layouts(*pair)
+        for pair in ((x, recipe.input), (w, recipe.weight), (g, recipe.grad_output))
     )
     for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)):
         contracted = min(a.qdata.shape[1], b.qdata.shape[1])
@@ -182,9 +184,7 @@ def test_cuda_scales_have_the_strides_that_the_operator_asks_for(granularity, co
     128x128: (L rounded up to 4, R) with strides (1, that L).
     """
     spec = CastSpec(E4M3, granularity, power_of_two=True)
-    for x in quantize_layouts(
-        torch.randn(rows, cols), CastOptions.of(spec, rowwise=True, columnwise=True)
-    ):
+    for x in both_layouts(torch.randn(rows, cols), spec):
         for is_b in (False, True) if granularity == "block_1x128" else (True,):
             padded = operand(x, x.qdata.shape[1], is_b=is_b)
             num_rows, num_blocks = padded.qdata.shape[0], padded.qdata.shape[1] // 128
@@ -270,8 +270,7 @@ def test_rowwise_writes_float32_where_the_kernel_does(monkeypatch, capability, c
 def test_a_bias_is_added_before_the_one_rounding(recipe_name, dtype):
     recipe = make_recipe(recipe_name)
     x, w, bias = torch.randn(24, 64), torch.randn(40, 64), torch.randn(40)
-    x_row, _ = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=True, columnwise=False))
-    w_row, _ = quantize_layouts(w, CastOptions.of(recipe.weight, rowwise=True, columnwise=False))
+    x_row, w_row = quantize(x, recipe.input), quantize(w, recipe.weight)
     made = scaled_mm.scaled_matmul(x_row, w_row, dtype, bias=bias)
     plain = scaled_mm.scaled_matmul(x_row, w_row, torch.float32)
     expected = (plain + bias.to(dtype)).to(dtype)
@@ -293,12 +292,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
 
     monkeypatch.setattr(scaled_mm, "_product", operator)
     bias = torch.randn(40).to(dtype)
-    a, _ = quantize_layouts(
-        torch.randn(24, 64), CastOptions.of(recipe.input, rowwise=True, columnwise=False)
-    )
-    b, _ = quantize_layouts(
-        torch.randn(40, 64), CastOptions.of(recipe.weight, rowwise=True, columnwise=False)
-    )
+    a, b = quantize(torch.randn(24, 64), recipe.input), quantize(torch.randn(40, 64), recipe.weight)
     made = scaled_mm.multiply_laid_out(a, scaled_mm.lay_out(b, 64), dtype, False, bias)
     assert torch.equal(made, bias.expand(24, 40))
     (in_gemm,) = given

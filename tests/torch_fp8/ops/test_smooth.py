@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from tests.steps import gaussian
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import smooth
-from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 
 E4M3 = torch.float8_e4m3fn
@@ -60,31 +58,3 @@ def test_what_is_saved_is_what_is_saved_without(save):
             assert got is None or not got.numel()
     assert amax.amax() == largest
     assert torch.equal(amax, swiglu(gate, up, None).float().abs().amax(0))
-
-
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "block_128x128", "block_1x32"])
-def test_columns_are_cast_as_if_they_had_been_multiplied_before(granularity):
-    x = gaussian(64, 256)
-    factors = 2.0 ** torch.arange(256).remainder(9).sub(4)
-    want = x * factors
-    amax = want.abs().amax().float() if granularity == "tensorwise" else None
-    options = CastOptions(E4M3, granularity, True, True, True, amax=amax)
-    made = smooth.quantize_columns(x, factors, options)
-    expected = quantize_2d(want.bfloat16(), options._replace(amax=None))
-    for got, wanted in zip(made, expected, strict=True):
-        assert (got is None) == (wanted is None)
-        assert got is None or torch.equal(got.float(), wanted.float())
-    if granularity == "tensorwise":
-        raising = options._replace(scale=torch.ones(()), amax=torch.zeros(()))
-        smooth.quantize_columns(x, factors, raising)
-        assert torch.equal(raising.amax, amax)
-
-
-def test_torch_finds_nothing_wrong_with_the_operators():
-    check, library = torch.library.opcheck, torch.ops.torch_fp8
-    x, factors = gaussian(16, 48), torch.ones(48)
-    check(library.column_amax.default, (x,))
-    check(library.swiglu_save_columns.default, (x, x, True))
-    check(library.smooth_factors.default, (factors,))
-    options = CastOptions(E4M3, "tensorwise", False, True, False, amax=torch.ones(()))
-    check(library.quantize_columns.default, (x, factors, *options))

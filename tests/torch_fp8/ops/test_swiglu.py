@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 
@@ -8,41 +6,16 @@ from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops import swiglu as ops
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
-from torch_fp8.quantization.formats import E4M3, E5M2
+from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.scaling import scale_from_amax
 
 BF16 = torch.bfloat16
-GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
-# torch's check of the schema multiplies the inputs, which FP8 on the CPU does not (torch 2.13).
-FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-CHECKS = {False: ("test_schema", *FP8_CHECKS), True: FP8_CHECKS}  # by whether an input is FP8
-SHAPES = ((37, 300), (1, 1), (129, 127), (0, 48), (48, 0))
-LAYOUTS = ((True, True), (True, False), (False, True))
 
 
 def inputs(rows, cols, dtype=BF16):
     """gate, up, smooth: rows of every size, factors that are powers of two or not."""
     gate = torch.randn(rows, cols) * 2.0 ** torch.randint(-6, 5, (rows, 1))
     return gate.to(dtype), torch.randn(rows, cols).to(dtype), torch.rand(cols) + 0.25
-
-
-def quantize_2d(x, options):
-    """The unfused cast, returning what the producers return."""
-    amax, scale = options.amax, options.scale
-    if scale is not None:
-        amax = None
-    if amax is not None:
-        format = E4M3 if options.dtype == E4M3.dtype else E5M2
-        scale = scale_from_amax(amax, format, options.power_of_two)
-    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(x, *options._replace(scale=scale, amax=None))
-    return q, s if amax is None else scale, qt, st
-
-
-def tensors_of(known, amax):
-    """The scale and the amax of a cast, of which something is known: a slot is zero."""
-    scale = torch.tensor(0.02) if known in ("scale", "slot") else None
-    return scale, {"amax": amax, "slot": torch.zeros(())}.get(known)
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -54,29 +27,13 @@ def test_product_is_that_of_the_formula(dtype, smooth):
     torch.testing.assert_close(ops.swiglu(gate, up, factor), exact.to(dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_bytes_are_those_of_the_product_and_a_cast(granularity, shape):
-    gate, up, factor = inputs(*shape)
-    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale", "slot")
-    for smooth, known, dtype, (row, col) in itertools.product(
-        (factor, None), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
-    ):
-        h = ops.swiglu(gate, up, smooth)
-        *saved, amax = ops.swiglu_save(gate, up, smooth)
-        assert amax == (h.abs().max() if h.numel() else 0)
-        options = CastOptions(dtype, granularity, True, row, col, *tensors_of(known, amax))
-        made = ops.swiglu_quantize(gate, up, smooth, options, True)
-        if options.raises_amax:
-            same_bits(options.amax, amax)
-        want = (*quantize_2d(h, options), *saved)
-        for a, b in zip(made, want, strict=True):
-            same_bits(a, b)
-        without = ops.swiglu_quantize(gate, up, smooth, options, False)
-        assert [t.shape for t in without[4:]] == [(0,)] * 4
+def test_nothing_is_saved_that_is_not_wanted():
+    gate, up, _ = inputs(37, 300)
+    cast = CastOptions(E4M3.dtype, "block_1x128", True, True, True)
     *nothing, alone = ops.swiglu_save(gate, up, None, False)
     same_bits(alone, ops.swiglu_save(gate, up, None)[4])
-    assert [t.shape for t in nothing] == [(0,)] * 4
+    nothing += ops.swiglu_quantize(gate, up, None, cast, False)[4:]
+    assert [t.shape for t in nothing] == [(0,)] * 8
 
 
 def test_what_is_saved_is_the_input():
@@ -124,31 +81,6 @@ def test_backward_of_what_was_saved():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
-    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale", "slot")
-    for smooth, saved, known, dtype, (row, col) in itertools.product(
-        (True, False), (True, False), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
-    ):
-        tensors = backward_inputs(shape, smooth, saved)
-        gradients, amax = (
-            backward.swiglu_backward(tensors),
-            backward.swiglu_backward_amax(tensors),
-        )
-        for g, largest in zip(gradients, amax, strict=True):
-            assert largest == (g.abs().max() if g.numel() else 0)
-        options = CastOptions(dtype, granularity, True, row, col, *tensors_of(known, amax))
-        of_dup = () if options.scale is None else (torch.tensor(0.3), tensors_of(known, None)[1])
-        made = backward.swiglu_backward_quantize(tensors, options, *of_dup)
-        each = options.of_gradients(*of_dup)
-        if options.raises_amax:
-            same_bits(torch.stack([how.amax for how in each]), amax)
-        want = [t for g, how in zip(gradients, each, strict=True) for t in quantize_2d(g, how)]
-        for a, b in zip(made, want, strict=True):
-            same_bits(a, b)
-
-
 def test_strides_do_not_matter():
     base = torch.randn(60, 2, 120).bfloat16()
     for view in (lambda x: x.t()[:, ::2], lambda x: x[::2, 1:61], lambda x: x[:60:3, ::2]):
@@ -187,66 +119,3 @@ def test_large_gates_pass_and_small_ones_close():
     dgate, dup = backward.swiglu_backward(arguments)
     assert dgate.tolist() == [[1.0, 0.0, 0.5, 1.0, 0.0]]
     assert dup.tolist() == [[1e4, 0.0, 0.0, 200.0, 0.0]]
-
-
-def test_scales_are_found_where_unknown_and_refused_where_they_are_made_from_the_tensor():
-    gate, up, _ = inputs(4, 16)
-    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True)
-    found = ops.swiglu_quantize(gate, up, None, options, True)
-    *_, amax = ops.swiglu_save(gate, up, None, True)
-    given = ops.swiglu_quantize(gate, up, None, options._replace(amax=amax), True)
-    for first, second in zip(found, given, strict=True):
-        assert (first is None) == (second is None)
-        assert first is None or torch.equal(first.float(), second.float())
-    options = CastOptions(E4M3.dtype, "rowwise", True, True, True, amax=torch.ones(2))
-    inputs_of_it = backward_inputs((4, 16), False, False)
-    with pytest.raises(ValueError, match="made from the tensor"):
-        backward.swiglu_backward_quantize(inputs_of_it, options)
-
-
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_operators_that_cast_are_well_formed(granularity, layouts):
-    gate, up, factor = inputs(20, 140)
-    check, library = torch.library.opcheck, torch.ops.torch_fp8
-    cast = (E4M3.dtype, granularity, False, *layouts)
-    known = ((1, 0), (0, 1)) if granularity == "tensorwise" else ((0, 0),)
-    for amax, scale in known:
-        scales = [torch.ones(()) if given else None for given in (amax, scale)]
-        check(library.swiglu_quantize.default, (gate, up, factor, *cast, *scales, layouts[0]))
-        scales = [torch.ones(()) if scale else None, torch.ones(2) if amax else None]
-        of_dup = (torch.ones(()) if scale else None, None)
-        arguments = (*backward_inputs((20, 140), *layouts), *cast, *scales, *of_dup)
-        operator = library.swiglu_backward_quantize.default
-        check(operator, arguments, test_utils=CHECKS[layouts[1]])
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_other_operators_are_well_formed(flag):
-    gate, up, factor = inputs(20, 140)
-    check, library = torch.library.opcheck, torch.ops.torch_fp8
-    check(library.swiglu_save.default, (gate, up, factor if flag else None, flag))
-    check(library.swiglu.default, (gate, up, factor if flag else None))
-    arguments = backward_inputs((20, 140), flag, not flag)
-    check(library.swiglu_backward.default, arguments, test_utils=CHECKS[not flag])
-    check(library.swiglu_backward_amax.default, arguments, test_utils=CHECKS[not flag])
-
-
-def everything(gate, up, smooth):
-    *saved, amax = ops.swiglu_save(gate, up, smooth)
-    options = CastOptions(E4M3.dtype, "tensorwise", False, True, True, amax=amax)
-    made = ops.swiglu_quantize(gate, up, smooth, options, True)
-    inputs = BackwardInputs(ops.swiglu(gate, up, smooth), *saved, smooth, gate.dtype)
-    blocks = CastOptions(E5M2.dtype, "block_1x128", True, True, True)
-    amaxes = backward.swiglu_backward_amax(inputs)
-    gradients = backward.swiglu_backward_quantize(inputs, blocks)
-    return *made, *gradients, amaxes, *backward.swiglu_backward(inputs)
-
-
-@pytest.mark.long
-def test_compiles_with_shapes_that_change():
-    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
-    for shape in ((20, 140), (33, 129)):
-        arguments = inputs(*shape)
-        for a, b in zip(compiled(*arguments), everything(*arguments), strict=True):
-            same_bits(a, b)
