@@ -1,9 +1,12 @@
 """Training steps of small models that tests share: what they return, call and save."""
 
+import io
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.saved_activations import count_saved
+from torch_fp8 import convert_optimizer, convert_to_float8
 
 
 def gaussian(*shape, dtype=torch.bfloat16, seed=1):
@@ -17,6 +20,21 @@ def train(model, x):
     y = model(x)
     (y.float() * gaussian(*y.shape, dtype=torch.float32, seed=2)).sum().backward()
     return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+
+
+def adamw(model, config, **options):
+    """AdamW over a model, both converted, and the report of the optimizer's conversion."""
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    convert_to_float8(model, config)
+    return optimizer, convert_optimizer(optimizer, config, model=model)
+
+
+def through_a_file(value, weights_only=False):
+    """What `torch.load` makes of a file with a value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def token_loss(model, step):

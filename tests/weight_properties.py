@@ -101,8 +101,10 @@ class Split(Stock):
     """The weights of O2 and O3."""
 
     def convert(self, model: nn.Module) -> None:
+        """Split each weight into 24 bits if they hold it, and into 32 otherwise."""
         for parameter in model.parameters():
-            split_parameter(parameter, EXACT_BITS)
+            last = 0 if parameter.is_meta else (parameter.detach().view(torch.int32) & 0xFF).any()
+            split_parameter(parameter, EXACT_BITS if last else 8)
 
     def revert(self, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -127,6 +129,8 @@ class Kit:
         )
         self.x, self.u = torch.randn(32, SIDE), torch.randn(SIDE)
         self.p = self.m[0].weight
+        for p in self.m.parameters():  # 24 bits until something is written, and no ties in BF16
+            p.data = ((p.data.view(torch.int32) >> 8 | 1) << 8).view(torch.float32)
         if convert:
             self.convert()
 
@@ -213,6 +217,10 @@ def _w(k: Kit) -> Tensor:
     return k.p.detach()
 
 
+SQUARE = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(2))
+MASK = SQUARE > 0
+
+
 # 1. The operations of a user's code that work under BF16-mixed.
 READS: dict[str, Property] = {
     "weight numpy": lambda k: _w(k).numpy(),
@@ -252,6 +260,42 @@ READS: dict[str, Property] = {
     "float loss": lambda k: (k.m.zero_grad(), F.mse_loss(k.p, _zeros()).backward())[1],
     "clip_grad_value_": lambda k: nn.utils.clip_grad_value_(k.m.parameters(), 1e-4),
     "get_total_norm": lambda k: nn.utils.get_total_norm([q.grad for q in k.m.parameters()]),
+    "kind": lambda k: (
+        k.p.shape,
+        k.p.stride(),
+        k.p.is_leaf,
+        k.p.is_contiguous(),
+        k.p.numel(),
+        k.p.ndim,
+    ),
+    "place": lambda k: (k.p.layout, k.p.device, k.p.is_meta, k.p.type(), k.p.itemsize),
+    "to itself": lambda k: (k.p.cpu() is k.p, k.p.to("cpu", torch.float32) is k.p),
+    "other dtypes": lambda k: (k.p.half(), k.p.bfloat16(), k.p.int(), k.p.double()),
+    "columns": lambda k: k.p[:, ::3],
+    "by a mask": lambda k: k.p[MASK],
+    "diagonal": lambda k: k.p.diagonal(),
+    "view": lambda k: k.p.view(-1, 4),
+    "strided": lambda k: _w(k).as_strided((4, 4), (1, 2)),
+    "expanded": lambda k: k.p.expand(2, SIDE, SIDE).sum(0),
+    "split": lambda k: [x.sum() for x in k.p.split(10)],
+    "concatenated": lambda k: (torch.cat([k.p, k.p]), torch.stack([k.p, SQUARE])),
+    "where": lambda k: torch.where(MASK, k.p, 0),
+    "right operand": lambda k: 1 - SQUARE * k.p,
+    "promoted": lambda k: (k.p + k.u.double(), k.p + k.u.bfloat16()),
+    "comparison": lambda k: (k.p > 0, torch.equal(k.p, k.p), torch.equal(k.p, _w(k) + 1)),
+    "in lists": lambda k: (
+        torch._foreach_mul([SQUARE, k.p], 3.0),
+        torch._foreach_norm([k.p, SQUARE]),
+    ),
+    "added to a list": lambda k: torch._foreach_add([SQUARE, SQUARE], [_w(k), SQUARE]),
+    "einsum": lambda k: torch.einsum("bi,oi->bo", k.x, k.p),
+    "addmm": lambda k: torch.addmm(k.x, k.x, k.p),
+    "embedding": lambda k: F.embedding(torch.arange(4), k.p),
+    "convolution": lambda k: F.conv2d(k.x.view(1, 32, 8, 8), k.p.view(128, 32, 1, 1)),
+    "format": lambda k: f"{k.p[0, 0]:.3f}",
+    "unique and topk": lambda k: (_w(k).unique(), list(k.p.topk(3))),
+    "cosine": lambda k: F.cosine_similarity(k.p, SQUARE),
+    "trapezoid": lambda k: torch.trapezoid(k.p),
 }
 
 
@@ -317,6 +361,33 @@ def _exchanged(k: Kit) -> None:
     a.data, b.data = b.data, a.data
 
 
+def _kept_views(k: Kit) -> None:
+    row, transposed = k.p[3], k.p.t()
+    k.p.mul_(1.0001)
+    row.add_(1e-6)
+    transposed[0].zero_()
+
+
+def _foreach_all(k: Kit) -> Tensor:
+    other = SQUARE.clone()
+    torch._foreach_mul_([other, k.p], 1.0001)
+    torch._foreach_add_([k.p, other], [other, k.p])
+    torch._foreach_lerp_([k.p, other], [other, k.p], 1e-5)
+    torch._foreach_addcdiv_([k.p], [SQUARE], [SQUARE.exp()], -1e-5)
+    torch._foreach_copy_([other], [k.p])
+    torch._foreach_copy_([k.p], [other * 1.0001])
+    return other
+
+
+RETURNING: dict[str, tuple[Any, ...]] = {
+    "mul_": (2.0,),
+    "copy_": (SQUARE,),
+    "zero_": (),
+    "lerp_": (SQUARE, 0.1),
+    "normal_": (),
+    "requires_grad_": (True,),
+}
+
 # 2. Ways to write, under no_grad.
 WRITES: dict[str, Property] = {
     "mul_": lambda k: k.p.mul_(0.999),
@@ -337,9 +408,6 @@ WRITES: dict[str, Property] = {
     "detached": lambda k: k.p.detach().sub_(1e-6),
     "out=": _set_out,
     "+= on .data": lambda k: k.p.data.__iadd__(1e-6),
-    "foreach": lambda k: torch._foreach_mul_([k.p, k.m[2].weight.data], 0.999),
-    "foreach lerp": lambda k: torch._foreach_lerp_(list(k.m.parameters()), [*map(torch.zeros_like, k.m.parameters())], 0.1),
-    "foreach copy": lambda k: torch._foreach_copy_([k.p], [_zeros() + 0.1234567]),
     "fused step": lambda k: torch._fused_sgd_([k.p], [_zeros() + 1e-6], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=True),
     "data = same shape": lambda k: setattr(k.p, "data", _zeros() + 0.1234567),
     "data = other shape": lambda k: setattr(k.p, "data", torch.ones(3, SIDE)),
@@ -364,6 +432,34 @@ WRITES: dict[str, Property] = {
     "broadcast": lambda k: alone(lambda: dist.broadcast(k.p.data, 0)),
     "all_reduce": lambda k: (k.p.add_(1e-6), alone(lambda: dist.all_reduce(k.p.data)))[1],
     "all_gather": lambda k: alone(lambda: _gathered(k.p.detach())),
+    "arithmetic": lambda k: k.p.addcmul_(SQUARE, SQUARE, value=1e-6).sub_(1e-6).div_(k.p.norm()),
+    "operators": lambda k: k.p.__imul__(0.999).__iadd__(SQUARE),
+    "copy_ of BF16": lambda k: k.p.copy_(SQUARE.bfloat16()),
+    "copy_ of float64": lambda k: k.p.copy_(SQUARE.double() / 3),
+    "copy_ of a row": lambda k: k.p.copy_(k.u),
+    "copy_ of a transposed one": lambda k: k.p.copy_(SQUARE.t()),
+    "copy_ of itself transposed": lambda k: k.p.copy_(k.p.t().clone()),
+    "masked_fill_": lambda k: k.p.masked_fill_(MASK, 0.1),
+    "masked_scatter_": lambda k: k.p.masked_scatter_(MASK, SQUARE),
+    "index_add_": lambda k: k.p.index_add_(0, torch.tensor([1, 1]), k.x[:2], alpha=1e-6),
+    "index_copy_": lambda k: k.p.index_copy_(0, torch.tensor([1, 3]), k.x[:2]),
+    "index_put_": lambda k: k.p.index_put_((torch.arange(4),), k.x[:4], accumulate=True),
+    "scatter_add_": lambda k: k.p.scatter_add_(0, torch.zeros(1, SIDE).long(), k.x[:1]),
+    "fill_diagonal_": lambda k: k.p.fill_diagonal_(0.3),
+    "tril_": lambda k: k.p.tril_(),
+    "random": lambda k: k.p.normal_().exponential_().uniform_(-0.3, 0.3),
+    "part": lambda k: k.p[1:3, ::2].sub_(1e-6),
+    "row of float64": lambda k: k.p.data.__setitem__(5, torch.ones(SIDE, dtype=torch.float64) / 3),
+    "view of a view": lambda k: k.p[2:9].t().narrow(0, 3, 4).unsqueeze(0).copy_(torch.ones(7)),
+    "bits": lambda k: k.p.view(torch.int32).bitwise_xor_(1),
+    "views that were kept": _kept_views,
+    "foreach arithmetic": _foreach_all,
+    "load_state_dict of BF16": lambda k: k.m[0].load_state_dict({"weight": SQUARE.bfloat16()}),
+    "load_state_dict of float64": lambda k: k.m[0].load_state_dict({"weight": SQUARE.double() / 3}),
+    "sparse_": lambda k: nn.init.sparse_(k.p, 0.5),
+    "eye_": lambda k: nn.init.eye_(k.p),
+    "reset_parameters": lambda k: k.m[0].reset_parameters(),
+    "returns the weight": lambda k: [getattr(k.p, name)(*args) is k.p for name, args in RETURNING.items()],
     "power of a loop": lambda k: [p.data.copy_(p.data / p.data.norm()) for p in k.m.parameters()][0],
 }  # fmt: skip
 
@@ -389,6 +485,7 @@ def _stamped(k: Kit, write: Property) -> bool:
     """Whether a layer notices the write, and nothing where the values are the same."""
     before, value = k.design.stamp(k.p), k.p.detach().float().clone()
     _written(k, write)
+    assert isinstance(k.p, SplitTensor) == isinstance(k.design, Split)
     k.models.clear()
     return torch.equal(k.p.detach().float(), value) or k.design.stamp(k.p) != before
 

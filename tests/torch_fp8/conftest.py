@@ -91,6 +91,23 @@ def scaled_mm_calls(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def weight_casts(monkeypatch):
+    """The shapes of what has 64 rows or more and is cast, in order: of weights."""
+    from torch_fp8.tensor import payload_cache, quantizer
+
+    shapes = []
+    for module in (quantizer, payload_cache):
+
+        def counted(x, *args, original=module.quantize_layouts, **kwargs):
+            if len(x) >= 64:
+                shapes.append(tuple(x.shape))
+            return original(x, *args, **kwargs)
+
+        monkeypatch.setattr(module, "quantize_layouts", counted)
+    return shapes
+
+
 def _recording(function, calls):
     def recorded(*args, **kwargs):
         last = zip(("bias", "output_dtype", "", "use_fast_accum"), args[8:], strict=False)

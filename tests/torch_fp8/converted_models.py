@@ -6,30 +6,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.torch_fp8.block_models import MLP, JoinedMLP
 from torch_fp8 import FP8Config, convert_to_float8, freeze
 
 SIZE = 32
-
-
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(SIZE, 48, bias=False) for _ in range(2))
-        self.down_proj, self.act_fn = nn.Linear(48, SIZE), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class JoinedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(SIZE, 96), nn.Linear(48, SIZE)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(up * self.act_fn(gate))
 
 
 def _linears():
@@ -42,9 +22,9 @@ _KINDS = {
     "frozen": _linears,
     "LayerNorm": lambda: [nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)],
     "RMSNorm": lambda: [nn.RMSNorm(SIZE, eps=1e-5), nn.Linear(SIZE, SIZE)],
-    "SwiGLU": lambda: [GatedMLP()],
-    "joined SwiGLU": lambda: [JoinedMLP()],
-    "Smooth-SwiGLU": lambda: [GatedMLP()],
+    "SwiGLU": lambda: [MLP(SIZE, 48, bias=True)],
+    "joined SwiGLU": lambda: [JoinedMLP(SIZE, 48, bias=True)],
+    "Smooth-SwiGLU": lambda: [MLP(SIZE, 48, bias=True)],
 }
 KINDS = tuple(_KINDS)
 

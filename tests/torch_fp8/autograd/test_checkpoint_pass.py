@@ -8,13 +8,12 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
-    create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
 
-from tests.torch_fp8.conversion.test_fused_layers import Block
+from tests.steps import assert_equal
+from tests.torch_fp8.block_models import Block
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.autograd.current_pass import (
     saves_nothing,
@@ -44,13 +43,6 @@ def _run(model, function):
     return y.detach(), x.grad, grads
 
 
-def _assert_equal(want, got):
-    assert torch.equal(want[0], got[0])
-    assert torch.equal(want[1], got[1])
-    for name, grad in want[2].items():
-        assert torch.equal(grad, got[2][name]), name
-
-
 class _Casts(TorchDispatchMode):
     """For each of our operators that casts: its name and the FP8 payloads that it makes."""
 
@@ -76,7 +68,7 @@ def test_gradients_are_those_without_checkpointing(recipe, options):
         want = _run(plain, plain)
         with set_checkpoint_early_stop(early_stop):
             got = _run(recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=False))
-        _assert_equal(want, got)
+        assert_equal(want, got)
     for name, buffer in plain.named_buffers():
         assert torch.equal(buffer, dict(recomputed.named_buffers())[name]), name
 
@@ -113,28 +105,6 @@ def test_a_transposed_payload_is_first_made_in_backward():
     assert ("quantize_2d", [(16, 48), (48, 16)]) in plain.made
 
 
-def test_the_second_pass_is_not_the_first():
-    told = []
-
-    class Asks(nn.Module):
-        def forward(self, x):
-            told.append(saves_nothing())
-            return x.sin()
-
-    x = torch.randn(4, requires_grad=True)
-    y = checkpoint(Asks(), x, use_reentrant=False)
-    y.sum().backward()
-    assert told == [True, False]
-    told.clear()
-    Asks()(x)
-    checkpoint(Asks(), x, use_reentrant=True).sum().backward()
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        Asks()(x)
-    with torch.no_grad():
-        checkpoint(Asks(), x, use_reentrant=False)
-    assert told == [False] * 5
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("where", ["inside", "outside", "both"])
 def test_hooks_of_offloading_get_what_is_there(recipe, where):
@@ -158,7 +128,7 @@ def test_hooks_of_offloading_get_what_is_there(recipe, where):
             return checkpoint(inner, x, use_reentrant=False)
 
     want = _run(plain, plain)
-    _assert_equal(want, _run(recomputed, run))
+    assert_equal(want, _run(recomputed, run))
     assert all(0 not in t.stride() or t.numel() == 1 for t in packed)
     assert (where == "outside") == (not packed)
 
@@ -179,29 +149,9 @@ def test_nested_checkpoints(recipe):
             return x + checkpoint(mlp, x, use_reentrant=False)
 
     want = _run(plain, plain)
-    _assert_equal(want, _run(recomputed, lambda x: checkpoint(Nested(), x, use_reentrant=False)))
+    assert_equal(want, _run(recomputed, lambda x: checkpoint(Nested(), x, use_reentrant=False)))
     for name, buffer in plain.named_buffers():
         assert torch.equal(buffer, dict(recomputed.named_buffers())[name]), name
-
-
-def test_checkpoints_that_keep_results_of_operators_keep_whole_ones():
-    """A policy of torch's own that saves our casts: the second pass gets what the first made."""
-    plain = _block()
-    recomputed = copy.deepcopy(plain)
-
-    def policy(ctx, op, *args, **kwargs):
-        ours = op.namespace == "torch_fp8"
-        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def contexts():
-        return create_selective_checkpoint_contexts(policy)
-
-    want = _run(plain, plain)
-    got = _run(
-        recomputed,
-        lambda x: checkpoint(recomputed, x, use_reentrant=False, context_fn=contexts),
-    )
-    _assert_equal(want, got)
 
 
 def test_where_hooks_cannot_be_seen_everything_is_made(monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
+from tests.steps import adamw
+from torch_fp8 import FP8Config, freeze
 
 X = torch.linspace(-1, 1, 8 * 64).view(8, 64)
 
@@ -15,10 +16,7 @@ X = torch.linspace(-1, 1, 8 * 64).view(8, 64)
 def make(level, recipe):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    config = FP8Config(opt_level=level, recipe=recipe)
-    convert_to_float8(net, config)
-    convert_optimizer(optimizer, config, model=net)
+    optimizer, _ = adamw(net, FP8Config(opt_level=level, recipe=recipe), lr=1e-2)
     backward(net)
     optimizer.step()
     return net, optimizer

@@ -7,30 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from tests.models import llama_config
+from tests.torch_fp8.block_models import LlamaLayer
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS
 
 BF16 = torch.bfloat16
-ARANGE = torch.arange(32)[None]
-
-
-class Llama(nn.Module):
-    """Hugging Face's decoder layer and its angles, as a function of hidden states."""
-
-    def __init__(self, **options):
-        super().__init__()
-        config = llama_config(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
-        config._attn_implementation = "sdpa"
-        torch.manual_seed(0)
-        self.layer = LlamaDecoderLayer(config, 0).bfloat16()
-        self.angles = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=BF16), ARANGE)
-        convert_to_float8(self.layer, FP8Config(**options))
-
-    def forward(self, x):
-        return self.layer(x, position_embeddings=self.angles)
 
 
 def _run(model, function, x):
@@ -91,7 +73,7 @@ def test_in_a_compiled_graph_torch_keeps_fp8(recipe):
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    model, x = Llama(recipe=recipe), _x(12, 32, 128)
+    model, x = LlamaLayer(recipe=recipe), _x(12, 32, 128)
     twin, graphs, payloads = copy.deepcopy(model), [], []
 
     def keep(graph, inputs):

@@ -9,10 +9,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from tests.models import llama_config
-from torch_fp8 import FP8Config, convert_to_float8
+from tests.torch_fp8.block_models import LlamaLayer
 from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS, operator_name
 
 
@@ -26,18 +24,7 @@ POLICIES = {"nothing": (), "casts": (*CASTS, *ATTENTION), "products": ("scaled_m
 
 def _gradients(recipe, saved):
     """Gradients of two steps, each of two micro-batches, and the histories then."""
-    torch.manual_seed(0)
-    config = llama_config(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    config._attn_implementation = "sdpa"
-    layer = LlamaDecoderLayer(config, 0).bfloat16()
-    convert_to_float8(layer, FP8Config(recipe=recipe))
-    angles = LlamaRotaryEmbedding(config)(torch.zeros(1).bfloat16(), torch.arange(32)[None])
+    layer = LlamaLayer(recipe=recipe)
     options = {}
     if saved is not None:
         policy = functools.partial(_policy, saved)
@@ -46,7 +33,7 @@ def _gradients(recipe, saved):
     for _step in range(2):
         for _micro_batch in range(2):
             x = torch.randn(1, 32, 128).bfloat16().requires_grad_()
-            y = checkpoint(layer, x, position_embeddings=angles, use_reentrant=False, **options)
+            y = checkpoint(layer, x, use_reentrant=False, **options)
             y.float().square().mean().backward()
             found.append(x.grad)
         found += [p.grad for p in layer.parameters()]

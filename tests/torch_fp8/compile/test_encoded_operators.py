@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
+from tests.steps import adamw
+from torch_fp8 import FP8Config, convert_to_float8, freeze
 
 SIZE = 64
 
@@ -15,9 +16,7 @@ def _trained(level):
     torch.manual_seed(0)
     layer = nn.Linear(SIZE, SIZE, bias=False)
     model, config = nn.Sequential(layer), FP8Config(recipe="tensorwise", opt_level=level)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-2)
     for steps in (True, False):
         optimizer.zero_grad()
         model(_x()).square().mean().backward()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.torch_fp8.block_models import MLP
 from torch_fp8 import FP8Config, convert_to_float8, freeze, rollout
 from torch_fp8.nn.linear_function import linear_in_graph, served_in_graph
 
@@ -14,21 +15,10 @@ SIZE = 64
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)
 
 
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(SIZE, 96, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(96, SIZE)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     def __init__(self, inner):
         super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(SIZE), GatedMLP()
+        self.norm, self.mlp = nn.RMSNorm(SIZE), MLP(SIZE, 96, bias=True)
         self.odd, self.inner = Conv1D(48, SIZE), inner
 
     def forward(self, x):

@@ -202,11 +202,6 @@ def test_candidates_are_what_the_card_runs_natively(cuda, config, capability, ve
     assert candidates(config, H200) == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_there_are_none_where_fp8_is_emulated(device):
-    assert candidates(FP8Config(), torch.device(device)) == ()
-
-
 @pytest.mark.parametrize(
     ("config", "device", "why"),
     [

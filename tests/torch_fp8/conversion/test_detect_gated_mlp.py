@@ -23,86 +23,53 @@ def _form(forward, base=Layers):
     return find_gated_mlp(type("MLP", (base,), {"forward": forward})())
 
 
-def _chunk(self, x):  # as Phi-3, GLM
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(up * self.act(gate))
+def _of_halves(combine, split=lambda self, both: both.chunk(2, dim=-1)):
+    """A forward that combines what `split` makes of the first layer's output."""
+
+    def forward(self, x):
+        return self.d(combine(self, *split(self, self.w(x))))
+
+    return forward
 
 
-def _chunk_indexed(self, x):  # as Granite's shared expert
-    both = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(both[0]) * both[1])
+def _swiglu(self, gate, up):
+    return self.act(gate) * up
 
 
-def _chunk_function(self, x):
-    gate, up = torch.chunk(self.w(x), 2, -1)
-    return self.d(torch.mul(F.silu(gate), up))
-
-
-def _split(self, x):
-    gate, up = self.w(x).split(self.n, dim=-1)
-    return self.d(self.act(gate) * up)
-
-
-def _split_sizes(self, x):
-    gate, up = torch.split(self.w(x), [self.n, self.n], dim=-1)
-    return self.d(self.act(gate) * up)
-
-
-def _slices(self, x):
-    both = self.w(x)
-    return self.d(self.act(both[..., : self.n]) * both[..., self.n :])
-
-
-def _slices_by_shape(self, x):
-    both = self.w(x)
+def _halves_by_shape(self, both):
     half = both.shape[-1] // 2
-    return self.d(both[..., half:] * self.act(both[..., : both.size(-1) // 2]))
+    return both[..., : both.size(-1) // 2], both[..., half:]
 
 
-GATE_FIRST = (
-    _chunk,
-    _chunk_indexed,
-    _chunk_function,
-    _split,
-    _split_sizes,
-    _slices,
-    _slices_by_shape,
-)
+def _slices(self, both):
+    return both[..., : self.n], both[..., self.n :]
 
 
-@pytest.mark.parametrize("forward", GATE_FIRST, ids=lambda f: f.__name__)
-def test_halves_of_one_layer(forward):
-    assert _form(forward).spec == GatedMLPSpec(("w",), "d", True)
+GATE_FIRST = {
+    "chunk": _of_halves(lambda self, gate, up: up * self.act(gate)),  # as Phi-3, GLM
+    "function": _of_halves(
+        lambda self, gate, up: torch.mul(F.silu(gate), up),
+        lambda self, both: torch.chunk(both, 2, -1),
+    ),
+    "split": _of_halves(_swiglu, lambda self, both: both.split(self.n, dim=-1)),
+    "sizes": _of_halves(_swiglu, lambda self, both: torch.split(both, [self.n, self.n], dim=-1)),
+    "slices": _of_halves(_swiglu, _slices),
+    "slices by shape": _of_halves(lambda self, gate, up: up * self.act(gate), _halves_by_shape),
+}
+UP_FIRST = {
+    "chunk": _of_halves(lambda self, up, gate: self.act(gate) * up),  # as Moonshine
+    "slices": _of_halves(lambda self, up, gate: up * F.silu(gate), _slices),
+}
 
 
-def _up_first(self, x):  # as Moonshine
-    up, gate = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * up)
+@pytest.mark.parametrize("name", GATE_FIRST)
+def test_halves_of_one_layer(name):
+    assert _form(GATE_FIRST[name]).spec == GatedMLPSpec(("w",), "d", True)
 
 
-def _up_first_by_slices(self, x):
-    both = self.w(x)
-    return self.d(both[..., : self.n] * F.silu(both[..., self.n :]))
-
-
-@pytest.mark.parametrize("forward", [_up_first, _up_first_by_slices], ids=lambda f: f.__name__)
-def test_the_other_way_round(forward):
-    assert _form(forward).spec == GatedMLPSpec(("w",), "d", False)
-
-
-def _same_half(self, x):
-    gate, _ = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * gate)
-
-
-def _another_dimension(self, x):
-    gate, up = self.w(x).chunk(2, dim=1)
-    return self.d(self.act(gate) * up)
-
-
-def _default_dimension(self, x):
-    gate, up = self.w(x).chunk(2)
-    return self.d(self.act(gate) * up)
+@pytest.mark.parametrize("name", UP_FIRST)
+def test_the_other_way_round(name):
+    assert _form(UP_FIRST[name]).spec == GatedMLPSpec(("w",), "d", False)
 
 
 def _two_calls(self, x):
@@ -111,113 +78,42 @@ def _two_calls(self, x):
     return self.d(self.act(gate) * up)
 
 
-def _quarters(self, x):
-    gate, up, *_ = self.w(x).chunk(4, dim=-1)
-    return self.d(self.act(gate) * up)
+OTHERS = {
+    "same half": _of_halves(lambda self, gate, up: self.act(gate) * gate),
+    "another dimension": _of_halves(_swiglu, lambda self, both: both.chunk(2, dim=1)),
+    "default dimension": _of_halves(_swiglu, lambda self, both: both.chunk(2)),
+    "two calls": _two_calls,
+    "quarters": _of_halves(_swiglu, lambda self, both: both.chunk(4, dim=-1)[:2]),
+    "other size": _of_halves(_swiglu, lambda self, both: both.split(self.other, dim=-1)),
+    "uneven": _of_halves(
+        _swiglu, lambda self, both: (both[..., : self.other], both[..., self.other :])
+    ),
+    "every other": _of_halves(_swiglu, lambda self, both: (both[..., ::2], both[..., 1::2])),
+    "every other of halves": _of_halves(
+        _swiglu, lambda self, both: (both[..., : self.n : 2], both[..., self.n :: 2])
+    ),
+    "by a number": _of_halves(  # which may change after it was looked at
+        lambda self, gate, up: self.act(gate) * up if self.parts == 1 else up
+    ),
+    "of rows": _of_halves(_swiglu, lambda self, both: (both[:, : self.n], both[:, self.n :])),
+    "gelu": _of_halves(lambda self, gate, up: self.gelu(gate) * up),
+    "without activation": _of_halves(lambda self, gate, up: gate * up),
+    "activation of the product": _of_halves(lambda self, gate, up: self.act(gate * up)),
+    "dropout": _of_halves(lambda self, gate, up: self.drop(self.act(gate) * up)),
+    "offset": _of_halves(lambda self, gate, up: self.act(gate) * (up + 1)),
+    "scaled": lambda self, x: _of_halves(_swiglu)(self, 2 * x),
+    "scaled result": lambda self, x: _of_halves(_swiglu)(self, x) * 2,
+    "residual": lambda self, x: _of_halves(_swiglu)(self, x) + x,
+    "in place": _of_halves(lambda self, gate, up: F.silu(gate, inplace=True) * up),
+    "by mode": _of_halves(lambda self, gate, up: self.act(gate) * up if self.training else up),
+    "backwards": lambda self, x: self.d(_swiglu(self, *self.d(x).chunk(2, dim=-1))),
+}
 
 
-def _other_size(self, x):
-    gate, up = self.w(x).split(self.other, dim=-1)
-    return self.d(self.act(gate) * up)
-
-
-def _uneven(self, x):
-    both = self.w(x)
-    return self.d(self.act(both[..., : self.other]) * both[..., self.other :])
-
-
-def _every_other(self, x):
-    both = self.w(x)
-    return self.d(self.act(both[..., ::2]) * both[..., 1::2])
-
-
-def _every_other_of_halves(self, x):
-    both = self.w(x)
-    return self.d(self.act(both[..., : self.n : 2]) * both[..., self.n :: 2])
-
-
-def _by_a_number(self, x):  # which may change after it was looked at
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * up) if self.parts == 1 else self.d(up)
-
-
-def _of_rows(self, x):
-    both = self.w(x)
-    return self.d(self.act(both[:, : self.n]) * both[:, self.n :])
-
-
-def _gelu(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(self.gelu(gate) * up)
-
-
-def _without_activation(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(gate * up)
-
-
-def _dropout(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(self.drop(self.act(gate) * up))
-
-
-def _offset(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * (up + 1))
-
-
-def _scaled(self, x):
-    gate, up = self.w(x * 2).chunk(2, dim=-1)
-    return self.d(self.act(gate) * up)
-
-
-def _residual(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * up) + x
-
-
-def _in_place(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(F.silu(gate, inplace=True) * up)
-
-
-def _by_mode(self, x):
-    gate, up = self.w(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * up) if self.training else self.d(up)
-
-
-def _backwards(self, x):
-    gate, up = self.d(x).chunk(2, dim=-1)
-    return self.d(self.act(gate) * up)
-
-
-OTHERS = (
-    _same_half,
-    _another_dimension,
-    _default_dimension,
-    _two_calls,
-    _quarters,
-    _other_size,
-    _uneven,
-    _every_other,
-    _every_other_of_halves,
-    _by_a_number,
-    _of_rows,
-    _gelu,
-    _without_activation,
-    _dropout,
-    _offset,
-    _scaled,
-    _residual,
-    _in_place,
-    _by_mode,
-    _backwards,
-)
-
-
-@pytest.mark.parametrize("forward", OTHERS, ids=lambda f: f.__name__)
-def test_whatever_computes_something_else_is_none(forward):
-    assert _form(forward) is None
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_computes_something_else_is_none(name):
+    assert _form(_of_halves(_swiglu)).spec == GatedMLPSpec(("w",), "d", True)
+    assert _form(OTHERS[name]) is None
 
 
 def test_an_odd_width_has_no_halves():
@@ -226,8 +122,8 @@ def test_an_odd_width_has_no_halves():
             super().__init__()
             self.w = nn.Linear(8, 33)
 
-    assert _form(_chunk, Odd) is None
-    assert _form(_split, Odd) is None
+    assert _form(GATE_FIRST["chunk"], Odd) is None
+    assert _form(GATE_FIRST["split"], Odd) is None
 
 
 def test_a_third_layer_that_the_forward_leaves_out():
@@ -236,7 +132,7 @@ def test_a_third_layer_that_the_forward_leaves_out():
             super().__init__()
             self.unused = nn.Linear(8, 8)
 
-    assert _form(_chunk, More) is None
+    assert _form(GATE_FIRST["chunk"], More) is None
 
 
 def test_an_adapter_counts_as_its_layer():
@@ -251,7 +147,7 @@ def test_an_adapter_counts_as_its_layer():
             super().__init__()
             self.w = Adapter(self.w)
 
-    assert _form(_slices, Adapted).spec == GatedMLPSpec(("w",), "d", True)
+    assert _form(GATE_FIRST["slices"], Adapted).spec == GatedMLPSpec(("w",), "d", True)
 
 
 class Pair(Layers):
@@ -293,13 +189,21 @@ def test_an_activation_that_is_almost_silu(activation):
             super().__init__()
             self.act = Almost()
 
-    assert _form(_chunk, Uses) is None
+    assert _form(GATE_FIRST["chunk"], Uses) is None
 
 
-def test_halves_of_two_layers_are_no_form():
-    def forward(self, x):
-        gate, _ = self.w(x).chunk(2, dim=-1)
-        _, up = self.v(x).chunk(2, dim=-1)
-        return self.d(self.act(gate) * up)
+OF_TWO_LAYERS = {
+    "halves": lambda self, x: self.d(
+        self.act(self.w(x).chunk(2, -1)[0]) * self.v(x).chunk(2, -1)[1]
+    ),
+    "activation of the product": lambda self, x: self.d(self.act(self.w(x) * self.v(x))),
+    "scaled result": lambda self, x: self.d(self.act(self.w(x)) * self.v(x)) * 2,
+    "scaled input of one": lambda self, x: self.d(self.act(self.w(x)) * self.v(x * 2)),
+    "one layer twice": lambda self, x: self.d(self.act(self.w(x)) * self.w(x)),
+    "gelu": lambda self, x: self.d(self.gelu(self.w(x)) * self.v(x)),
+}
 
-    assert _form(forward, Pair) is None
+
+@pytest.mark.parametrize("name", OF_TWO_LAYERS)
+def test_two_layers_that_compute_something_else_are_none(name):
+    assert _form(OF_TWO_LAYERS[name], Pair) is None

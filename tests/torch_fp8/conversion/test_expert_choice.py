@@ -18,10 +18,6 @@ from torch_fp8.nn.experts import Float8Experts
 AUTO = FP8Config(tokens=64)
 
 
-def _experts(layout, **changes):
-    return experts(layout, **changes)
-
-
 class Clock:
     """Stands for a card's: microseconds without FP8 and with, by the class of the experts."""
 
@@ -53,7 +49,7 @@ class Model(nn.Module):
     def __init__(self, layout="plain", **changes):
         super().__init__()
         self.proj = nn.Linear(H, H)
-        self.experts = _experts(layout, **changes)
+        self.experts = experts(layout, **changes)
         self.experts.config = SimpleNamespace(**CONFIG | {"num_experts_per_tok": K} | changes)
 
 
@@ -211,7 +207,7 @@ def test_ranks_take_the_answer_of_one(clock, monkeypatch):
 
 
 def test_expert_parallelism_has_more_rows_of_fewer_experts():
-    module = _experts("plain")
+    module = experts("plain")
     module.num_experts = E // 2  # of this rank; the weight shows those of all
     module.config = SimpleNamespace(num_experts_per_tok=K)
     shape = expert_shape(module, 64)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import warnings
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 import torch_fp8
+from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report, thaw
 from torch_fp8.nn.linear_function import LinearFunction
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -124,10 +124,7 @@ def test_state_dict_is_plain_and_loads_in_stock_and_back():
     assert list(state) == keys
     assert {type(v) for v in state.values()} == {torch.Tensor}
     assert state["up.weight"].dtype == torch.bfloat16
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    stock.load_state_dict(torch.load(file, weights_only=True))
+    stock.load_state_dict(through_a_file(state, weights_only=True))
     assert torch.equal(stock.up.weight, model.up.weight.dequantize().float())
     other = Net()
     freeze(other, FP8Config(recipe="blockwise"))
@@ -278,23 +275,16 @@ def test_level_1_leaves_weights_as_they_are():
         FP8Config(opt_level="O1", frozen_weights="fp8")
 
 
-def test_tied_and_shared_weights_stay():
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_and_those_that_share_memory_stay(tied):
     model = Net()
     model.again = nn.Linear(128, 208)
-    model.again.weight = model.up.weight
-    report = freeze(model, FP8Config(recipe="blockwise"))
-    assert report.frozen == ("down",)
-    assert dict(report.kept)["up"] == "its weight is shared with another module"
-    assert type(model.up.weight) is not Float8FrozenWeight
-
-
-def test_weights_that_share_memory_stay():
-    model = Net()
-    model.again = nn.Linear(128, 208)
-    model.again.weight = nn.Parameter(model.up.weight.detach())
+    model.again.weight = model.up.weight if tied else nn.Parameter(model.up.weight.detach())
     report = freeze(model, FP8Config(recipe="blockwise"))
     assert report.frozen == ("down",)
     assert set(dict(report.kept)) == {"up", "again"}
+    assert not tied or dict(report.kept)["up"] == "its weight is shared with another module"
+    assert type(model.up.weight) is not Float8FrozenWeight
 
 
 def test_a_frozen_model_is_reported_and_stays():

@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
-from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
+from tests.torch_fp8.block_models import Model
 from torch_fp8 import (
     FP8Config,
     convert_to_float8,
@@ -24,36 +23,9 @@ from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.rms_norm import Float8RMSNorm
 
 
-class Attention(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.q_proj, self.k_proj, self.o_proj = (nn.Linear(size, size) for _ in "qko")
-
-    def forward(self, x):
-        return self.o_proj(self.q_proj(x) * self.k_proj(x).tanh())
-
-
-class Block(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.attn_norm, self.self_attn = Norm(size), Attention(size)
-        self.mlp_norm, self.mlp = Norm(size), MLP(size, 2 * size)
-
-    def forward(self, x):
-        x = x + self.self_attn(self.attn_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, size=64):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(size) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def _model():
+    torch.manual_seed(0)
+    return Model()
 
 
 def _config(recipe="tensorwise", opt_level="O1", **options):
@@ -69,29 +41,29 @@ def _recipes(model):
 
 
 def test_layers_get_the_options_of_the_last_pattern_that_matches():
-    model = Model()
+    model = _model()
     overrides = {
         "layers.0": {"recipe": "blockwise", "wgrad": "bf16"},
         "layers.*.mlp.down_proj": {"recipe": "delayed", "margin": 2},
         "layers.0.mlp.down_proj": {"margin": 1},
-        "layers.1.self_attn": None,
+        "layers.1.attention": None,
         "layers.1.mlp.up_proj": {"recipe": "bf16"},
     }
     report = convert_to_float8(model, _config(overrides=overrides))
     recipes = _recipes(model)
-    assert recipes["layers.0.self_attn.q_proj"] == "blockwise"
-    assert model.layers[0].self_attn.q_proj.fp8.recipe.wgrad is None
+    assert recipes["layers.0.attention.q_proj"] == "blockwise"
+    assert model.layers[0].attention.q_proj.fp8.recipe.wgrad is None
     downs = [layer.mlp.down_proj for layer in model.layers]
     assert [down.fp8.recipe.name for down in downs] == ["delayed", "delayed"]
     assert [down.fp8.config.margin for down in downs] == [1, 2]
     assert downs[0].fp8.recipe.wgrad is None  # of the first pattern
     assert recipes["layers.1.mlp.gate_proj"] == "tensorwise"
-    assert not [name for name in recipes if name.startswith("layers.1.self_attn")]
+    assert not [name for name in recipes if name.startswith("layers.1.attention")]
     reasons = dict(report.skipped)
     assert reasons["layers.1.mlp.up_proj"] == "overrides={'layers.1.mlp.up_proj': bf16}"
-    assert reasons["layers.1.self_attn.o_proj"] == "overrides={'layers.1.self_attn': bf16}"
+    assert reasons["layers.1.attention.o_proj"] == "overrides={'layers.1.attention': bf16}"
     assert set(report.overridden) == set(recipes) - {"layers.1.mlp.gate_proj"}
-    assert "  override  layers.0.self_attn.q_proj, " in str(report)
+    assert "  override  layers.0.attention.q_proj, " in str(report)
     assert "  override  layers.1.mlp.down_proj: delayed: input e4m3" in str(report)
 
 
@@ -100,7 +72,7 @@ def test_the_last_pattern_says_whether_a_layer_is_in_high_precision(first_is_hig
     overrides = {"layers.1": None, "layers.1.mlp": {"recipe": "rowwise"}}
     if not first_is_high:
         overrides = dict(reversed(overrides.items()))
-    model = Model()
+    model = _model()
     convert_to_float8(model, _config(overrides=overrides))
     second = {name: r for name, r in _recipes(model).items() if name.startswith("layers.1")}
     assert set(second.values()) == ({"rowwise"} if first_is_high else set())
@@ -108,8 +80,7 @@ def test_the_last_pattern_says_whether_a_layer_is_in_high_precision(first_is_hig
 
 
 def test_training_runs_and_a_layer_computes_what_it_would_alone():
-    torch.manual_seed(1)
-    model, x = Model(), torch.randn(32, 64)
+    model, x = _model(), torch.randn(32, 64)
     plain = copy.deepcopy(model)
     convert_to_float8(model, _config(overrides={"layers.1.mlp": {"recipe": "rowwise"}}))
     y = model(x)
@@ -122,8 +93,8 @@ def test_training_runs_and_a_layer_computes_what_it_would_alone():
 
 
 def test_what_casts_differently_is_not_fused_and_the_summary_says_so():
-    model = Model()
-    overrides = {"layers.0.self_attn.k_proj": {"recipe": "delayed"}, "layers.1.mlp.up_proj": {}}
+    model = _model()
+    overrides = {"layers.0.attention.k_proj": {"recipe": "delayed"}, "layers.1.mlp.up_proj": {}}
     overrides["layers.1.mlp.down_proj"] = {"recipe": "delayed", "margin": 1}
     report = convert_to_float8(model, _config("delayed", overrides=overrides))
     assert report.unfused == ("layers.1.mlp",)
@@ -131,22 +102,22 @@ def test_what_casts_differently_is_not_fused_and_the_summary_says_so():
     assert isinstance(model.layers[0].mlp, Float8GatedMLP)
     assert "  not fused layers.1.mlp: the layers that read it have different recipes" in str(report)
     # One history for what a norm hands over would leave the other layer's margin out.
-    overrides = {"layers.0.self_attn.k_proj": {"margin": 2}}
+    overrides = {"layers.0.attention.k_proj": {"margin": 2}}
     report = convert_to_float8(model, _config("delayed", overrides=overrides))
     assert report.unfused == ("layers.0.attn_norm", "layers.0.mlp_norm")  # beside both
     attention = model.layers[0]
     assert attention.attn_norm.fp8.quantizer is None
     assert isinstance(attention.attn_norm, Float8RMSNorm)
     assert isinstance(model.layers[1].mlp, Float8GatedMLP)
-    alone = Model().layers[0]
-    convert_to_float8(alone.self_attn, _config("delayed", overrides={"k_proj": {"margin": 2}}))
+    alone = _model().layers[0]
+    convert_to_float8(alone.attention, _config("delayed", overrides={"k_proj": {"margin": 2}}))
     x = torch.randn(16, 64)
-    got = attention.self_attn(attention.attn_norm(x))
-    assert torch.equal(got, alone.self_attn(attention.attn_norm(x)))
+    got = attention.attention(attention.attn_norm(x))
+    assert torch.equal(got, alone.attention(attention.attn_norm(x)))
 
 
 def test_high_precision_leaves_norms_and_mlps_as_they_are():
-    model = Model()
+    model = _model()
     report = convert_to_float8(model, _config(overrides={"layers.0": None}))
     kinds = (Float8Linear, Float8RMSNorm, Float8GatedMLP)
     assert not [m for m in model.layers[0].modules() if isinstance(m, kinds)]
@@ -155,7 +126,7 @@ def test_high_precision_leaves_norms_and_mlps_as_they_are():
 
 
 def test_a_second_conversion_changes_the_options_and_none_takes_them_back():
-    model = Model()
+    model = _model()
     config = _config(overrides={"layers.0": {"recipe": "rowwise"}, "layers.1": None})
     convert_to_float8(model, config)
     first = _recipes(model)
@@ -165,12 +136,12 @@ def test_a_second_conversion_changes_the_options_and_none_takes_them_back():
     assert dict(model.named_buffers()).keys() == histories.keys()
     convert_to_float8(model, _config())
     assert set(_recipes(model).values()) == {"tensorwise"}
-    assert len(_recipes(model)) == 12
-    assert revert(model) == 12
+    assert len(_recipes(model)) == 14
+    assert (revert(model), revert(model)) == (14, 0)
 
 
 def test_only_layers_with_delayed_scaling_have_a_state():
-    model = Model()
+    model = _model()
     config = _config(overrides={"layers.0.mlp": {"recipe": "delayed", "amax_history_len": 4}})
     convert_to_float8(model, config)
     model(torch.randn(8, 64)).sum().backward()
@@ -178,7 +149,7 @@ def test_only_layers_with_delayed_scaling_have_a_state():
     names = [f"layers.0.mlp.{kind}_proj.amax_history" for kind in ("gate", "up", "down")]
     assert {key for key in state if key.endswith("history")} == set(names)
     assert state[names[0]].shape == (3, 4)
-    fresh = Model()
+    fresh = _model()
     convert_to_float8(fresh, config)
     load_scaling_state_dict(fresh, state)
     again = scaling_state_dict(fresh)
@@ -186,7 +157,7 @@ def test_only_layers_with_delayed_scaling_have_a_state():
 
 
 def test_frozen_layers_keep_their_own_recipe():
-    model = Model().requires_grad_(False)
+    model = _model().requires_grad_(False)
     config = FP8Config(recipe="tensorwise", overrides={"layers.0": {"recipe": "rowwise"}})
     convert_to_float8(model, config)
     freeze(model)
@@ -198,7 +169,7 @@ def test_an_unused_pattern_warns_with_the_nearest_names_once():
     overrides = {"layers.0.mlp.down_porj": None, "encoder": {"recipe": "rowwise"}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = convert_to_float8(Model(), _config(overrides=overrides))
+        report = convert_to_float8(_model(), _config(overrides=overrides))
     (said,) = [str(w.message) for w in caught]
     assert "'layers.0.mlp.down_porj' (the nearest are 'layers.0.mlp.down_proj'" in said
     assert "'encoder'" in said
@@ -264,7 +235,7 @@ def test_mistakes_are_named(options, error, says):
 def test_options_of_several_patterns_that_exclude_each_other_name_the_layer():
     overrides = {"layers.0": {"recipe": "delayed"}, "layers.1.mlp": {"margin": 1}}
     with pytest.raises(ValueError, match=r"together, for 'layers.1.mlp.gate_proj': .* margin"):
-        convert_to_float8(Model(), _config(overrides=overrides))
+        convert_to_float8(_model(), _config(overrides=overrides))
 
 
 def test_another_recipe_does_not_take_over_what_belongs_to_this_one():

@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.leaving_peak import check_peak_of_leaving
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
-    convert_optimizer,
     convert_to_float8,
     freeze,
     restore_weights,
@@ -28,9 +28,7 @@ def _model():
 
 def _trained(level):
     model, config = _model(), FP8Config(opt_level=level)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config)
     model(torch.randn(4, WIDTH)).square().mean().backward()
     optimizer.step()
     return model, optimizer

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
+from tests.steps import adamw
+from torch_fp8 import FP8Config, convert_to_float8, memory_report
 from torch_fp8.conversion.memory import expected_bytes_per_param
 
 
@@ -69,10 +70,7 @@ def test_expectation_is_what_a_step_then_holds(make, expected):
 @pytest.mark.parametrize(("level", "more"), [("O1", 0), ("O2", 2), ("O3", 0)])
 def test_the_expectation_names_the_bytes_of_summed_gradients(level, more):
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
-    config = FP8Config(opt_level=level, recipe="tensorwise")
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(opt_level=level, recipe="tensorwise"))
     one, _, summed = expected_bytes_per_param(model, [optimizer]).partition(" bytes per parameter")
     words = f"; {float(one) + more:.2f} while micro-batches are summed"
     assert summed.count(words) == bool(more)

@@ -4,32 +4,14 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from tests.tied_model import Model
 from torch_fp8 import (
-    Float8Linear,
     FP8Config,
     convert_optimizer,
     convert_to_float8,
     revert,
 )
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_revert_leaves_stock_modules(recipe):
-    model, stock = Model(), Model()
-    stock.load_state_dict(model.state_dict())
-    convert_to_float8(model, FP8Config(recipe=recipe))
-    assert revert(model) == 4
-    assert revert(model) == 0
-    for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
-        assert type(ours) is type(theirs)
-        assert ours.__dict__.keys() == theirs.__dict__.keys()
-    tokens = torch.arange(48).view(2, 24)
-    assert torch.equal(model(tokens), stock(tokens))
 
 
 def test_revert_leaves_plain_gradients():
@@ -83,46 +65,3 @@ def test_a_graph_from_before_revert_delivers_its_gradients(level):
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert (type(ours.grad), ours.grad.dtype) == (torch.Tensor, torch.float32)
         assert torch.equal(ours.grad, theirs.grad.clone())
-
-
-@pytest.fixture
-def one_process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process_group")
-@pytest.mark.parametrize("order", ["shard-first", "convert-first"])
-def test_fsdp2_modules_are_converted_and_reverted(order):
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    twin = copy.deepcopy(model)
-    convert_to_float8(twin)
-
-    def shard():
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    if order == "shard-first":
-        shard()
-        parameters = list(model.parameters())
-        assert convert_to_float8(model).converted == ("0", "1")
-        assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    else:
-        convert_to_float8(model)
-        shard()
-    assert isinstance(model[0], Float8Linear)
-    assert isinstance(model[0], FSDPModule)
-    x = torch.randn(8, 32)
-    y = model(x)
-    assert torch.equal(y, twin(x))
-    y.sum().backward()
-    twin(x).sum().backward()
-    assert torch.equal(model[0].weight.grad.full_tensor(), twin[0].weight.grad)
-    assert convert_to_float8(model).converted == ("0", "1")
-    assert revert(model) == 2
-    assert not isinstance(model[0], Float8Linear)
-    assert isinstance(model[0], FSDPModule)
-    model(x)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.ops.scaled_mm
-from tests.torch_fp8.conversion.test_fused_layers import Norm
+from tests.torch_fp8.block_models import Norm
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
 from torch_fp8.nn import linear_function

@@ -5,7 +5,6 @@ its layers cast for themselves, each with its own scale. Both compute the same, 
 """
 
 import copy
-import io
 import itertools
 
 import pytest
@@ -13,18 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.steps import Calls, assert_equal, gaussian, renew_scales, train
-from tests.torch_fp8.nn.test_gated_mlp import Joined, Pair
+from tests.steps import Calls, assert_equal, gaussian, renew_scales, through_a_file, train
+from tests.torch_fp8.block_models import MLP, JoinedMLP
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormInputs, NormWithRstd
 from torch_fp8.nn.delayed_scaling import INPUT, scaling_buffers
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.quantization.scaling import tensor_amax
 
-SPEC = make_recipe("delayed").input
 SIZE, INNER = 64, 128
 
 
@@ -43,7 +37,7 @@ class Readers(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, mlp=Pair):
+    def __init__(self, mlp=MLP):
         super().__init__()
         self.readers, self.norm = Readers(), nn.RMSNorm(SIZE, eps=1e-5)
         self.mlp, self.context = mlp(SIZE, INNER), None
@@ -58,7 +52,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def _block(mlp=Pair, **options):
+def _block(mlp=MLP, **options):
     torch.manual_seed(0)
     model = Block(mlp).bfloat16()
     convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=4, **options))
@@ -110,7 +104,7 @@ def _steps(*, zeros=True):
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("mlp", [Pair, Joined])
+@pytest.mark.parametrize("mlp", [MLP, JoinedMLP])
 def test_results_and_histories_are_those_of_layers_that_cast_for_themselves(mlp, algorithm):
     model = _block(mlp, amax_compute_algo=algorithm)
     twin = _plain(copy.deepcopy(model))
@@ -173,7 +167,7 @@ def test_a_reader_in_evaluation_behind_a_norm_in_training():
 # What runs.
 
 
-@pytest.mark.parametrize("mlp", [Pair, Joined])
+@pytest.mark.parametrize("mlp", [MLP, JoinedMLP])
 def test_one_operator_casts_each_of_them_and_takes_the_amax(mlp):
     model = _block(mlp)
     model(gaussian(32, SIZE).requires_grad_()).sum().backward()
@@ -183,9 +177,9 @@ def test_one_operator_casts_each_of_them_and_takes_the_amax(mlp):
     count = calls.names.count
     assert count("rms_norm_quantize_once") == 2
     assert count("swiglu_quantize") == 1
-    assert count("swiglu_backward_quantize") == (mlp is Pair)
-    assert count("gate_up_backward_quantize") == (mlp is Joined)
-    layers = 2 if mlp is Pair else 1
+    assert count("swiglu_backward_quantize") == (mlp is MLP)
+    assert count("gate_up_backward_quantize") == (mlp is JoinedMLP)
+    layers = 2 if mlp is MLP else 1
     weights, others = 3 + layers, 3  # the gradients of a, b and down
     assert count("quantize_2d") == 2 * weights + others  # weights are transposed in backward
     assert count("rms_norm_backward") == 2
@@ -211,10 +205,7 @@ def test_copies_have_scales_and_slots_of_their_own():
     model = _block()
     _assert_same(model, _plain(copy.deepcopy(model)), gaussian(8, SIZE))
     copied = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = through_a_file(model)
     before = scaling_buffers(model.readers.a)[2].clone()
     for x in _steps():
         _assert_same(copied, loaded, x)
@@ -269,39 +260,3 @@ def test_two_forwards_before_their_backwards():
 
 
 # Operators.
-
-LAYOUTS = ((True, True), (True, False), (False, True))
-
-
-def _check(made, y, how):
-    """``(q, qt)`` of y with a given scale, whose slot was raised."""
-    assert torch.equal(how.amax, tensor_amax(y))
-    want, _, want_t, _ = torch.ops.torch_fp8.quantize_2d(y, *how._replace(amax=None))
-    for got, wanted in zip(made, (want, want_t), strict=True):
-        assert got is None or torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
-
-
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("shape", [(48, 160), (3, 5), (0, 16)], ids=str)
-def test_producers_cast_with_a_given_scale_and_raise_the_slot(shape, layouts):
-    def cast(scale):
-        rowwise, columnwise = layouts
-        scale, slot = torch.tensor(scale), torch.zeros(())
-        return CastOptions.of(SPEC, scale, slot, rowwise=rowwise, columnwise=columnwise)
-
-    x, up, grad = (gaussian(*shape, seed=s) for s in range(3))
-    weight = gaussian(shape[1], seed=3)
-    inputs, how = NormInputs(x, weight, 1e-5, 1.0, x.dtype), cast(0.01)
-    q, _, qt, _, rstd, *_ = rms_norm.rms_norm_quantize_once(inputs, how, True)
-    _check((q, qt), rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 1.0, x.dtype)), how)
-    how = cast(0.01)
-    payloads = swiglu.swiglu_quantize(x, up, None, how, True)
-    _check(payloads[:3:2], swiglu.swiglu(x, up, None), how)
-    inputs, how, other = BackwardInputs(grad, *payloads[4:], None, x.dtype), cast(0.01), cast(0.03)
-    gradients = swiglu_backward.swiglu_backward(inputs)
-    payloads = swiglu_backward.swiglu_backward_quantize(inputs, how, other.scale, other.amax)
-    for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
-        _check(payloads[4 * i : 4 * i + 3 : 2], d, its)
-    how = cast(0.01)
-    payloads = swiglu_backward.gate_up_backward_quantize(inputs, False, how)
-    _check(payloads[:3:2], swiglu_backward.gate_up_backward(inputs, False), how)

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_fp8.nn.grouped_linear_function as grouped
 from tests.moe_experts import LAYOUTS, E, batch, experts
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -38,10 +39,7 @@ def _forward(module, seed=0):
 def _trained(layout, **options):
     """Return experts in training and their optimizer."""
     module = _experts(layout)
-    config = FP8Config(recipe="rowwise", **options)
-    convert_to_float8(module, config)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=module)
+    optimizer, _ = adamw(module, FP8Config(recipe="rowwise", **options), lr=1e-3)
     return module, optimizer
 
 

@@ -1,12 +1,12 @@
 """Fused experts at the edges, in every layout: few tokens, one expert, NaN, copies, neighbours."""
 
 import copy
-import io
 
 import pytest
 import torch
 
 from tests.moe_experts import LAYOUTS, E, H, experts, forget_entries
+from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.quantization.metrics import sqnr_db
@@ -86,12 +86,9 @@ def test_copies_and_files_run_in_fp8_by_themselves(layout):
     module, given = experts(layout), _given(20, torch.arange(20)[:, None] % E)
     convert_to_float8(module, FP8Config(recipe="rowwise"))
     want = _run(module, *given)
-    file = io.BytesIO()
-    torch.save(module, file)
-    copied = copy.deepcopy(module)
+    others = copy.deepcopy(module), through_a_file(module)
     revert(module)
-    file.seek(0)
-    for other in (copied, torch.load(file, weights_only=False)):
+    for other in others:
         got = _run(other, *given)
         assert all(torch.equal(got[name], value) for name, value in want.items())
         assert revert(other) == 1

@@ -1,9 +1,10 @@
 """Gated MLPs in FP8: what is written once, kept and emitted; gate and up in one layer or two.
 
-What a whole block does with them is tested in test_producers.py.
+What a whole block does with them is tested in test_fused_layers.py.
 """
 
 import copy
+import itertools
 import pickle
 import weakref
 
@@ -22,6 +23,7 @@ from tests.steps import (
     saved_bytes,
     train,
 )
+from tests.torch_fp8.block_models import MLP, Adapter, JoinedMLP, UpFirstMLP
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.linear import Float8Linear
@@ -32,39 +34,7 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 INNER = 256
 
 
-class Pair(nn.Module):
-    def __init__(self, size, inner, bias=False):
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=bias)
-        self.up_proj = nn.Linear(size, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, size, bias=bias)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Joined(nn.Module):
-    """As Phi-3 and GLM-4 have it."""
-
-    def __init__(self, size, inner, bias=False):
-        super().__init__()
-        self.gate_up_proj = nn.Linear(size, 2 * inner, bias=bias)
-        self.down_proj = nn.Linear(inner, size, bias=bias)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(up * self.act_fn(gate))
-
-
-class UpFirst(Joined):
-    def forward(self, x):
-        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act_fn(gate) * up)
-
-
-def _model(cls=Joined, size=64, inner=INNER, bias=False, dtype=torch.bfloat16, **options):
+def _model(cls=JoinedMLP, size=64, inner=INNER, bias=False, dtype=torch.bfloat16, **options):
     """A norm and the MLP, converted."""
     torch.manual_seed(0)
     norm = nn.RMSNorm(size, eps=1e-5)
@@ -77,10 +47,11 @@ def _model(cls=Joined, size=64, inner=INNER, bias=False, dtype=torch.bfloat16, *
 # Values.
 
 
-@pytest.mark.parametrize("cls", [Joined, UpFirst])
-@pytest.mark.parametrize("inner", [256, 176, 84], ids="C={}".format)
+@pytest.mark.parametrize(
+    ("cls", "inner"), [*itertools.product([JoinedMLP, UpFirstMLP], [256, 176, 84]), (MLP, 176)]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fused_and_unfused_have_the_same_bytes(recipe, inner, cls):
+def test_fused_and_unfused_have_the_same_bytes(recipe, cls, inner):
     """What is cast is what the plain product and the plain gradient would have been.
 
     Blocks do not divide 176, nor what moves 16 elements at a time 84: cast in another launch.
@@ -93,37 +64,22 @@ def test_fused_and_unfused_have_the_same_bytes(recipe, inner, cls):
         plain.append(grad + 0)
         return plain[-1]
 
-    mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y.register_hook(to_plain) and None)
+    for name, layer in mlp.named_children():
+        if name in ("gate_up_proj", "gate_proj", "up_proj"):
+            layer.register_forward_hook(lambda m, args, y: y.register_hook(to_plain) and None)
     mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] + 0,))
     for step in range(2):  # delayed: the second with a history
         x = gaussian(2, 33, 64, seed=step)
         assert_equal(train(unfused, x), train(fused, x))
-    assert [g.shape for g in plain] == [(2, 33, 2 * inner)] * 2
+    shapes = [(2, 33, inner)] * 4 if cls is MLP else [(2, 33, 2 * inner)] * 2
+    assert [g.shape for g in plain] == shapes
     assert type(plain[0]) is torch.Tensor
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fused_and_unfused_have_the_same_bytes_with_two_layers(recipe):
-    fused, unfused = (_model(Pair, inner=176, recipe=recipe) for _ in range(2))
-    mlp, plain = unfused[1], []
-
-    def to_plain(grad):
-        plain.append(type(grad))
-        return grad + 0
-
-    for layer in (mlp.gate_proj, mlp.up_proj):
-        layer.register_forward_hook(lambda m, args, y: y.register_hook(to_plain) and None)
-    mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] + 0,))
-    for step in range(2):  # delayed: the second with a history
-        x = gaussian(2, 33, 64, seed=step)
-        assert_equal(train(unfused, x), train(fused, x))
-    assert plain == [LazyQuantizedTensor] * 4
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_one_layer_computes_what_two_do(recipe):
     """To the bit where no scale is of both, but for the sum over both in the input's gradient."""
-    two, one = _model(Pair, recipe=recipe), _model(Joined, recipe=recipe)
+    two, one = _model(MLP, recipe=recipe), _model(JoinedMLP, recipe=recipe)
     with torch.no_grad():
         one[0].weight.copy_(two[0].weight)
         one[1].down_proj.weight.copy_(two[1].down_proj.weight)
@@ -137,7 +93,7 @@ def test_one_layer_computes_what_two_do(recipe):
     assert sqnr_db(want[1], got[1]) > 40
 
 
-@pytest.mark.parametrize("cls", [Joined, UpFirst])
+@pytest.mark.parametrize("cls", [JoinedMLP, UpFirstMLP])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_signal_stays_that_of_the_plain_model(recipe, dtype, cls):
@@ -145,7 +101,7 @@ def test_training_signal_stays_that_of_the_plain_model(recipe, dtype, cls):
 
     What is saved in E4M3 has 31 dB, an FP8 gradient 24.6 dB per GEMM that it went through.
     """
-    fused = _model(cls, dtype=dtype, recipe=recipe)
+    fused = _model(cls, bias=True, dtype=dtype, recipe=recipe)
     plain = copy.deepcopy(fused)
     revert(plain)
     assert type(plain[1]) is cls
@@ -159,19 +115,20 @@ def test_training_signal_stays_that_of_the_plain_model(recipe, dtype, cls):
 
 
 @pytest.mark.parametrize("saved", ["fp8", "bf16"])
-@pytest.mark.parametrize("cls", [Joined, UpFirst])
+@pytest.mark.parametrize("cls", [MLP, JoinedMLP, UpFirstMLP])
 def test_gradient_against_float64(saved, cls):
     mlp = _model(cls, dtype=torch.float32, save_activations=saved)[1]
     outputs = []
-    mlp.gate_up_proj.register_forward_hook(lambda m, args, y: outputs.append(y) or y.retain_grad())
+    for layer in [m for name, m in mlp.named_children() if name.endswith(("gate_proj", "up_proj"))]:
+        layer.register_forward_hook(lambda m, args, y: outputs.append(y) or y.retain_grad())
     mlp(gaussian(50, 64, dtype=torch.float32)).sum().backward()
-    (both,) = outputs
-    exact = both.detach().double().requires_grad_()
-    first, second = exact.chunk(2, dim=-1)
-    gate, up = (first, second) if cls is Joined else (second, first)
+    exact = [y.detach().double().requires_grad_() for y in outputs]
+    first, second = exact if cls is MLP else exact[0].chunk(2, dim=-1)
+    gate, up = (second, first) if cls is UpFirstMLP else (first, second)
     grad = mlp.down_proj.weight.double().sum(0).expand(50, INNER)
     (F.silu(gate) * up * grad).sum().backward()
-    assert sqnr_db(exact.grad, both.grad + 0) > 24  # of the gradient that down_proj's dgrad gave
+    for want, y in zip(exact, outputs, strict=True):
+        assert sqnr_db(want.grad, y.grad + 0) > 24  # of the gradient that down_proj's dgrad gave
 
 
 # What is written, and kept.
@@ -197,7 +154,7 @@ def test_product_and_gradient_are_cast_as_they_are_made(recipe):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_two_layers_share_their_input_and_the_maximum_of_their_gradients(recipe):
     """No norm in front, which would share it."""
-    mlp = nn.Sequential(Pair(64, INNER)).bfloat16()
+    mlp = nn.Sequential(MLP(64, INNER)).bfloat16()
     convert_to_float8(mlp, FP8Config(recipe=recipe))
     mlp(gaussian(128, 64).requires_grad_()).sum().backward()
     renew_scales()
@@ -215,7 +172,7 @@ def test_two_layers_share_their_input_and_the_maximum_of_their_gradients(recipe)
     [("tensorwise", "swiglu_backward_quantize"), ("rowwise", "swiglu_backward")],
 )
 def test_the_first_gradient_is_gone_when_the_second_is_taken(recipe, operator):
-    model, made, alive = _model(Pair, recipe=recipe), [], []
+    model, made, alive = _model(MLP, recipe=recipe), [], []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -237,7 +194,7 @@ def test_the_first_gradient_is_gone_when_the_second_is_taken(recipe, operator):
 @pytest.mark.parametrize("options", [{}, {"recipe": "blockwise"}, {"save_activations": "bf16"}])
 def test_bytes_kept_are_those_of_two_layers(options):
     x = gaussian(256, 64)
-    two, one = (saved_bytes(_model(c, **options), x.requires_grad_()) for c in (Pair, Joined))
+    two, one = (saved_bytes(_model(c, **options), x.requires_grad_()) for c in (MLP, JoinedMLP))
     scales = 4 if options.get("recipe") is None else 0  # one weight fewer has one
     assert one == two - scales
 
@@ -299,7 +256,7 @@ def test_a_layer_behind_that_does_not_run_in_fp8_gets_no_blocks():
 
 
 def test_gate_and_up_of_different_dtypes_are_multiplied_as_the_module_does():
-    mlp, seen = _model(Pair, dtype=torch.float32)[1], {}
+    mlp, seen = _model(MLP, dtype=torch.float32)[1], {}
     mlp.gate_proj.register_forward_hook(lambda m, args, y: seen.setdefault("gate", y.float()))
     mlp.up_proj.register_forward_hook(lambda m, args, y: seen.setdefault("up", y))
     mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.setdefault("product", args[0]))
@@ -310,33 +267,10 @@ def test_gate_and_up_of_different_dtypes_are_multiplied_as_the_module_does():
     assert torch.equal(seen["product"], F.silu(seen["gate"]) * seen["up"])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_biases(recipe):
-    fused = _model(bias=True, recipe=recipe)
-    plain = copy.deepcopy(fused)
-    revert(plain)
-    want, got = train(plain, gaussian(64, 64)), train(fused, gaussian(64, 64))
-    for name in ("1.gate_up_proj.bias", "1.down_proj.bias"):
-        assert sqnr_db(want[2][name], got[2][name]) > 16, name
-
-
-class Adapter(nn.Module):
-    """LoRA around a layer, as PEFT has it."""
-
-    def __init__(self, base, rank=4):
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_an_adapter_around_the_layer(recipe):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.RMSNorm(64, eps=1e-5), Joined(64, INNER)).bfloat16()
+    plain = nn.Sequential(nn.RMSNorm(64, eps=1e-5), JoinedMLP(64, INNER)).bfloat16()
     plain.requires_grad_(False)
     plain[1].gate_up_proj = Adapter(plain[1].gate_up_proj)
     fused = copy.deepcopy(plain)
@@ -379,7 +313,7 @@ def test_hooks_of_the_activation_are_called(register):
     assert all(sqnr_db(want[2][name], got[2][name]) > 20 for name in want[2])
 
 
-@pytest.mark.parametrize("cls", [Pair, Joined])
+@pytest.mark.parametrize("cls", [MLP, JoinedMLP])
 def test_an_activation_that_is_replaced_after_conversion_is_the_one_that_counts(cls):
     model, x = _model(cls, recipe="delayed"), gaussian(32, 64)
     model[1].act_fn = nn.GELU()
@@ -389,13 +323,6 @@ def test_an_activation_that_is_replaced_after_conversion_is_the_one_that_counts(
     compiled = copy.deepcopy(model)
     compiled.compile(backend="eager", fullgraph=True)
     assert_equal(train(model, x), train(compiled, x))
-
-
-def test_a_copy_stays_fused():
-    model = _model()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert copied[1].fp8.reads.change(copied[1]) is None
-        assert_equal(train(copy.deepcopy(model), gaussian(32, 64)), train(copied, gaussian(32, 64)))
 
 
 def test_an_output_that_cannot_be_halved_is_the_modules_own_matter():
@@ -410,9 +337,10 @@ def test_an_output_that_cannot_be_halved_is_the_modules_own_matter():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_activation_checkpointing_changes_nothing(recipe, reentrant):
-    plain, recomputed = _model(recipe=recipe), _model(recipe=recipe)
+def test_activation_checkpointing_changes_nothing(recipe, smooth, reentrant):
+    plain, recomputed = (_model(recipe=recipe, smooth_swiglu=smooth) for _ in range(2))
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -428,10 +356,19 @@ def test_activation_checkpointing_changes_nothing(recipe, reentrant):
         recomputed.zero_grad()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_up_first_compiles_without_graph_breaks(recipe):
-    """As in whole blocks (test_traced_casts.py), where gate is first."""
-    eager = _model(UpFirst, recipe=recipe)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (UpFirstMLP, {"recipe": "tensorwise"}),
+        (UpFirstMLP, {"recipe": "blockwise"}),
+        (JoinedMLP, {"recipe": "tensorwise", "smooth_swiglu": True}),
+        (JoinedMLP, {"recipe": "delayed", "smooth_swiglu": True}),
+    ],
+    ids=str,
+)
+def test_it_compiles_without_graph_breaks(cls, options):
+    """As in whole blocks (test_quantize_fusion.py), where gate is first."""
+    eager = _model(cls, **options)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -442,44 +379,34 @@ def test_up_first_compiles_without_graph_breaks(recipe):
             assert sqnr_db(grad, dict(twin.named_parameters())[name].grad) > 30, name
 
 
+@pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 64), (3, 0, 64), (5, 1, 64), (129, 64)], ids=str)
-def test_any_number_of_tokens(shape, recipe):
-    y, grad_x, grads = train(_model(recipe=recipe), gaussian(*shape))
+def test_any_number_of_tokens(shape, recipe, smooth):
+    y, grad_x, grads = train(_model(recipe=recipe, smooth_swiglu=smooth), gaussian(*shape))
     assert y.shape == grad_x.shape == shape
     assert all(g.isfinite().all() for g in grads.values())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_not_finite_stays_visible(bad, recipe):
-    model = _model(recipe=recipe)
+def test_what_is_not_finite_stays_visible(bad, recipe, smooth):
+    model = _model(recipe=recipe, smooth_swiglu=smooth)
     x = gaussian(8, 64)
     x[3, 5] = bad
     y, _, grads = train(model, x)
     assert not y[3].isfinite().all()
     assert not grads["1.gate_up_proj.weight"].isfinite().all()
-
-
-def test_evaluation_and_autocast():
-    model = _model(eval_fp8=False).eval()
-    reference = copy.deepcopy(model)
-    revert(reference)
-    assert torch.equal(model(gaussian(4, 64)), reference(gaussian(4, 64)))
-    model = _model(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(gaussian(4, 64, dtype=torch.float32))
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert model[1].gate_up_proj.weight.grad.dtype == torch.float32
+    assert not grads["1.down_proj.weight"].isfinite().all()
 
 
 def test_conversion_keeps_class_and_name_and_reverts():
     model = _model()
     mlp = model[1]
-    assert isinstance(mlp, Joined)
+    assert isinstance(mlp, JoinedMLP)
     assert isinstance(mlp, Float8GatedMLP)
-    assert type(mlp).__name__ == "Joined"
+    assert type(mlp).__name__ == "JoinedMLP"
     assert mlp.fp8.spec == (("gate_up_proj",), "down_proj", True)
     want = train(model, gaussian(4, 64))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -489,20 +416,20 @@ def test_conversion_keeps_class_and_name_and_reverts():
     assert convert_to_float8(model).producers == ("0", "1")
     model.append(nn.Linear(64, 64).bfloat16())
     assert convert_to_float8(model, FP8Config(skip=("1",))).producers == ("0",)
-    assert type(mlp) is Joined
+    assert type(mlp) is JoinedMLP
     convert_to_float8(model)
-    assert type(mlp) is not Joined
+    assert type(mlp) is not JoinedMLP
     config = FP8Config(save_activations="bf16")
     convert_to_float8(model, config)
     assert mlp.fp8.config is config
     revert(model)
-    assert type(mlp) is Joined
+    assert type(mlp) is JoinedMLP
     assert not any(k.startswith("fp8") for k in vars(mlp))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_and_inputs_without_dimensions_reach_the_layers():
-    model = _model(Pair, dtype=torch.float32)[1]
+    model = _model(MLP, dtype=torch.float32)[1]
     rows = [torch.randn(5, 64), torch.randn(11, 64)]
     outputs = model(torch.nested.nested_tensor(rows)).unbind()
     for x, y in zip(rows, outputs, strict=True):

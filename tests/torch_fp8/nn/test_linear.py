@@ -1,16 +1,14 @@
 import copy
 import math
-import pickle
 import sys
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from tests.steps import renew_scales
-from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, revert
+from tests.steps import adamw, renew_scales, saved_bytes
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.nn import delayed_scaling
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import RECIPES
@@ -34,31 +32,6 @@ def _run(model, x, grad=None):
     return y.detach(), x.grad, model[0].weight.grad
 
 
-def _reference_backward(model, x, grad):
-    """dgrad and wgrad of the dequantized operands in float64: the reference path."""
-    from torch_fp8.ops.quantize import dequantize, quantize
-
-    recipe = model[0].fp8.recipe
-    weight = model[0].weight.detach()
-    g_row = dequantize(quantize(grad, recipe.grad_output)).double()
-    g_col = dequantize(quantize(grad.t(), recipe.grad_output)).double()
-    w_col = dequantize(quantize(weight.t(), recipe.weight)).double()
-    x_col = dequantize(quantize(x.t(), recipe.input)).double()
-    return g_row @ w_col.t(), g_col @ x_col.t()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_are_as_close_as_the_reference_path(recipe):
-    """|ours - exact| < 2 |reference - exact|, for output, grad_input and grad_weight."""
-    stock, fp8 = _pair(recipe, bias=False)
-    x, grad = torch.randn(64, K), torch.randn(64, N)
-    _, dx, dw = _run(stock, x, grad)
-    _, dx8, dw8 = _run(fp8, x, grad)
-    ref_dx, ref_dw = _reference_backward(fp8, x, grad)
-    assert (dx8 - dx).norm() < 2 * (ref_dx - dx).norm()
-    assert (dw8 - dw).norm() < 2 * (ref_dw - dw).norm()
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_output_and_gradients_reach_the_floors(recipe):
     stock, fp8 = _pair(recipe)
@@ -75,32 +48,6 @@ def test_wgrad_in_high_precision(recipe):
     x, grad = torch.randn(128, K), torch.randn(128, N)
     exact, ours = _run(stock, x, grad)[2], _run(fp8, x, grad)[2]
     torch.testing.assert_close(ours, exact)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "shape", [(K,), (1, K), (3, 5, K), (2, 3, 4, K), (0, K), (2, 0, K)], ids=str
-)
-def test_any_number_of_dimensions_and_tokens(recipe, shape):
-    stock, fp8 = _pair(recipe)
-    x = torch.randn(*shape)
-    y, dx, dw = _run(fp8, x)
-    assert y.shape == stock(x).shape
-    assert dx.shape == x.shape
-    assert dw.isfinite().all()
-    if x.numel():
-        assert sqnr_db(stock(x), y) > 25
-    else:
-        assert (dw == 0).all()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_non_contiguous_input(recipe):
-    _, fp8 = _pair(recipe)
-    x = torch.randn(K, 6, 4).permute(2, 1, 0)
-    assert not x.is_contiguous()
-    for strided, plain in zip(_run(fp8, x), _run(fp8, x.contiguous()), strict=True):
-        torch.testing.assert_close(strided, plain, rtol=0, atol=0.1)
 
 
 def test_non_contiguous_gradient():
@@ -121,30 +68,15 @@ def test_any_in_and_out_features(recipe, sizes):
         assert sqnr_db(exact, ours) > 22
 
 
-def _saved_bytes(model, x):
-    """Bytes that the graph keeps beside parameters and the input itself."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    own.add(x.untyped_storage().data_ptr())
-    saved = {}
-
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in own:
-            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = model(x)
-    return sum(saved.values()), y
-
-
 def test_a_frozen_weight_costs_no_wgrad_and_saves_nothing_for_it(scaled_mm_calls):
     _, fp8 = _pair(bias=False)
     x = torch.randn(64, K, requires_grad=True)
-    trained, _ = _saved_bytes(fp8, x)
+    trained = saved_bytes(fp8, x)
     assert 64 * K <= trained <= 64 * K + 16  # the transposed FP8 input, and scales
+    fp8.zero_grad()
     fp8.requires_grad_(False)
-    frozen, y = _saved_bytes(fp8, x)
-    assert frozen <= 16
+    assert saved_bytes(fp8, x) <= 16
+    y = fp8(x)
     scaled_mm_calls.clear()
     y.sum().backward()
     assert len(scaled_mm_calls) == 1
@@ -187,16 +119,6 @@ def test_autocast_decides_the_output_dtype(dtype):
     y.float().sum().backward()
     assert x.grad.dtype == torch.float32
     assert fp8[0].weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bf16_weights_and_inputs(recipe):
-    stock, fp8 = _pair(recipe)
-    stock, fp8 = stock.bfloat16(), fp8.bfloat16()
-    x = torch.randn(32, K).bfloat16()
-    y, dx, dw = _run(fp8, x)
-    assert {y.dtype, dx.dtype, dw.dtype} == {torch.bfloat16}
-    assert sqnr_db(stock(x), y) > 27
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -244,15 +166,6 @@ def test_evaluation_in_high_precision_by_choice(scaled_mm_calls):
     assert len(scaled_mm_calls) == 2
 
 
-def test_deepcopy_and_pickle():
-    _, fp8 = _pair("delayed")
-    x = torch.randn(4, K)
-    fp8(x)
-    for twin in (copy.deepcopy(fp8), pickle.loads(pickle.dumps(fp8))):
-        assert type(twin[0]) is Float8Linear
-        assert torch.equal(twin.eval()(x), copy.deepcopy(fp8).eval()(x))
-
-
 @pytest.mark.parametrize("shape", [(4, K), (2, 3, K)], ids=str)
 def test_an_output_may_be_written_to_in_place(shape):
     model = nn.Sequential(nn.Linear(K, 50), nn.ReLU(inplace=True))
@@ -261,24 +174,6 @@ def test_an_output_may_be_written_to_in_place(shape):
     y = model(x)
     y.sum().backward()
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_activation_checkpointing_changes_nothing(recipe, use_reentrant):
-    _, plain = _pair(recipe)
-    checkpointed = copy.deepcopy(plain)
-    for _ in range(3):
-        x, grad = torch.randn(16, K), torch.randn(16, N)
-        expected = _run(plain, x, grad)
-        x = x.clone().requires_grad_()
-        checkpointed.zero_grad()
-        y = checkpoint(checkpointed, x, use_reentrant=use_reentrant)
-        y.backward(grad)
-        for a, b in zip(expected, (y, x.grad, checkpointed[0].weight.grad), strict=True):
-            assert torch.equal(a, b)
-    if recipe == "delayed":
-        assert torch.equal(plain[0].fp8_amax_history, checkpointed[0].fp8_amax_history)
 
 
 def test_delayed_scaling_uses_the_past_and_records_the_present():
@@ -295,17 +190,6 @@ def test_delayed_scaling_uses_the_past_and_records_the_present():
     y, _, _ = _run(fp8, torch.full((2, K), 100.0))  # 100 saturates at the largest amax seen, 6
     expected = nn.functional.linear(torch.full((2, K), 6.0), fp8[0].weight, fp8[0].bias)
     assert sqnr_db(expected, y) > 25
-
-
-def test_evaluation_leaves_the_history_alone():
-    _, fp8 = _pair("delayed")
-    _run(fp8, torch.randn(4, K))
-    renew_scales()
-    before = [buffer.clone() for buffer in fp8.buffers()]
-    with torch.no_grad():
-        fp8.eval()(torch.randn(4, K) * 1000)
-    renew_scales()
-    assert all(map(torch.equal, fp8.buffers(), before))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -373,15 +257,6 @@ def test_scales_that_a_backward_needs_outlive_a_step():
     assert torch.equal(*grads)
 
 
-def test_history_keeps_its_precision_when_the_module_is_cast():
-    _, fp8 = _pair("delayed")
-    _run(fp8, torch.randn(4, K))
-    before = fp8[0].fp8_amax_history.clone()
-    fp8.to(torch.bfloat16)
-    assert fp8[0].weight.dtype == torch.bfloat16
-    assert torch.equal(fp8[0].fp8_amax_history, before)
-
-
 @pytest.fixture
 def filled_memory():
     """Memory that nobody has initialised holds NaN."""
@@ -427,18 +302,6 @@ def test_memory_that_is_made_anew_keeps_the_history(filled_memory):
 @pytest.mark.parametrize("options", [{}, {"wgrad": "bf16"}], ids=["wgrad-fp8", "wgrad-bf16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_block_gives_the_same_values(recipe, options):
-    _compare_with_compiled(recipe, options, dynamic=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.smoke), "blockwise"]
-)
-def test_compiled_block_with_dynamic_shapes(recipe):
-    _compare_with_compiled(recipe, {}, dynamic=True)
-
-
-def _compare_with_compiled(recipe, options, dynamic):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -452,7 +315,7 @@ def _compare_with_compiled(recipe, options, dynamic):
     eager = Block()
     torch_fp8.convert_to_float8(eager, FP8Config(recipe=recipe, **options))
     twin = copy.deepcopy(eager)
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=False)
     for tokens in (24, 40):
         results = []
         for model in (eager, compiled):
@@ -550,10 +413,7 @@ def test_a_frozen_bias_costs_nothing(monkeypatch):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_model_made_double_after_conversion_is_told_at_once(level):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    config = FP8Config(opt_level=level)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_to_float8(model, config)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(opt_level=level))
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
     model.double()
@@ -632,19 +492,6 @@ def test_jagged_nested_tensors_are_computed_as_their_tokens(recipe, norm):
             assert module(x).shape == y.shape
     for expected, got in zip(*grads, strict=True):
         assert (got - expected).norm() < 0.15 * expected.norm()
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_converted_layer_has_one_attribute_more_and_revert_deletes_it(recipe):
-    model = nn.Sequential(nn.Linear(K, N))
-    before, buffers = set(vars(model[0])), set(model[0]._buffers)
-    convert_to_float8(model, FP8Config(recipe=recipe))
-    model(torch.randn(4, K)).sum().backward()
-    model.eval()(torch.randn(4, K))
-    assert set(vars(model[0])) - before == {"fp8"}
-    revert(model)
-    assert set(vars(model[0])) == before
-    assert set(model[0]._buffers) == buffers
 
 
 _OTHER_INPUTS = {

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
+from tests.steps import adamw
 from torch_fp8 import FP8Config
 from torch_fp8.autograd import current_pass
 from torch_fp8.distributed import connect_fsdp
@@ -37,10 +38,7 @@ class Model(nn.Module):
 
 def converted(model, level="O2", **options):
     torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = FP8Config(recipe="tensorwise", opt_level=level, **options)
-    torch_fp8.convert_to_float8(model, config)
-    torch_fp8.convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(recipe="tensorwise", opt_level=level, **options), lr=1e-3)
     return model, optimizer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.torch_fp8.conversion.test_fused_layers import Norm
+from tests.torch_fp8.block_models import Norm
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts

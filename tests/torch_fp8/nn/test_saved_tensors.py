@@ -8,7 +8,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from tests.moe_experts import batch, experts
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from tests.steps import adamw
+from torch_fp8 import FP8Config
 
 
 def _linear():
@@ -25,10 +26,7 @@ def _experts():
 def test_a_copy_of_a_saved_weight_is_cast_as_its_half_was(build):
     torch.manual_seed(0)
     model, (x, *rest) = build()
-    config = FP8Config(recipe="rowwise")
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(recipe="rowwise"))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()

@@ -6,20 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.steps import (
     Calls,
-    assert_equal,
+    adamw,
     gaussian,
     renew_scales,
     saved_bytes,
     train,
 )
-from tests.torch_fp8.nn.test_gated_mlp import Adapter, Joined, Pair
+from tests.torch_fp8.block_models import MLP, Adapter, JoinedMLP
 from torch_fp8 import (
     FP8Config,
-    convert_optimizer,
     convert_to_float8,
     freeze,
     load_scaling_state_dict,
@@ -37,7 +35,7 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 SIZE, INNER, ALIGNED = 64, 512, 3
 
 
-class GeGLU(Pair):
+class GeGLU(MLP):
     """Gemma's."""
 
     def forward(self, x):
@@ -45,7 +43,7 @@ class GeGLU(Pair):
         return self.down_proj(gate * self.up_proj(x))
 
 
-def _stock(cls=Pair, aligned=1.0, dtype=torch.bfloat16):
+def _stock(cls=MLP, aligned=1.0, dtype=torch.bfloat16):
     torch.manual_seed(0)
     model = nn.Sequential(nn.RMSNorm(SIZE, eps=1e-5), cls(SIZE, INNER)).to(dtype)
     if aligned != 1:
@@ -57,7 +55,7 @@ def _stock(cls=Pair, aligned=1.0, dtype=torch.bfloat16):
     return model
 
 
-def _model(cls=Pair, aligned=1.0, dtype=torch.bfloat16, opt_level="O1", **options):
+def _model(cls=MLP, aligned=1.0, dtype=torch.bfloat16, opt_level="O1", **options):
     model = _stock(cls, aligned, dtype)
     options = {"recipe": "tensorwise", "smooth_swiglu": True, **options}
     convert_to_float8(model, FP8Config(opt_level=opt_level, **options))
@@ -103,7 +101,7 @@ def test_an_aligned_channel_leaves_the_others_their_bits(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-@pytest.mark.parametrize("cls", [Pair, Joined], ids=["two", "one"])
+@pytest.mark.parametrize("cls", [MLP, JoinedMLP], ids=["two", "one"])
 def test_fused_and_unfused_have_the_same_bytes(recipe, cls):
     fused, unfused = _model(cls, recipe=recipe), _model(cls, recipe=recipe)
 
@@ -113,7 +111,7 @@ def test_fused_and_unfused_have_the_same_bytes(recipe, cls):
             self._modules = unfused[1]._modules
 
         def forward(self, x):
-            if cls is Joined:
+            if cls is JoinedMLP:
                 gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             else:
                 gate, up = self.gate_proj(x), self.up_proj(x)
@@ -145,13 +143,13 @@ def test_one_read_finds_the_channels_and_saves_gate_and_up():
     assert same[1] - same[0] < 5 * INNER * 4
 
 
-@pytest.mark.parametrize("cls", [GeGLU, Joined], ids=["gelu", "one layer"])
+@pytest.mark.parametrize("cls", [GeGLU, JoinedMLP], ids=["gelu", "one layer"])
 def test_other_gated_mlps_are_found(cls):
     model = _stock(cls)
     report = convert_to_float8(model, FP8Config(recipe="tensorwise", smooth_swiglu=True))
     assert report.smooth == ("1.down_proj",)
     assert "  smooth    1 down projections of gated MLPs" in str(report)
-    assert isinstance(model[1], Float8GatedMLP) == (cls is Joined)
+    assert isinstance(model[1], Float8GatedMLP) == (cls is JoinedMLP)
     want, got = train(_stock(cls), gaussian(64, SIZE)), train(model, gaussian(64, SIZE))
     assert sqnr_db(want[0], got[0]) > 22
 
@@ -164,7 +162,7 @@ def test_a_model_without_gated_mlps_is_told():
 
 
 def test_single_layers_by_overrides():
-    model = nn.Sequential(Pair(SIZE, INNER), Pair(SIZE, INNER))
+    model = nn.Sequential(MLP(SIZE, INNER), MLP(SIZE, INNER))
     config = FP8Config(recipe="delayed", overrides={"1": {"smooth_swiglu": True}})
     report = convert_to_float8(model, config)
     assert report.smooth == ("1.down_proj",)
@@ -186,41 +184,6 @@ def test_state_dict_and_histories_are_those_without():
     convert_to_float8(models[1], FP8Config(recipe="delayed", opt_level="O1"))
     assert not models[1][1].down_proj.fp8.recipe.smooth
     assert all(torch.equal(v, before[k]) for k, v in models[1].state_dict().items())
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_activation_checkpointing_changes_nothing(recipe, reentrant):
-    plain, recomputed = _model(recipe=recipe), _model(recipe=recipe)
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self._modules = recomputed._modules
-
-        def forward(self, x):
-            return checkpoint(recomputed, x, use_reentrant=reentrant)
-
-    for seed in range(2):
-        x = gaussian(2, 32, SIZE, seed=seed)
-        assert_equal(train(plain, x), train(Checkpointed(), x))
-        plain.zero_grad()
-        recomputed.zero_grad()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_compiles_without_graph_breaks(recipe):
-    eager = _model(recipe=recipe)
-    twin = copy.deepcopy(eager)
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    for seed in range(2):
-        x = gaussian(2, 32, SIZE, seed=seed)
-        want, got = train(eager, x), train(compiled, x)
-        assert sqnr_db(want[0], got[0]) > 40
-        assert sqnr_db(want[1], got[1]) > 35
-        for name, grad in want[2].items():
-            assert sqnr_db(grad, dict(twin.named_parameters())[name].grad) > 30, name
 
 
 def test_a_frozen_down_projection():
@@ -254,9 +217,7 @@ def test_down_projections_stored_as_fp8_alone_and_behind_an_adapter():
 def test_a_payload_that_is_kept_serves_dgrad_alone(cached):
     config = FP8Config(recipe="tensorwise", smooth_swiglu=True, cache_weights=cached)
     model = _stock().float()
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-2)
     losses = []
     for _ in range(6):
         loss = (model(gaussian(64, SIZE)) - 1).float().square().mean()
@@ -271,23 +232,6 @@ def test_a_payload_that_is_kept_serves_dgrad_alone(cached):
         assert torch.equal(first, model(gaussian(8, SIZE)))
         model[1].down_proj.weight.mul_(2)
         assert sqnr_db(2 * first, model(gaussian(8, SIZE))) > 25
-
-
-@pytest.mark.parametrize("shape", [(0, SIZE), (1, SIZE), (3, 0, SIZE), (129, SIZE)], ids=str)
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
-def test_any_number_of_tokens(shape, recipe):
-    y, grad_x, grads = train(_model(recipe=recipe), gaussian(*shape))
-    assert y.shape == grad_x.shape == shape
-    assert all(g.isfinite().all() for g in grads.values())
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_visible(bad):
-    x = gaussian(8, SIZE)
-    x[3, 5] = bad
-    y, _, grads = train(_model(), x)
-    assert not y[3].isfinite().all()
-    assert not grads["1.down_proj.weight"].isfinite().all()
 
 
 def test_ranks_of_a_group_agree_on_the_amax_of_what_is_smoothed(monkeypatch):

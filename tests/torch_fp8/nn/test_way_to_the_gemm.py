@@ -25,35 +25,6 @@ ENGINE = Path(torch_fp8.__file__).parent
 MOST = 8
 
 
-def modules_on_the_way(layer, x):
-    """The modules whose functions run from the layer's forward until the product, in order."""
-    begins, ends = Float8Layer.forward.__code__, gemm._multiply.__code__
-    entered: dict[str, None] = {}
-    on, within = False, None
-
-    def note(frame, event, argument):
-        nonlocal on, within
-        code = frame.f_code
-        if event == "return" and frame is within:
-            within = None
-        if event != "call":
-            return
-        on = (on or code is begins) and code is not ends
-        path = Path(code.co_filename)
-        if on and within is None and ENGINE in path.parents:
-            entered[str(path.relative_to(ENGINE))] = None
-            if path.name == "registry.py":
-                within = frame
-
-    sys.setprofile(note)
-    try:
-        layer(x)
-    finally:
-        sys.setprofile(None)
-    assert "nn/linear.py" in entered
-    return list(entered)
-
-
 def places_of(value):
     """The memory of all tensors in a value, which may be a tuple of tuples."""
     if isinstance(value, torch.Tensor):
@@ -68,10 +39,15 @@ class Walk:
 
     What such a function returns is followed in its place: a view, a payload, a tuple with one. The
     layer's own parameters are not followed, nor what an operator does inside.
+
+    Attributes:
+        files: that the input enters, in order.
+        modules: whose functions run, with the input or without.
     """
 
     def __init__(self, layer, x):
         self.files: list[str] = []
+        self.modules: set[str] = set()
         self._parameters = set().union(*map(places_of, layer.parameters()))
         self._followed = places_of(x)
         self._holds: list[object] = []  # so that no memory is used again
@@ -80,10 +56,11 @@ class Walk:
         self._operator = None
 
     def __call__(self, frame, event, argument):
-        if event == "return" and frame in self._running:
-            self._running.discard(frame)
+        if event == "return":
             self._operator = None if frame is self._operator else self._operator
-            self._follow(argument)
+            if frame in self._running:
+                self._running.discard(frame)
+                self._follow(argument)
         if event != "call" or self._ended or self._operator is not None:
             return
         code = frame.f_code
@@ -91,16 +68,18 @@ class Walk:
         path = Path(code.co_filename)
         if not self._begun or ENGINE not in path.parents:
             return
+        self._ended = code is gemm._multiply.__code__
+        file = str(path.relative_to(ENGINE))
+        self.modules |= set() if self._ended else {file}
+        if path.name == "registry.py":  # an operator's inside is a kernel on a card
+            self._operator = frame
         count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         arguments = tuple(frame.f_locals.get(name) for name in code.co_varnames[:count])
         if not places_of(arguments) & self._followed:
             return
         self._running.add(frame)
-        self._ended = code is gemm._multiply.__code__
-        if path.name == "registry.py":  # an operator's inside is a kernel on a card
-            self._operator = frame
-        elif not self.files or self.files[-1] != str(path.relative_to(ENGINE)):
-            self.files.append(str(path.relative_to(ENGINE)))
+        if path.name != "registry.py" and self.files[-1:] != [file]:
+            self.files.append(file)
 
     def _follow(self, value):
         self._holds.append(value)
@@ -114,7 +93,7 @@ def walk(layer, x):
         layer(x)
     finally:
         sys.setprofile(None)
-    return followed.files
+    return followed
 
 
 def trained(recipe):
@@ -128,15 +107,14 @@ def trained(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
 def test_few_modules_lie_between_a_layer_and_its_gemm(recipe):
-    modules = modules_on_the_way(*trained(recipe))
+    modules = walk(*trained(recipe)).modules
     assert len(modules) <= MOST, "\n".join(modules)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_an_input_enters_five_files_before_its_gemm_and_none_twice(recipe):
     layer, x = trained(recipe)
-    files = walk(layer, x)
-    assert files == [
+    assert walk(layer, x).files == [
         "nn/linear.py",
         "nn/layer_fp8.py",
         "nn/linear_function.py",

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict, restore_weights
+from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict
 from torch_fp8.optim.residual import residual_of, set_residual
 from torch_fp8.quantization.split_float import EXACT_BITS
 from torch_fp8.tensor.halves import split_matrix
-from torch_fp8.tensor.split_weight import SplitWeight
 
 # Weights of the user's in BF16 keep their residuals in the optimizer.
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,6 +109,13 @@ BROKEN = {
     "amsgrad": (lambda s: _group(s).update(amsgrad=True), r"param_groups\[0\]\['amsgrad'\]"),
     "capturable": (lambda s: _group(s).update(capturable=True), r"\['capturable'\] .*is True"),
     "a state no dict": (lambda s: s["state"].update({2: 5}), r"state\[2\] is not a dict: 5"),
+    "moment's shape": (
+        lambda s: _state(s, 5).update(exp_avg_sq=torch.zeros(3, 3)),
+        r"state\[5\]\['exp_avg_sq'\] has shape \(3, 3\)",
+    ),
+    "no moment": (lambda s: _state(s, 1).pop("exp_avg"), r"state\[1\] has no 'exp_avg'"),
+    "version": (lambda s: _ours(s).update(version=99), r"'version'\] is 99"),
+    "a group more": (lambda s: s["param_groups"].append(_group(s)), "parameter groups"),
 }
 BROKEN_RESIDUAL = {
     "meta residual": (
@@ -119,6 +125,10 @@ BROKEN_RESIDUAL = {
     "int64 residual": (
         lambda s: _state(s).update(residual=_RESIDUAL.long()),
         r"state\[0\]\['residual'\] is torch.int64, expected torch.int8",
+    ),
+    "residual's shape": (
+        lambda s: _state(s).update(residual=_RESIDUAL[:, 1:]),
+        r"state\[0\]\['residual'\] has shape \(96, 63\)",
     ),
 }
 CASES = {
@@ -160,19 +170,6 @@ WRITES = {
         p.detach().copy_(weights[n]) for n, p in model.named_parameters()
     ],
 }
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@torch.no_grad()
-def test_what_is_written_is_kept_bit_for_bit(write, steps):
-    with torch.enable_grad():
-        model, optimizer = _converted(steps=steps)
-    weights = _float32_weights(model)
-    write(model, weights)
-    assert isinstance(model[0].weight, SplitWeight)
-    assert _same(dict(model.state_dict()), weights)
-    assert _same(merged_state_dict(model, optimizer), weights)
 
 
 @pytest.mark.parametrize("special", [0.0, -0.0, float("inf"), 3.3895e38])
@@ -222,23 +219,6 @@ def test_a_step_after_a_write_begins_from_what_was_written(write):
     _step_that_changes_nothing(model, optimizer)
     merged = merged_state_dict(model, optimizer)
     assert all(torch.equal(merged[name], value) for name, value in start.items())
-
-
-@torch.no_grad()
-def test_a_step_rounds_what_was_written_to_8_bits_and_is_right_in_the_mean():
-    with torch.enable_grad():
-        model, optimizer = _converted()
-    weights = _float32_weights(model)
-    model.load_state_dict(weights)
-    _step_that_changes_nothing(model, optimizer)
-    for name in ("0.weight", "2.weight"):
-        assert model.get_parameter(name).halves.bits == 8
-        unit = 2.0 ** (weights[name].abs().log2().floor() - 7 - 8)
-        error = (model.state_dict()[name] - weights[name]) / unit
-        assert error.abs().max() < 1
-        # A uniform remainder's error has the variance 1/6; five standard errors of the mean.
-        assert error.mean().abs() < 5 * (1 / 6 / error.numel()) ** 0.5
-        assert error.square().mean().item() == pytest.approx(1 / 6, rel=0.1)
 
 
 @each_dtype
@@ -325,17 +305,6 @@ def test_weights_in_float32_go_on_from_the_bf16_values_of_a_file():
     other, resumed = _converted()
     _load(other, resumed, saved, model_first=True)
     assert _same(dict(other.state_dict()), {k: v.float() for k, v in saved[0].items()})
-
-
-@torch.no_grad()
-def test_a_written_weight_is_restored_as_written():
-    with torch.enable_grad():
-        model, optimizer = _converted()
-    weights = _float32_weights(model)
-    model.load_state_dict(weights)
-    assert restore_weights(optimizer) == 2
-    assert {type(p) for p in model.parameters()} == {nn.Parameter}
-    assert _same(dict(model.state_dict()), weights)
 
 
 def test_options_of_every_group_are_restored():

@@ -5,16 +5,16 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
-from torch_fp8.optim.embedding_dtype import Float32Output, multiply_half
+from tests.steps import adamw
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
+from torch_fp8.optim.embedding_dtype import Float32Output
 from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 IDS = torch.arange(8).view(2, 4)
 
@@ -38,10 +38,7 @@ class Stream(nn.Module):
 def converted(model=None, level="O2", **options):
     torch.manual_seed(0)
     model = Stream() if model is None else model
-    config = FP8Config(opt_level=level, skip=("head",), **options)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(opt_level=level, skip=("head",), **options), lr=1e-3)
     return model, optimizer
 
 
@@ -150,14 +147,6 @@ def test_copies_keep_it(twin):
     assert other.dtype == torch.float32
 
 
-def test_a_restored_model_has_nothing_of_ours():
-    model, optimizer = converted()
-    restore_weights(optimizer)
-    assert run(model.embed).dtype == torch.float32
-    revert(model)
-    assert not hooks(model)
-
-
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_reverted_model_is_pickled_without_anything_of_ours(level):
     model, _ = converted(nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 64)), level)
@@ -178,15 +167,6 @@ def test_compiled_without_a_graph_break():
     model, _ = converted()
     compiled = torch.compile(model.embed, backend="eager", fullgraph=True)
     assert compiled(IDS).dtype == torch.float32
-
-
-def test_a_compiled_linear_layer_is_one_graph():
-    layer, x = nn.Linear(64, 64, bias=False), torch.randn(4, 64)
-    split_parameter(layer.weight)
-    multiply_half(layer)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-7)
 
 
 def test_equal_blocks_share_one_graph():
@@ -219,19 +199,12 @@ def test_under_ddp():
     assert model.dtype == torch.float32
 
 
-def test_a_reentrant_checkpoint_trains_under_ddp(tmp_path):
+@pytest.mark.usefixtures("single_process_group")
+def test_a_reentrant_checkpoint_trains_under_ddp():
     """It repeats the forward in backward, outside of DDP's forward."""
-    config = FP8Config(skip=())
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    _optimizer, _ = adamw(model, FP8Config(skip=()))
     last = model[1].forward
     model[1].forward = lambda x: checkpoint(last, x, use_reentrant=True)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        ddp = DistributedDataParallel(model)
-        ddp(torch.randn(4, 64)).sum().backward()
-    finally:
-        dist.destroy_process_group()
+    DistributedDataParallel(model)(torch.randn(4, 64)).sum().backward()
     assert model[1].weight.grad.dtype == torch.float32

@@ -1,17 +1,16 @@
 """Checkpoints with 8-bit moments: they resume, load everywhere, and become stock's."""
 
-import io
 import pathlib
 import zipfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.encoded_states import STATE_FORMATS
@@ -42,13 +41,6 @@ def _steps(model, optimizer, steps):
         optimizer.step()
 
 
-def _through_a_file(state, weights_only=True):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only), file.tell()
-
-
 def _num_bytes(state):
     return sum(t.nbytes for s in state["state"].values() for t in s.values())
 
@@ -57,7 +49,7 @@ def _num_bytes(state):
 @pytest.mark.parametrize("saved_as", ["fp8", "float32"])
 def test_a_run_goes_on_bit_for_bit_whatever_either_says(saved_as, loaded_as):
     model, optimizer = _run(saved_as)
-    saved, _ = _through_a_file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict(), weights_only=True)
     other, resumed = _run(loaded_as, steps=0)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(saved)
@@ -149,7 +141,7 @@ def test_mistakes_of_the_command_are_one_line(tmp_path, capsys):
 )
 def test_a_checkpoint_of_another_scheme_is_refused_whole(change, message):
     _, optimizer = _run("fp8")
-    state, _ = _through_a_file(optimizer.state_dict())
+    state = through_a_file(optimizer.state_dict(), weights_only=True)
     change(state)
     _, other = _run("fp8", steps=1)
     before = [t.clone() for s in other.state_dict()["state"].values() for t in s.values()]
@@ -167,14 +159,7 @@ def test_an_optimizer_with_its_own_states_says_that_it_has_no_such_choice():
     assert "checkpoint_states is for Adam and AdamW" in str(report)
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_shards_have_codes_of_the_parameters_sharding(one_rank):
+def test_shards_have_codes_of_the_parameters_sharding(single_process_group):
     config = FP8Config(checkpoint_states="fp8")
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     convert_to_float8(model, config)
@@ -211,10 +196,7 @@ def test_bytes_of_a_checkpoint_are_those_that_the_docs_name(dtype, options, giga
     heads = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shapes, **heads)).to(dtype)
-    config = FP8Config(**{"checkpoint_states": "fp8", **options})
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(**{"checkpoint_states": "fp8", **options}))
     for p in model.parameters():
         p.grad = torch.empty_like(p)
     optimizer.step()

@@ -1,18 +1,16 @@
 """An optimizer's moments have 8 bits, and read and take writes as torch.optim.AdamW's do."""
 
 import copy
-import io
 import types
 
 import pytest
 import torch
 from torch import nn
 
+from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import memory_report
-from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim.grad_hooks import hook_of
-from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -42,45 +40,27 @@ def _step_with_zero_gradients(model, optimizer):
     return (model[0].weight.detach().float() - before).abs().max().item()
 
 
-def _assign(optimizer, p):
-    optimizer.state[p].update({name: torch.zeros_like(p.data) for name in NAMES})
-
-
-def _zero(optimizer, p):
-    for name in NAMES:
-        optimizer.state[p][name].zero_()
-
-
-def _loop(optimizer, p):
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if key in NAMES:
-                value.mul_(0)
-
-
-def _view(optimizer, p):
-    for name in NAMES:
-        optimizer.state[p][name].view(-1)[:] = 0
-
-
-def _foreach(optimizer, p):
-    torch._foreach_zero_([optimizer.state[p][name] for name in NAMES])
-
-
-def _pop(optimizer, p):
-    optimizer.state.pop(p)
-
-
 def _through_a_copy(optimizer, p):
     state = {key: value.clone() for key, value in optimizer.state[p].items()}
     optimizer.state[p] = {**state, **{name: state[name] * 0 for name in NAMES}}
 
 
+RESETS = {
+    "assigned": lambda o, p: o.state[p].update({name: torch.zeros_like(p.data) for name in NAMES}),
+    "zeroed": lambda o, p: [o.state[p][name].zero_() for name in NAMES],
+    "in a loop": lambda o, p: [state[name].mul_(0) for state in o.state.values() for name in NAMES],
+    "by a view": lambda o, p: [o.state[p][name].view(-1).fill_(0) for name in NAMES],
+    "foreach": lambda o, p: torch._foreach_zero_([o.state[p][name] for name in NAMES]),
+    "popped": lambda o, p: o.state.pop(p),
+    "through a copy": _through_a_copy,
+}
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.parametrize("reset", [_assign, _zero, _loop, _view, _foreach, _pop, _through_a_copy])
-def test_a_reset_of_the_moments_stops_the_momentum(reset, level):
+@pytest.mark.parametrize("way", RESETS)
+def test_a_reset_of_the_moments_stops_the_momentum(way, level):
     model, optimizer = _trained(level=level)
-    reset(optimizer, model[0].weight)
+    RESETS[way](optimizer, model[0].weight)
     assert _step_with_zero_gradients(model, optimizer) == 0
 
 
@@ -181,42 +161,14 @@ def test_a_copy_of_an_optimizer_keeps_8_bits_and_a_pickle_is_plain():
     assert {type(m) for m in moments} == {Float8Moment}
     first = next(iter(optimizer.state.values()))["exp_avg"]
     assert first.qdata.data_ptr() != moments[0].qdata.data_ptr()
-    file = io.BytesIO()
-    torch.save(first, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = through_a_file(first, weights_only=True)
     assert type(loaded) is torch.Tensor
     assert torch.equal(loaded, first)
 
 
-def test_equal_parameters_are_rounded_with_bits_of_their_own():
-    weight, grad = torch.randn(64, 96), torch.randn(64, 96)
-    parameters = [nn.Parameter(weight.clone()) for _ in range(2)]
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=1e-3)
-    convert_optimizer(optimizer, FP8Config(emulate=True))
-    for p in parameters:
-        p.grad = grad.clone()
-    optimizer.step()
-    first, second = (optimizer.state[p]["exp_avg"].qdata.view(torch.uint8) for p in parameters)
-    assert 0.2 < (first != second).float().mean() < 0.9
-
-
-def test_ranks_round_their_own_gradients_with_bits_of_their_own():
-    x = torch.randn(64, 96)
-    grads = [
-        Float8Grad.quantize(x, Rounding(lambda: (0, 1, 2), offset, rank))
-        for offset, rank in ((0, 0), (0, 1), (64 * 96, 0))
-    ]
-    first, *others = (grad.parts()[0].view(torch.uint8) for grad in grads)
-    for other in others:
-        assert (first != other).float().mean() > 0.2
-
-
 def test_a_gradient_is_rounded_with_the_bits_of_the_rank_that_has_it():
     layer = nn.Sequential(nn.Linear(64, 96))
-    optimizer = torch.optim.AdamW(layer.parameters())
-    convert_to_float8(layer, FP8Config(opt_level="O3"))
-    convert_optimizer(optimizer, FP8Config(opt_level="O3"), model=layer)
+    optimizer, _ = adamw(layer, FP8Config(opt_level="O3"))
     weight = layer[0].weight
     for rank in (0, 3):
         optimizer.fp8_reducers = (types.SimpleNamespace(parameters={weight}, rank=rank),)

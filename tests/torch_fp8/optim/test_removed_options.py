@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
+from tests.steps import adamw
+from torch_fp8 import FP8Config, merged_state_dict
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
@@ -26,10 +27,7 @@ def saved(request):
 def _training(dtype):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).to(dtype)
-    config = FP8Config(recipe="tensorwise")
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(recipe="tensorwise"), lr=1e-3)
     return model, optimizer
 
 

@@ -1,10 +1,7 @@
 """Any optimizer steps weights in two halves as it steps float32 ones, with its own states."""
 
 import abc
-import copy
 import ctypes
-import io
-import pickle
 
 import pytest
 import torch
@@ -81,72 +78,19 @@ class ScheduleFree(torch.optim.Optimizer):
             group["k"] += 1
 
 
-class Collecting(torch.optim.Optimizer):
-    """It reads all weights before it writes one, as an optimizer with a global norm does."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        every = [p for g in self.param_groups for p in g["params"] + [torch.zeros(1)]]
-        with_grad = [p for p in every if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in with_grad]).norm()
-        torch._foreach_add_(with_grad, [-0.1 / norm * p.grad for p in with_grad])
-
-
-class TwoLoops(torch.optim.Optimizer):
-    """Two loops, by index, as Prodigy's: states of all weights first, weights after that."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        total = 0.0
-        for group in self.param_groups:
-            for i in range(len(group["params"])):
-                p = group["params"][i]
-                if p not in self.state:
-                    self.state[p] = {"sum": torch.zeros_like(p)}
-                self.state.get(p)["sum"].add_(p.grad)
-                total += float(self.state[p]["sum"].square().sum())
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = p.data - group["lr"] / total**0.5 * self.state[p]["sum"]
-
-
 class ChangesGradients(torch.optim.Optimizer):
-    """It changes ``p.grad`` in one loop and steps the changed one in the next."""
+    """It has a list of weights, changes ``p.grad`` in one loop and steps it in the next."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
+        self.every = list(self.param_groups[0]["params"])
 
     @torch.no_grad()
     def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.grad.data.mul_(0.1).add_(p, alpha=0.01)
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
-
-
-class Bookkeeping(torch.optim.Optimizer):
-    """It keeps what it needs in dicts of its own, in ``state`` and on the weights."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-        self.every = [p for group in self.param_groups for p in group["params"]]
-        self.rate = {id(p): 0.1 * (i + 1) for i, p in enumerate(self.every)}
-        self.momentum = {}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            self.state.setdefault(p, {"sum": torch.zeros_like(p)})["sum"].add_(p.grad)
-            p.update = self.momentum.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
         for p in self.every:
-            p.sub_(p.update + self.state.get(p)["sum"], alpha=self.rate[id(p)])
-        torch._foreach_mul_(self.param_groups[0]["params"], 0.99)
+            p.grad.data.mul_(0.1).add_(p, alpha=0.01)
+        for p in self.every:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -249,10 +193,7 @@ OPTIMIZERS = {
     "adafactor of transformers": _adafactor,
     "lion": Lion,
     "schedule-free": ScheduleFree,
-    "collecting": Collecting,
-    "two loops": TwoLoops,
     "changed gradients": ChangesGradients,
-    "bookkeeping": Bookkeeping,
     "lookahead": Lookahead,
     "compiled step": CompiledStep,
 }
@@ -316,24 +257,6 @@ def test_it_trains_as_on_float32_weights(name):
     assert all(type(group["params"]) is list for group in ours.param_groups)
 
 
-@pytest.mark.filterwarnings("ignore:OwnStep has its own step")
-@pytest.mark.parametrize("name", ["sgd", "adafactor", "schedule-free"])
-def test_a_resumed_run_goes_on_bit_for_bit(name):
-    """With the seed that the checkpoint has."""
-    model, optimizer, _ = _converted(OPTIMIZERS[name], FP8Config(seed=7))
-    _step([model], [optimizer], 3)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
-    other, resumed, _ = _converted(OPTIMIZERS[name])
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    _step([model, other], [optimizer, resumed], 3, first=3)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_the_state_is_stocks_and_loads_into_it_and_from_it():
     model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
     _step([model], [optimizer])
@@ -341,18 +264,6 @@ def test_the_state_is_stocks_and_loads_into_it_and_from_it():
     stock.load_state_dict(optimizer.state_dict())
     assert all(s["momentum_buffer"].dtype == torch.float32 for s in stock.state.values())
     optimizer.load_state_dict(stock.state_dict())
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_trains_on_as_the_original(copied):
-    model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
-    _step([model], [optimizer], 2)
-    twin, other = copied((model, optimizer))
-    _step([model, twin], [optimizer, other], 2, first=2)
-    assert type(other) is type(optimizer)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert type(p) is type(q)
-        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("make", [Lion, OPTIMIZERS["sgd, foreach"]])
@@ -388,16 +299,6 @@ def test_bytes_are_five_of_weight_and_gradient():
     expected = expected_memory(model, [optimizer])
     for category in ("weights", "master", "gradients", "moments"):
         assert getattr(expected, category) == getattr(whole, category)
-
-
-def test_level_o3_has_gradients_of_8_bits():
-    model, optimizer, report = _converted(OPTIMIZERS["lion"], FP8Config(opt_level="O3"))
-    assert report.num_fp8_gradients == 2
-    before = model[0].weight.detach().clone()
-    _backward(model)
-    assert isinstance(stored_grad(model[0].weight), Float8Grad)
-    optimizer.step()
-    assert not torch.equal(before, model[0].weight)
 
 
 @pytest.mark.parametrize("make", [SharpnessAware, torch.optim.LBFGS, OPTIMIZERS["sgd"]])
@@ -444,28 +345,16 @@ def test_an_address_is_refused_within_a_step(read):
 
 def test_changed_gradients_are_bf16_at_level_o3():
     """The error of E5M2 would be 25 dB below the update, 2^-4."""
-    model, optimizer, _ = _converted(ChangesGradients, FP8Config(opt_level="O3"))
+    model, optimizer, report = _converted(ChangesGradients, FP8Config(opt_level="O3"))
+    assert report.num_fp8_gradients == 2
     _backward(model)
     weight = model[0].weight
+    assert isinstance(stored_grad(weight), Float8Grad)
     grad, before = weight.grad.detach().clone(), weight.detach().clone()
     optimizer.step()
     update = -0.1 * (0.1 * grad + 0.01 * before)
     error = weight.detach() - before - update
     assert error.norm() <= 2**-6 * update.norm()
-
-
-def test_hooks_and_a_scheduler_work_on():
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    convert_optimizer(optimizer, model=model)
-    _step([model], [optimizer], 1)
-    scheduler.step()
-    assert calls == ["before", "after"]
-    assert isinstance(optimizer, torch.optim.SGD)
 
 
 def test_what_the_optimizer_writes_outside_of_its_step_arrives():
@@ -483,11 +372,10 @@ def test_what_the_optimizer_writes_outside_of_its_step_arrives():
 
 
 def test_a_step_that_fails_leaves_groups_and_weights_whole():
-    model, optimizer, _ = _converted(Collecting)
-    model[2].weight.grad = None
+    model, optimizer, _ = _converted(ChangesGradients)
     before = model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError):
-        optimizer.step()  # no gradients: torch.stack has nothing
+    with pytest.raises(AttributeError):
+        optimizer.step()  # no gradients
     assert [type(p) for p in optimizer.param_groups[0]["params"]] == [
         type(p) for p in model.parameters()
     ]

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_optimizer
+from torch_fp8 import convert_optimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.split_optimizer import SplitOptimizer
 
@@ -98,13 +98,6 @@ def test_what_adamw_does_not_do_stays_with_its_own_step():
     _step([model], [stepped], 1)
     convert_optimizer(stepped, model=model)
     assert isinstance(stepped, SplitOptimizer)
-
-
-def test_level_o1_leaves_it_alone():
-    model = _model()
-    optimizer = StableAdamW(model.parameters(), lr=1e-3)
-    assert not convert_optimizer(optimizer, FP8Config(opt_level="O1"), model=model).converted
-    assert type(optimizer) is StableAdamW
 
 
 def test_small_parameters_are_not_clipped():

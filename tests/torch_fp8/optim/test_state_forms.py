@@ -2,7 +2,9 @@
 
 import collections
 import copy
-import io
+import dataclasses
+import functools
+import pickle
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.int8_momentum import Int8Momentum
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8. .*the layer was never called")
@@ -62,13 +66,6 @@ def _changed_steps(function):
     return changed
 
 
-def _through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def _ordered(state):
     entries = {key: collections.OrderedDict(entry) for key, entry in state["state"].items()}
     return collections.OrderedDict(state, state=collections.OrderedDict(entries))
@@ -85,7 +82,7 @@ def _doubles(state):
 FORMS = {
     "as saved": lambda state: state,
     "copied": copy.deepcopy,
-    "through a file": _through_a_file,
+    "through a file": functools.partial(through_a_file, weights_only=True),
     "ordered dicts": _ordered,
     "float64": _doubles,
     "integer steps": _changed_steps(int),
@@ -108,7 +105,7 @@ def test_a_state_in_another_form_continues_with_the_same_bits(optimizer, config,
     model, trained = _run(CONFIGS[config], optimizer)
     for step in range(3):
         _step(model, trained, step)
-    twin, other = _run(CONFIGS[config], optimizer)
+    twin, other = _run(dataclasses.replace(CONFIGS[config], seed=7), optimizer)
     twin.load_state_dict(model.state_dict())
     other.load_state_dict(FORMS[form](copy.deepcopy(trained.state_dict())))
     for step in range(3, 5):
@@ -117,6 +114,30 @@ def test_a_state_in_another_form_continues_with_the_same_bits(optimizer, config,
     for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(parameter.detach() + 0, copied.detach() + 0)
     assert trained.state_dict().keys() == other.state_dict().keys()
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("config", ["O2", "O3"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_copy_trains_on_as_the_original(optimizer, config, way):
+    runs = [_run(CONFIGS[config], optimizer)]
+    for step in range(4):
+        if step == 2:
+            runs.append(COPIES[way](runs[0]))
+        for model, trained in runs:
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+            for _ in range(2):
+                model(x).square().mean().backward()
+            assert (type(model[0].weight.grad) is Float8Grad) == (config == "O3")
+            trained.step()
+            trained.zero_grad()
+    (model, trained), (twin, other) = runs
+    assert type(other) is type(trained)
+    for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(parameter.detach() + 0, copied.detach() + 0)
 
 
 @pytest.mark.parametrize("case", ["split", "without the model", "BF16"])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.optim import step
 
@@ -27,9 +28,7 @@ class Answers(TorchDispatchMode):
 def converted(dtype, layers=6):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).to(dtype)
-    convert_to_float8(model, FP8Config())
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, FP8Config(), model=model)
+    optimizer, _ = adamw(model, FP8Config())
     return model, optimizer
 
 
@@ -114,9 +113,7 @@ def test_a_gradient_that_rounds_to_zero_steps_where_eps_is_zero(options):
     """Stock Adam survives, because its gradient is small but not zero."""
     config = FP8Config(opt_level="O3", skip=(), **options)
     model = nn.Sequential(nn.Linear(64, 64))
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), eps=0)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, eps=0)
     tokens = torch.randn(8, 64)
     tokens[:, :8] *= 1e-6  # beside the others, their gradients are zero in 8 bits
     for _ in range(2):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
-    convert_to_float8,
     memory_report,
     merged_state_dict,
 )
@@ -20,9 +20,7 @@ def _converted(dtype=torch.float32, lr=1e-3, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 256), nn.Linear(256, 128)).to(dtype)
     config = FP8Config(emulate=True, **options)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return model, optimizer, convert_optimizer(optimizer, config, model=model)
+    return model, *adamw(model, config, lr=lr)
 
 
 def _step(model, optimizer, seed=0):

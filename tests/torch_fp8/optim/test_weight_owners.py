@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
 from torch_fp8.optim.embedding_dtype import HalfWeight
 from torch_fp8.tensor.exchange import stored_grad
@@ -17,9 +18,7 @@ from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 def _converted(model, **options):
     config = FP8Config(**options)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return optimizer, convert_optimizer(optimizer, config, model=model)
+    return adamw(model, config, lr=1e-3)
 
 
 class Around(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.steps import train_steps
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
+from tests.steps import adamw, train_steps
+from torch_fp8 import FP8Config, merged_state_dict
 from torch_fp8.optim.residual import residual_of
 from torch_fp8.optim.whole_weights import whole_weights
 from torch_fp8.tensor.split_weight import SplitWeight, stored
@@ -37,9 +37,7 @@ class Tied(nn.Module):
 
 def _trained(config, steps=3):
     model = Tied()
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-3)
     train_steps(model, optimizer, steps)
     return model, optimizer
 

@@ -40,7 +40,6 @@ def test_takes_a_byte_and_a_thirtysecond_and_keeps_five_bits(shape, dtype):
 READERS = {
     "float": lambda g: g.float(),
     "double": lambda g: g.double(),
-    "bool": lambda g: g.bool(),
     "clone": lambda g: g.clone(),
     "detach": lambda g: g.detach(),
     "data": lambda g: g.data,
@@ -54,22 +53,10 @@ READERS = {
     "foreach norm": lambda g: torch._foreach_norm([torch.ones(2), g], 1)[1],
     "isfinite": lambda g: g.isfinite(),
     "isnan": lambda g: g.isnan().any(),
-    "largest": lambda g: g.abs().max(),
-    "mean": lambda g: g.mean(),
     "element": lambda g: g[3, 5],
-    "rows": lambda g: g[1:3],
-    "mask": lambda g: g[g > 0],
-    "flat": lambda g: g.flatten(),
     "view": lambda g: g.view(-1, 32),
     "transposed": lambda g: g.t().contiguous(),
-    "concatenated": lambda g: torch.cat([g.view(-1), g.view(-1)]),
-    "sum": lambda g: g + g,
-    "right operand": lambda g: torch.ones(128, 96) - g,
-    "added to a plain one": lambda g: torch.ones(128, 96).add_(g),
     "product": lambda g: g @ g.t(),
-    "zeros like": lambda g: torch.zeros_like(g),
-    "list": lambda g: torch.tensor(g.tolist()),
-    "halves": lambda g: g.chunk(2)[1].sum(),
 }
 
 
@@ -243,26 +230,16 @@ WRITES = {
     "sum with a row": lambda g, x: g.add_(x[0]),
     "copy": lambda g, x: g.copy_(x),
     "interpolation": lambda g, x: g.lerp_(x, 0.25),
-    "masked": lambda g, x: g.masked_fill_(x > 0, 0.0),
-    "nan_to_num": lambda g, x: g.nan_to_num_(),
     "out": lambda g, x: torch.add(x, x, out=g),
-    "index": lambda g, x: g.__setitem__(3, 1.0),
     "slice": lambda g, x: g.__setitem__((slice(2, 9), slice(40)), 0.5),
-    "masked index": lambda g, x: g.__setitem__(x > 0, 0.25),
     "flat view": lambda g, x: g.view(-1).mul_(x.view(-1)),
     "view of a view": lambda g, x: g.t()[3].zero_(),
-    "half": lambda g, x: g.chunk(2)[1].zero_(),
     "data": lambda g, x: g.data.mul_(x),
     "detached": lambda g, x: g.detach().zero_(),
     "product of a list": lambda g, x: torch._foreach_mul_([g, x.clone()], 0.5),
-    "products of a list": lambda g, x: torch._foreach_mul_([x.clone(), g], [3.0, 0.5]),
-    "quotient of a list": lambda g, x: torch._foreach_div_([g], torch.tensor(4.0)),
     "sum of a list": lambda g, x: torch._foreach_add_([x.clone(), g], [x, x], alpha=2),
-    "interpolation of a list": lambda g, x: torch._foreach_lerp_([g, x.clone()], [x, x], 0.25),
-    "addcmul of a list": lambda g, x: torch._foreach_addcmul_([g], [x], [x], value=0.5),
     "copy of a list": lambda g, x: torch._foreach_copy_([x.clone(), g], [x, x]),
     "zero of a list": lambda g, x: torch._foreach_zero_([g, x.clone()]),
-    "sign of a list": lambda g, x: torch._foreach_neg_([g]),
 }
 
 
@@ -274,7 +251,7 @@ def test_writes_reach_it(write):
     write(grad, x)
     write(twin, x)
     assert grad.qdata is qdata
-    assert (twin - before).norm() > 0.01 or write is WRITES["nan_to_num"]
+    assert (twin - before).norm() > 0.01
     assert (grad.float() - twin).norm() <= 0.03 * twin.norm()
 
 

@@ -7,11 +7,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.steps import renew_scales
-from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
+from tests.steps import Calls, renew_scales
+from tests.torch_fp8.block_models import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.tensor import producer
@@ -196,18 +195,6 @@ def test_a_gradient_behind_a_view_of_another_width_has_that_width(recipe):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-class _Names(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name.partition("::")[2])
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_a_region_of_a_checkpoint_makes_of_its_own_is_there_after_it():
     norm = _norm_and_layer()[0]
 
@@ -217,7 +204,7 @@ def test_what_a_region_of_a_checkpoint_makes_of_its_own_is_there_after_it():
 
     x = _x(4, 64).requires_grad_()
     y, twice = checkpoint(region, x, use_reentrant=False)
-    with _Names() as operators:
+    with Calls() as operators:
         again = y * 2
     assert torch.equal(again, twice)
     assert "rms_norm" not in operators.names

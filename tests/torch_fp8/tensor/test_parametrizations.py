@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-import torch_fp8
+from tests.steps import adamw
 from torch_fp8 import FP8Config
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -34,10 +34,7 @@ REGISTER = {
 def make(level):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    config = FP8Config(opt_level=level)
-    torch_fp8.convert_to_float8(net, config)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    torch_fp8.convert_optimizer(optimizer, config, model=net)
+    optimizer, _ = adamw(net, FP8Config(opt_level=level), lr=1e-3)
     return net, optimizer
 
 

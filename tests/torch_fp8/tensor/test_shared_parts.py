@@ -8,16 +8,14 @@ import torch
 from torch import nn
 
 import torch_fp8
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
+from tests.steps import adamw
+from torch_fp8 import FP8Config, freeze
 
 
 def _trained(**options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = FP8Config(**{"recipe": "tensorwise", **options})
-    convert_to_float8(model, config)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, FP8Config(**{"recipe": "tensorwise", **options}), lr=1e-2)
     for step in range(2):
         model(torch.randn(8, 64)).square().mean().backward()
         if not step:
@@ -99,10 +97,7 @@ def test_a_model_that_is_sent_follows_writes(frozen):
 def test_weights_in_memory_that_processes_share_stay_there():
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).share_memory()
     others = pickle.loads(ForkingPickler.dumps(model))
-    config = FP8Config(recipe="tensorwise")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    convert_to_float8(model, config)
-    report = convert_optimizer(optimizer, config, model=model)
+    optimizer, report = adamw(model, FP8Config(recipe="tensorwise"), lr=1e-2)
     assert report.num_split == 0
     assert report.why_float32 == "sharing memory with other processes"
     model(torch.randn(8, 64)).square().mean().backward()

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
 import torch_fp8
+from tests.steps import adamw
 from torch_fp8 import FP8Config
 from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.split_weight import SplitTensor, SplitWeight, split_parameter
@@ -37,9 +38,7 @@ def make():
 
 def convert(net, level="O2"):
     config = FP8Config(opt_level=level, recipe="tensorwise")
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    torch_fp8.convert_to_float8(net, config)
-    return optimizer, torch_fp8.convert_optimizer(optimizer, config, model=net)
+    return adamw(net, config, lr=1e-3)
 
 
 def step(net, optimizer):

@@ -4,14 +4,13 @@ docs/weights.md ("Limits") has the figures, of these layers.
 """
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from tests.steps import gaussian
+from tests.steps import gaussian, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 
 
@@ -35,13 +34,6 @@ def _prepare(model):
     optimizer.step()
 
 
-def _loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def _fresh(model):
     fresh = copy.deepcopy(model)
     revert(fresh)
@@ -50,7 +42,11 @@ def _fresh(model):
     return fresh
 
 
-PLAIN = {"pickle": lambda m: pickle.loads(pickle.dumps(m)), "file": _loaded, "state dict": _fresh}
+PLAIN = {
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "file": through_a_file,
+    "state dict": _fresh,
+}
 
 
 @pytest.mark.parametrize("way", PLAIN)

@@ -190,14 +190,6 @@ def test_a_graph_of_gradients_is_summed():
     )
 
 
-def test_a_retained_graph_is_summed():
-    weight = weight_of()
-    result = half(weight)
-    for _ in range(150):
-        result.backward(TERM, retain_graph=True)
-    assert_is_sum(weight.grad, TERM.double() * 150)
-
-
 FORMS = {
     "copied": copy.deepcopy,
     "split again": lambda p: (join_parameter(p), split_parameter(p))[1],
