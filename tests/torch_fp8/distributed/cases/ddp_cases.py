@@ -354,10 +354,15 @@ def case_overlapped():
 
 
 def case_rounding():
-    """The same 8-bit gradients averaged 32 times: error of the averages, and of their mean."""
+    """The same 8-bit gradients averaged 32 times: error of the averages, and of their mean.
+
+    Each rank averages one of the gradients' two halves, which are the same.
+    """
     weight = nn.Parameter(torch.zeros(64, 96))
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(RANK))
     sent = Float8Grad.quantize(x)
+    for part in (sent.qdata, sent.scale):
+        part[32:] = part[:32]
     exact, errors = torch.stack(gathered(sent)).mean(0), []
     for _ in range(32):
         weight.grad = copy.deepcopy(sent)
@@ -368,7 +373,9 @@ def case_rounding():
         sent.rounding.next_exchanged()
     errors = torch.stack(errors)
     mean = errors.mean(0).norm() / exact.norm()
-    return [float(errors[0].norm() / exact.norm()), float(mean)]
+    rounded = errors[:, :32] != 0
+    alike = (errors[:, :32] == errors[:, 32:])[rounded].float().mean()
+    return [float(errors[0].norm() / exact.norm()), float(mean), float(alike)]
 
 
 WRITES = {
@@ -496,6 +503,7 @@ def case_join():
                 before = [p.grad.clone() for p in ddp.parameters()]
                 optimizer.step()
             mine = [t.clone() for t in _weights_and_residuals(ddp)]
+            _evaluated(ddp)  # which caches the weights that rank 0 is about to replace
         after = [p.grad for p in ddp.parameters()]
         # Rank 0 sent zeros in the last step, and its own gradients are those of its last.
         errors = [
@@ -506,7 +514,7 @@ def case_join():
         made[f"{level} {communication}"] = {
             "errors": errors if RANK == 1 else [],
             "untouched": all(torch.equal(g, h) for g, h in zip(before, after, strict=True)),
-            "equal": equal_on_ranks(state),
+            "equal": equal_on_ranks([*state, _evaluated(ddp)]),
             "mine": all(torch.equal(s, t) for s, t in zip(state, mine, strict=True)),
         }
         with copy.deepcopy(ddp).join():
@@ -517,6 +525,12 @@ def case_join():
             torch.isfinite(p).all().item() for p in ddp.parameters()
         )
     return made
+
+
+@torch.no_grad()
+def _evaluated(ddp):
+    with torch.autocast("cpu", torch.bfloat16):
+        return ddp.module(batch(0, 0))
 
 
 def _weights_and_residuals(ddp):
