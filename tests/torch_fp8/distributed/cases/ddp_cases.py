@@ -1,20 +1,12 @@
-"""Runs each case on one of two gloo ranks and writes, as JSON, what it returns or how it fails.
-
-Started twice by test_ddp.py: ``python ddp_cases.py <rank> <ranks> <store> <result>``.
-"""
+"""DistributedDataParallel around a converted model, on two ranks; run by run_cases.py."""
 
 import contextlib
 import copy
-import datetime
-import gc
-import json
-import os
-import sys
-import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
+from run_cases import RANK, equal_on_ranks, gathered
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -39,8 +31,6 @@ from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.residual import residual_of
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-
-RANK = int(sys.argv[1])
 
 
 class Branches(nn.Module):
@@ -100,17 +90,6 @@ def train(ddp, optimizer, steps=4, micro_batches=1):
         optimizer.step()
         optimizer.zero_grad()
     return loss
-
-
-def gathered(tensor):
-    tensor = tensor.detach().float().contiguous()
-    every = [torch.empty_like(tensor) for _ in range(2)]
-    dist.all_gather(every, tensor)
-    return every
-
-
-def equal_on_ranks(tensors):
-    return all(torch.equal(*gathered(t)) for t in tensors)
 
 
 def storage_bytes(tensors):
@@ -742,33 +721,3 @@ def case_one_process():
         single.zero_grad()
     pairs = zip(model.parameters(), ddp.module.parameters(), strict=True)
     return [optimizer.fp8_reducers == (), all(torch.equal(p, q) for p, q in pairs)]
-
-
-def main():
-    _, rank, ranks, store, result = sys.argv
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported is no garbage: a collection takes a sixth of a second otherwise
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=int(rank),
-        world_size=int(ranks),
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_"):
-            try:
-                results[name.removeprefix("case_")] = {"value": case()}
-            except Exception:
-                results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-            gc.collect()
-            with open(result, "w") as file:
-                json.dump(results, file)
-    dist.barrier()
-    # Past the interpreter's teardown, in which gloo's threads and DDP's buckets can deadlock.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def ranks(run_ranks):
-    """What each case returned, by rank."""
-    return run_ranks("ddp_cases.py", 2)
+def ranks(run_cases):
+    return run_cases("ddp_cases", 2)
 
 
 def test_all_ranks_start_with_rank_0s_weights_and_residuals(case):
