@@ -1,7 +1,6 @@
 """``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; te stays Accelerate's."""
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -15,23 +14,23 @@ from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(64, 128)
         self.down = nn.Linear(128, 64)
         self.lm_head = nn.Linear(64, 64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lm_head(self.down(self.up(x).relu()))
 
 
-def make(accelerate: Any, backend: str = "transformer-engine", **options: Any) -> Any:
+def make(accelerate, backend="transformer-engine", **options):
     handler = FP8Kwargs(FP8Config(backend=backend, **options))
     return accelerate.Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
 
 
-def train(accelerator: Any, steps: int = 8) -> tuple[list[float], nn.Module]:
+def train(accelerator, steps=8):
     model = Block()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -47,9 +46,7 @@ def train(accelerator: Any, steps: int = 8) -> tuple[list[float], nn.Module]:
 
 
 @pytest.mark.parametrize("options", [{"opt_level": "O2"}, {"opt_level": "O3"}], ids=str)
-def test_trains_as_with_our_own_layers(
-    accelerate: Any, te: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
-) -> None:
+def test_trains_as_with_our_own_layers(accelerate, te, caplog, options):
     caplog.set_level(logging.INFO, logger="accelerate_fp8")
     losses, model = train(make(accelerate, **options))
     assert [type(layer) for layer in model.children()] == [
@@ -66,7 +63,7 @@ def test_trains_as_with_our_own_layers(
     assert "Transformer Engine has its own casts" in summaries[0]
 
 
-def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
+def test_layers_under_a_device_map_hook(accelerate, te):
     accelerator = make(accelerate, opt_level="O1")
     model = Block()
     for layer in (model.up, model.down):
@@ -78,16 +75,14 @@ def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
         assert model.up.fp8.engine is not None
 
 
-def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
+def test_fsdp_is_refused_by_name(accelerate, te, monkeypatch):
     fsdp = property(lambda self: DistributedType.FSDP)
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", fsdp)
     with pytest.raises(ValueError, match="one device and under DDP"):
         make(accelerate)
 
 
-def test_accelerates_own_flag_stays_accelerates_own(
-    accelerate: Any, te: Any, monkeypatch: Any
-) -> None:
+def test_accelerates_own_flag_stays_accelerates_own(accelerate, te, monkeypatch):
     """``--fp8_backend te`` is Accelerate's integration, which looks for the package itself."""
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
     if is_transformer_engine_available():

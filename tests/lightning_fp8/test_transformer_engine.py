@@ -47,12 +47,13 @@ def data():
     return DataLoader(torch.randn(60, 64), batch_size=7)  # the last batch has 4
 
 
-def fit(config, folder=None, model=None, **kwargs):
-    model = Regression() if model is None else model
+def fit(config, folder=None, ckpt_path=None, **kwargs):
+    """A fit in FP8, or a stock one without `config`."""
+    model = Regression()
     trainer = lightning.pytorch.Trainer(
         accelerator="cpu",
         devices=1,
-        plugins=[FP8Precision(config)],
+        plugins=[] if config is None else [FP8Precision(config)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -60,7 +61,7 @@ def fit(config, folder=None, model=None, **kwargs):
         default_root_dir=folder,
         **{"max_epochs": 1, **kwargs},
     )
-    trainer.fit(model, data(), data())
+    trainer.fit(model, data(), data(), ckpt_path=ckpt_path)
     return model, trainer
 
 
@@ -82,27 +83,10 @@ def test_a_checkpoint_opens_in_a_stock_trainer_and_with_the_other_backend(te, tm
     path = trainer.checkpoint_callback.best_model_path
     saved = torch.load(path, weights_only=True)
     assert list(saved["state_dict"]) == list(model.state_dict())
-    plain = lightning.pytorch.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path / "stock",
-    )
-    plain.fit(Regression(), data(), data(), ckpt_path=path)
+    fit(None, tmp_path / "stock", path, max_epochs=2)
     for backend in ("transformer-engine", "torch"):
-        again = Regression()
-        resumed = lightning.pytorch.Trainer(
-            accelerator="cpu",
-            max_epochs=2,
-            plugins=[FP8Precision(replace(config, backend=backend))],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path / backend,
-        )
-        resumed.fit(again, data(), data(), ckpt_path=path)
+        config = replace(config, backend=backend)
+        again, _ = fit(config, tmp_path / backend, path, max_epochs=2)
         assert again.losses[0] < 0.9 * model.losses[0]
 
 
