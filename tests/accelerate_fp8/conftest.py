@@ -1,10 +1,10 @@
 """Runs scripts as a user would, with a meter of GEMMs in their processes; a tiny model."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Run:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path):
     """A user's environment: nothing chosen for Accelerate, no configuration file, no network."""
     kept = {
         name: value
@@ -54,9 +54,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, environment: dict[str, str], forked_python: str, forked_hosts: str
-) -> Callable[..., Run]:
+def run(tmp_path, environment, forked_python, forked_hosts):
     """``run("loop.py", *arguments, launch=("--mixed_precision", "fp8"), **environment)``.
 
     `launch` None: ``python script``; else ``accelerate launch`` with these flags, on the CPU.
@@ -66,14 +64,8 @@ def run(
     """
 
     def run_script(
-        script: str,
-        *arguments: object,
-        launch: tuple[str, ...] | None = None,
-        fails: bool = False,
-        processes: int = 1,
-        before: Path | None = None,
-        **variables: str,
-    ) -> Run:
+        script, *arguments, launch=None, fails=False, processes=1, before=None, **variables
+    ):
         counts = tmp_path / f"counts{len(list(tmp_path.glob('counts*')))}"
         counts.mkdir()
         is_stock = "TORCH_DEVICE_BACKEND_AUTOLOAD" in variables
@@ -117,7 +109,7 @@ def run(
 
 
 @pytest.fixture
-def hidden_torchao(tmp_path: Path) -> Path:
+def hidden_torchao(tmp_path):
     """A folder that shadows torchao: the module fails to import, its metadata is too old."""
     folder = tmp_path / "hidden"
     metadata = folder / "torchao-0.0.1.dist-info"
@@ -128,7 +120,7 @@ def hidden_torchao(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory):
     """A folder with a Llama of two layers, hidden size 64, and a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, set_seed
@@ -160,7 +152,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def accelerate(monkeypatch):
     """The module, with nothing chosen in the environment and its shared state reset afterwards."""
     import accelerate
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -169,7 +161,7 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         if name.startswith(("ACCELERATE_", "TORCH_FP8_")):
             monkeypatch.delenv(name)
 
-    def reset() -> None:
+    def reset():
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         PartialState._reset_state()
@@ -177,3 +169,29 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     reset()
     yield accelerate
     reset()
+
+
+@pytest.fixture
+def accelerator_with(accelerate):
+    """``accelerator_with(config=None, **options)``: one of FP8 on the CPU."""
+
+    def make(config=None, **options):
+        if config is not None:
+            options["kwargs_handlers"] = [
+                importlib.import_module("accelerate_fp8").FP8Kwargs(config)
+            ]
+        return accelerate.Accelerator(mixed_precision="fp8", cpu=True, **options)
+
+    return make
+
+
+@pytest.fixture
+def fp8(accelerator_with):
+    return accelerator_with()
+
+
+@pytest.fixture
+def messages(caplog):
+    """``messages()``: what was logged."""
+    caplog.set_level("INFO", logger="accelerate_fp8")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]

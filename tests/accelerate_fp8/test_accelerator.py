@@ -4,9 +4,6 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,40 +21,35 @@ from torch_fp8.ops import scaled_mm
 
 
 class Block(nn.Module):
-    def __init__(self, num_features: int = 32) -> None:
+    def __init__(self, num_features=32):
         super().__init__()
         self.up = nn.Linear(num_features, 2 * num_features)
         self.down = nn.Linear(2 * num_features, num_features)
         self.lm_head = nn.Linear(num_features, num_features)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lm_head(self.down(self.up(x).relu()))
 
 
 class Blocks(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = x + layer(x)
         return x
 
 
 @pytest.fixture
-def fp8(accelerate: Any) -> Any:
-    return accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-
-
-@pytest.fixture
-def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+def gemms(monkeypatch):
     """The output dtype of every scaled matmul."""
     calls: list[torch.dtype] = []
     name = "_scaled_mm_v2" if scaled_mm._CPU_HAS_OPERATOR else "_scaled_mm"  # torch 2.11
     original = getattr(torch, name)
 
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def counted(*args, **kwargs):
         calls.append(kwargs["out_dtype"] if "out_dtype" in kwargs else args[9])
         result: torch.Tensor = original(*args, **kwargs)
         return result
@@ -66,7 +58,7 @@ def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return calls
 
 
-def test_prepare_converts_in_place_and_keeps_parameters(fp8: Any) -> None:
+def test_prepare_converts_in_place_and_keeps_parameters(fp8):
     model = Block()
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = list(model.parameters())
@@ -77,18 +69,14 @@ def test_prepare_converts_in_place_and_keeps_parameters(fp8: Any) -> None:
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
 
 
-def test_forward_runs_in_bf16_between_the_layers_and_returns_float32(
-    fp8: Any, gemms: list[torch.dtype]
-) -> None:
+def test_forward_runs_in_bf16_between_the_layers_and_returns_float32(fp8, gemms):
     model = fp8.prepare(Block())
     output = model(torch.randn(4, 32))
     assert output.dtype == torch.float32
     assert gemms == [torch.bfloat16] * 2
 
 
-def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(
-    accelerate: Any, gemms: list[torch.dtype], timed: Any
-) -> None:
+def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(accelerate, gemms, timed):
     fast, slow = (dict.fromkeys(("tensorwise", "rowwise", "blockwise"), us) for us in (50, 200))
     timed({(64, 32): (100, fast), (32, 64): (100, slow)})
     handler = FP8Kwargs(FP8Config(tokens=8))
@@ -104,45 +92,40 @@ def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_other_precisions_are_untouched(accelerate: Any, precision: str) -> None:
+def test_other_precisions_are_untouched(accelerate, precision):
     accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
     model = accelerator.prepare(Block())
     assert type(model.up) is nn.Linear
     assert accelerator.fp8_backend == "NO"
 
 
-def test_wrong_precision_is_accelerates_own_error(accelerate: Any) -> None:
-    with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp9"):
-        accelerate.Accelerator(mixed_precision="fp9", cpu=True)
-
-
 @pytest.fixture
-def no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_handler(monkeypatch):
     """As in a script that never imported `FP8Kwargs`."""
     monkeypatch.delitem(sys.modules, "accelerate_fp8.handler", raising=False)
 
 
 @pytest.mark.usefixtures("no_handler")
-def test_launchers_variable_chooses_fp8(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_variable_chooses_fp8(accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     assert type(accelerate.Accelerator(cpu=True).prepare(Block()).up) is Float8Linear
 
 
 @pytest.mark.usefixtures("fp8", "no_handler")
-def test_second_accelerator_of_the_same_run_is_fp8_too(accelerate: Any) -> None:
+def test_second_accelerator_of_the_same_run_is_fp8_too(accelerate):
     assert type(accelerate.Accelerator().prepare(Block()).up) is Float8Linear
 
 
-def test_subclass_with_attributes_of_its_own_is_fp8_too(accelerate: Any) -> None:
+def test_subclass_with_attributes_of_its_own_is_fp8_too(accelerate):
     class Custom(accelerate.Accelerator):
-        def __init__(self) -> None:
+        def __init__(self):
             self.custom = True
             super().__init__(mixed_precision="fp8", cpu=True)
 
     assert type(Custom().prepare(Block()).up) is Float8Linear
 
 
-def test_fp8_kwargs_set_the_configuration(accelerate: Any) -> None:
+def test_fp8_kwargs_set_the_configuration(accelerate):
     handlers = [
         FP8Kwargs(FP8Config(recipe="rowwise", skip=("down",))),
         accelerate.utils.DistributedDataParallelKwargs(find_unused_parameters=True),
@@ -155,50 +138,46 @@ def test_fp8_kwargs_set_the_configuration(accelerate: Any) -> None:
     assert len(handlers) == 2  # the caller's list is left alone
 
 
-def test_fp8_kwargs_without_config_are_the_default(accelerate: Any) -> None:
-    handlers = [FP8Kwargs()]
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+def test_fp8_kwargs_without_config_are_the_default(accelerator_with):
+    accelerator = accelerator_with(kwargs_handlers=[FP8Kwargs()])
     assert accelerator.prepare(Block()).up.fp8.config == FP8Config()
 
 
-def test_fp8_kwargs_refuse_what_is_no_config() -> None:
+def test_fp8_kwargs_refuse_what_is_no_config():
     with pytest.raises(TypeError, match="takes an FP8Config"):
         FP8Kwargs({"recipe": "rowwise"})  # type: ignore[arg-type]
 
 
-def test_fp8_kwargs_need_fp8(accelerate: Any) -> None:
-    with pytest.raises(ValueError, match="requires setting `mixed_precision='fp8'`"):
-        accelerate.Accelerator(mixed_precision="bf16", kwargs_handlers=[FP8Kwargs()], cpu=True)
-
-
-def test_two_fp8_kwargs_are_refused(accelerate: Any) -> None:
-    handlers = [FP8Kwargs(), FP8Kwargs()]
-    with pytest.raises(ValueError, match="You can only pass one"):
-        accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+@pytest.mark.parametrize(
+    ("precision", "handlers", "message"),
+    [
+        ("fp9", [], "Unknown mixed_precision mode: fp9"),
+        ("bf16", [FP8Kwargs()], "requires setting `mixed_precision='fp8'`"),
+        ("fp8", [FP8Kwargs(), FP8Kwargs()], "You can only pass one"),
+    ],
+)
+def test_wrong_calls_are_accelerates_own_errors(accelerate, precision, handlers, message):
+    with pytest.raises(ValueError, match=message):
+        accelerate.Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True)
 
 
 @pytest.mark.usefixtures("no_handler")
-def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_accelerate_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     with pytest.raises(ImportError, match=r"needs accelerate.*pip install accelerate"):
         accelerate_fp8.FP8Kwargs  # noqa: B018
 
 
-def test_unknown_name_of_the_package_is_an_attribute_error() -> None:
+def test_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="FP8Karwgs"):
         accelerate_fp8.FP8Karwgs  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("variable", "name"),
-    [
-        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
-    ],
+    [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")],
 )
-def test_deepspeed_and_megatron_are_refused_by_name(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
-) -> None:
+def test_deepspeed_and_megatron_are_refused_by_name(accelerate, monkeypatch, variable, name):
     monkeypatch.setenv(variable, "true")
     with pytest.raises(ValueError, match=rf"{name}.*DDP and under FSDP.*--fp8_backend ao or te"):
         accelerate.Accelerator(mixed_precision="fp8", cpu=True)
@@ -206,15 +185,15 @@ def test_deepspeed_and_megatron_are_refused_by_name(
 
 @pytest.mark.parametrize("asked", ["true", "false"])
 def test_fsdp_that_accelerate_does_not_run_on_the_cpu_is_said(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
-) -> None:
+    accelerate, monkeypatch, caplog, asked
+):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     with caplog.at_level("INFO"):
         accelerate.Accelerator(mixed_precision="fp8", cpu=True)
     assert caplog.text.count("runs DDP on the CPU (use_cpu: true)") == (asked == "true")
 
 
-def test_tensor_parallelism_is_refused_before_accelerate_looks_at_it(accelerate: Any) -> None:
+def test_tensor_parallelism_is_refused_before_accelerate_looks_at_it(accelerate):
     pytest.importorskip("transformers")  # whose version Accelerate asks for tensor parallelism
     parallelism = accelerate.ParallelismConfig(tp_size=2)
     with pytest.raises(ValueError, match=r"tensor parallelism yet \(tp_size=2\)"):
@@ -222,11 +201,11 @@ def test_tensor_parallelism_is_refused_before_accelerate_looks_at_it(accelerate:
 
 
 @pytest.fixture
-def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def old_card(monkeypatch):
     """A machine with an A100, as far as Accelerate and the engine can see."""
     from accelerate.utils import environment
 
-    def no_nvidia_smi() -> str:
+    def no_nvidia_smi():
         raise FileNotFoundError
 
     monkeypatch.setattr(environment, "_nvidia_smi", no_nvidia_smi)
@@ -239,18 +218,14 @@ def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("old_card")
-def test_card_without_fp8_is_refused_by_name_and_not_run_in_fp16(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_card_without_fp8_is_refused_by_name_and_not_run_in_fp16(accelerate, monkeypatch):
     monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"A100-SXM4-40GB \(sm_80\) has no FP8 tensor cores"):
         accelerate.Accelerator(mixed_precision="fp8")
 
 
 @pytest.mark.usefixtures("old_card")
-def test_card_without_fp8_emulates_when_asked(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_card_without_fp8_emulates_when_asked(accelerate, monkeypatch):
     monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda", 0))
     handlers = [FP8Kwargs(FP8Config(emulate=True))]
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
@@ -258,16 +233,14 @@ def test_card_without_fp8_emulates_when_asked(
 
 
 @pytest.mark.usefixtures("old_card")
-def test_card_without_fp8_stays_accelerates_matter_for_other_backends(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_card_without_fp8_stays_accelerates_matter_for_other_backends(accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.mixed_precision == "fp16"
 
 
-def test_model_prepared_twice_is_converted_once(fp8: Any, gemms: list[torch.dtype]) -> None:
+def test_model_prepared_twice_is_converted_once(fp8, gemms):
     model = Block()
     fp8.prepare_model(model, evaluation_mode=True)
     fp8.prepare(model)
@@ -275,15 +248,13 @@ def test_model_prepared_twice_is_converted_once(fp8: Any, gemms: list[torch.dtyp
     assert len(gemms) == 2 + 3  # the first layer's input takes no gradient
 
 
-def test_evaluation_runs_in_fp8_by_default(fp8: Any, gemms: list[torch.dtype]) -> None:
+def test_evaluation_runs_in_fp8_by_default(fp8, gemms):
     model = fp8.prepare(Block()).eval()
     model(torch.randn(4, 32))
     assert len(gemms) == 2
 
 
-def test_evaluation_runs_in_high_precision_when_configured(
-    accelerate: Any, gemms: list[torch.dtype]
-) -> None:
+def test_evaluation_runs_in_high_precision_when_configured(accelerate, gemms):
     handlers = [FP8Kwargs(FP8Config(eval_fp8=False))]
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
     model = accelerator.prepare(Block())
@@ -293,7 +264,7 @@ def test_evaluation_runs_in_high_precision_when_configured(
     assert len(gemms) == 2
 
 
-def test_layers_under_a_device_map_hook_run_in_fp8(fp8: Any, gemms: list[torch.dtype]) -> None:
+def test_layers_under_a_device_map_hook_run_in_fp8(fp8, gemms):
     model = Block()
     for layer in (model.up, model.down):
         add_hook_to_module(layer, ModelHook())
@@ -303,9 +274,7 @@ def test_layers_under_a_device_map_hook_run_in_fp8(fp8: Any, gemms: list[torch.d
     assert len(gemms) == 2
 
 
-def test_summary_waits_for_the_optimizers_and_comes_once(
-    fp8: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_summary_waits_for_the_optimizers_and_comes_once(fp8, caplog):
     caplog.set_level(logging.INFO, logger="accelerate_fp8")
     model = Block()
     fp8.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -318,9 +287,7 @@ def test_summary_waits_for_the_optimizers_and_comes_once(
     assert "lm_head: skip='lm_head'" in messages[0]
 
 
-def test_summary_of_a_model_prepared_alone_comes_at_once(
-    fp8: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_summary_of_a_model_prepared_alone_comes_at_once(fp8, caplog):
     caplog.set_level(logging.INFO, logger="accelerate_fp8")
     fp8.prepare_model(Block(), evaluation_mode=True)
     fp8.prepare_model(Block())
@@ -337,9 +304,7 @@ def test_summary_of_a_model_prepared_alone_comes_at_once(
     ],
     ids=["nobody chose", "own level", "root level"],
 )
-def test_summary_is_visible_unless_silenced(
-    fp8: Any, caplog: pytest.LogCaptureFixture, own: int, root: int, messages: int
-) -> None:
+def test_summary_is_visible_unless_silenced(fp8, caplog, own, root, messages):
     logger = logging.getLogger("accelerate_fp8")
     levels = logger.level, logging.root.level
     try:
@@ -352,9 +317,7 @@ def test_summary_is_visible_unless_silenced(
     assert len(caplog.records) == messages
 
 
-def test_what_is_not_applied_is_warned_about(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_applied_is_warned_about(accelerate, monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
     handlers = [FP8Kwargs(FP8Config(recipe="rowwise"))]
     accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
@@ -362,14 +325,14 @@ def test_what_is_not_applied_is_warned_about(
     assert len([w for w in warnings if "--fp8_margin=2 is not applied" in w]) == 1
 
 
-def test_unwrapped_model_still_runs(fp8: Any) -> None:
+def test_unwrapped_model_still_runs(fp8):
     unwrapped = fp8.unwrap_model(fp8.prepare(Block()), keep_fp32_wrapper=False)
     assert type(unwrapped.up) is nn.Linear
     assert unwrapped(torch.randn(4, 32)).isfinite().all()
     assert type(fp8.prepare(unwrapped).up) is Float8Linear
 
 
-def test_free_memory_lets_the_model_go(fp8: Any) -> None:
+def test_free_memory_lets_the_model_go(fp8):
     model = fp8.prepare(Block())
     alive = weakref.ref(model)
     (model,) = fp8.free_memory(model)
@@ -378,7 +341,7 @@ def test_free_memory_lets_the_model_go(fp8: Any) -> None:
     assert alive() is None
 
 
-def test_compiled_model_runs_in_fp8(accelerate: Any, gemms: list[torch.dtype]) -> None:
+def test_compiled_model_runs_in_fp8(accelerate, gemms):
     accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True, dynamo_backend="eager")
     model = Block()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -390,11 +353,11 @@ def test_compiled_model_runs_in_fp8(accelerate: Any, gemms: list[torch.dtype]) -
 
 
 @pytest.mark.long
-def test_blocks_that_accelerate_compiles_one_by_one(accelerate: Any, tmp_path: Path) -> None:
+def test_blocks_that_accelerate_compiles_one_by_one(accelerate, tmp_path):
     """The same losses; and a history goes on where nothing is compiled."""
     x = torch.arange(512.0).view(16, 32).sin()
 
-    def start(plugin: TorchDynamoPlugin | None) -> tuple[Any, Any, Any]:
+    def start(plugin):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(
             mixed_precision="fp8",
@@ -406,7 +369,7 @@ def test_blocks_that_accelerate_compiles_one_by_one(accelerate: Any, tmp_path: P
         model = Blocks()
         return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
-    def step(accelerator: Any, model: Any, optimizer: Any) -> float:
+    def step(accelerator, model, optimizer):
         loss = model(x).square().mean()
         accelerator.backward(loss)
         optimizer.step()

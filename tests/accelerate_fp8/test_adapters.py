@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 from tests.fp8_checkpoints import LiveStorages
 from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
-from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.optim.weight_owners import reasons_to_stay
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -32,7 +31,7 @@ KINDS = {
 }
 
 
-def adapted(kind="lora", dtype=torch.float32) -> tuple[torch.nn.Module, ConversionReport]:
+def adapted(kind="lora", dtype=torch.float32):
     model = get_peft_model(LlamaForCausalLM(CONFIG).to(dtype), copy.deepcopy(KINDS[kind]))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lm_head" not in name:

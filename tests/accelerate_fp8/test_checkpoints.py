@@ -3,9 +3,7 @@ scaling's history beside them."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ DELAYED_O1 = FP8Config(recipe="delayed", amax_history_len=4, opt_level="O1")
 HISTORY = "fp8_scaling_0.safetensors"
 
 
-def _model() -> nn.Module:
+def _model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 64))
 
@@ -30,7 +28,7 @@ def _model() -> nn.Module:
 class Training:
     """Model and optimizer of an Accelerator, and steps on data that depend on their number only."""
 
-    def __init__(self, accelerate: Any, config: FP8Config | None, precision: str = "fp8") -> None:
+    def __init__(self, accelerate, config, precision="fp8"):
         handlers = [FP8Kwargs(config)] if config else None
         self.accelerator = accelerate.Accelerator(
             mixed_precision=precision, kwargs_handlers=handlers, cpu=True
@@ -39,7 +37,7 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    def steps(self, *numbers: int) -> list[float]:
+    def steps(self, *numbers):
         losses = []
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
@@ -51,7 +49,7 @@ class Training:
             losses.append(loss.item())
         return losses
 
-    def bits(self) -> list[torch.Tensor]:
+    def bits(self):
         """All that training goes on from: weights and optimizer states."""
         parameters = list(self.model.parameters())
         states = [self.optimizer.state[p] for p in parameters]
@@ -64,9 +62,7 @@ class Training:
     [DELAYED, DELAYED_O1, FP8Config(opt_level="O3")],
     ids=["O2", "O1", "O3"],
 )
-def test_training_resumes_bit_for_bit(
-    accelerate: Any, tmp_path: Path, config: FP8Config, safe: bool
-) -> None:
+def test_training_resumes_bit_for_bit(accelerate, tmp_path, config, safe):
     run = Training(accelerate, config)
     run.steps(*range(6))
     run.accelerator.save_state(tmp_path, safe_serialization=safe)
@@ -84,7 +80,7 @@ def test_training_resumes_bit_for_bit(
     assert all(map(torch.equal, run.bits(), resumed.bits()))
 
 
-def test_resume_without_the_residual_differs(accelerate: Any, tmp_path: Path) -> None:
+def test_resume_without_the_residual_differs(accelerate, tmp_path):
     """The control of the test above: the residual matters."""
     run = Training(accelerate, FP8Config())
     run.steps(*range(6))
@@ -99,7 +95,7 @@ def test_resume_without_the_residual_differs(accelerate: Any, tmp_path: Path) ->
     assert resumed.steps(6, 7, 8) != expected
 
 
-def test_resume_without_the_history_differs(accelerate: Any, tmp_path: Path) -> None:
+def test_resume_without_the_history_differs(accelerate, tmp_path):
     """The control of the test above: the history matters for these data."""
     run = Training(accelerate, DELAYED)
     run.steps(*range(6))
@@ -112,13 +108,13 @@ def test_resume_without_the_history_differs(accelerate: Any, tmp_path: Path) -> 
     assert resumed.steps(6, 7, 8) != expected
 
 
-def test_other_recipes_write_no_history(accelerate: Any, tmp_path: Path) -> None:
+def test_other_recipes_write_no_history(accelerate, tmp_path):
     (tmp_path / HISTORY).write_bytes(b"of an earlier run into this folder")
     Training(accelerate, FP8Config()).accelerator.save_state(tmp_path)
     assert not (tmp_path / HISTORY).exists()
 
 
-def test_history_of_another_length_is_refused(accelerate: Any, tmp_path: Path) -> None:
+def test_history_of_another_length_is_refused(accelerate, tmp_path):
     run = Training(accelerate, DELAYED)
     run.steps(0)
     run.accelerator.save_state(tmp_path)
@@ -127,7 +123,7 @@ def test_history_of_another_length_is_refused(accelerate: Any, tmp_path: Path) -
         resumed.accelerator.load_state(tmp_path)
 
 
-def test_history_is_per_process_and_falls_back_to_the_first(tmp_path: Path) -> None:
+def test_history_is_per_process_and_falls_back_to_the_first(tmp_path):
     models = []
     for rank in range(2):
         model = _model()
@@ -143,7 +139,7 @@ def test_history_is_per_process_and_falls_back_to_the_first(tmp_path: Path) -> N
         assert all(torch.equal(expected[key], loaded[key]) for key in expected)
 
 
-def test_each_of_several_models_gets_its_own_history(tmp_path: Path) -> None:
+def test_each_of_several_models_gets_its_own_history(tmp_path):
     models = [_model() for _ in range(4)]
     for i, model in enumerate(models):
         convert_to_float8(model, DELAYED)
@@ -157,13 +153,13 @@ def test_each_of_several_models_gets_its_own_history(tmp_path: Path) -> None:
         assert all(torch.equal(saved[key], loaded[key]) for key in saved)
 
 
-def test_history_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_written_atomically(tmp_path, monkeypatch):
     model = _model()
     convert_to_float8(model, DELAYED)
     save_history([model], tmp_path, 0)
     before = (tmp_path / HISTORY).read_bytes()
 
-    def interrupted(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def interrupted(tensors, path):
         Path(path).write_bytes(b"half a fi")
         raise KeyboardInterrupt
 
@@ -175,9 +171,7 @@ def test_history_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-def test_save_model_writes_plain_tensors_under_their_names(
-    accelerate: Any, tmp_path: Path, safe: bool
-) -> None:
+def test_save_model_writes_plain_tensors_under_their_names(accelerate, tmp_path, safe):
     run = Training(accelerate, DELAYED)
     run.steps(0, 1)
     run.accelerator.save_model(run.model, tmp_path, safe_serialization=safe)
@@ -199,9 +193,7 @@ def test_save_model_writes_plain_tensors_under_their_names(
 
 @pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp8"), ("fp8", "bf16")])
 @pytest.mark.parametrize("config", [DELAYED, DELAYED_O1], ids=["O2", "O1"])
-def test_state_moves_between_stock_training_and_fp8(
-    accelerate: Any, tmp_path: Path, saved: str, loaded: str, config: FP8Config
-) -> None:
+def test_state_moves_between_stock_training_and_fp8(accelerate, tmp_path, saved, loaded, config):
     configs = {"fp8": config, "bf16": None}
     run = Training(accelerate, configs[saved], saved)
     run.steps(0, 1)
@@ -224,9 +216,7 @@ def test_state_moves_between_stock_training_and_fp8(
 
 
 @pytest.mark.long
-def test_checkpoints_open_in_stock_libraries(
-    accelerate: Any, run: Callable, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_open_in_stock_libraries(accelerate, run, tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     handlers = [FP8Kwargs(DELAYED)]
@@ -256,9 +246,7 @@ def test_checkpoints_open_in_stock_libraries(
 
 
 @pytest.mark.long
-def test_trainer_resumes_delayed_scaling_exactly(
-    accelerate: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_resumes_delayed_scaling_exactly(accelerate, tiny_model, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
@@ -267,7 +255,7 @@ def test_trainer_resumes_delayed_scaling_exactly(
     tokens = torch.randint(4, 32, (16, 12), generator=generator)
     rows = [{"input_ids": row, "labels": row} for row in tokens]
 
-    def train(resume: Path | None = None) -> Any:
+    def train(resume=None):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,10 @@ REWARD = ("--reward_funcs", "get_soft_overlong_punishment")
 
 
 @pytest.fixture
-def shell(tmp_path: Path, environment: dict[str, str]) -> Callable[..., tuple[int, str]]:
+def shell(tmp_path, environment):
     """Runs a command; returns the FP8 GEMMs of its processes, and what they wrote."""
 
-    def run(*command: str, **variables: str) -> tuple[int, str]:
+    def run(*command, **variables):
         counts = tmp_path / "counts"
         counts.mkdir()
         done = subprocess.run(
@@ -50,10 +49,10 @@ def shell(tmp_path: Path, environment: dict[str, str]) -> Callable[..., tuple[in
 
 
 @pytest.fixture
-def options(tmp_path: Path, tiny_model: Path) -> Callable[..., list[str]]:
+def options(tmp_path, tiny_model):
     """The options of a TRL script for a local model and rows of a local data set."""
 
-    def for_rows(rows: list[dict[str, str]]) -> list[str]:
+    def for_rows(rows):
         data = tmp_path / "data"
         data.mkdir()
         (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -72,7 +71,7 @@ def options(tmp_path: Path, tiny_model: Path) -> Callable[..., list[str]]:
     return for_rows
 
 
-def _assert_fp8(ran: tuple[int, str]) -> None:
+def _assert_fp8(ran):
     gemms, output = ran
     # Frozen weights have block scales, which torch's scaled matmul does not multiply on the CPU.
     frozen = "14 frozen weights stored in FP8 only" in output
@@ -99,20 +98,14 @@ slow = pytest.mark.slow
         pytest.param("rloo", PROMPTS, (*REWARD, *GENERATE), id="rloo", marks=slow),
     ],
 )
-def test_launched_modules_of_trl(
-    shell: Callable,
-    options: Callable,
-    script: str,
-    rows: list[dict[str, str]],
-    extra: tuple[str, ...],
-) -> None:
+def test_launched_modules_of_trl(shell, options, script, rows, extra):
     ran = shell(*FP8, "-m", f"trl.scripts.{script}", *options(rows), *extra)
     _assert_fp8(ran)
     assert ("14 frozen weights" in ran[1]) == (extra == LORA)
 
 
 @pytest.mark.slow
-def test_module_of_trl_without_a_launcher(shell: Callable, options: Callable) -> None:
+def test_module_of_trl_without_a_launcher(shell, options):
     arguments = ("-m", "trl.scripts.sft", *options(TEXT))
     _assert_fp8(shell(*arguments, ACCELERATE_MIXED_PRECISION="fp8"))
 
@@ -122,13 +115,7 @@ def test_module_of_trl_without_a_launcher(shell: Callable, options: Callable) ->
     ("command", "rows", "extra"),
     [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, (*REWARD, *GENERATE))],
 )
-def test_command_of_trl(
-    shell: Callable,
-    options: Callable,
-    command: str,
-    rows: list[dict[str, str]],
-    extra: tuple[str, ...],
-) -> None:
+def test_command_of_trl(shell, options, command, rows, extra):
     # It hands what it does not know on to Accelerate's launcher.
     trl = os.path.join(os.path.dirname(sys.executable), "trl")
     _assert_fp8(shell(trl, command, *options(rows), *extra, "--mixed_precision", "fp8"))
@@ -137,7 +124,7 @@ def test_command_of_trl(
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("way", ["options", "json", "config-file"])
-def test_run_clm(shell: Callable, tmp_path: Path, tiny_model: Path, way: str, bf16: bool) -> None:
+def test_run_clm(shell, tmp_path, tiny_model, way, bf16):
     (tmp_path / "train.txt").write_text("\n".join(SENTENCES * 4))
     given = {
         "model_name_or_path": str(tiny_model),
@@ -166,5 +153,5 @@ def test_run_clm(shell: Callable, tmp_path: Path, tiny_model: Path, way: str, bf
     assert "eval_loss" in ran[1]
 
 
-def test_run_clm_says_nothing_of_fp8() -> None:
+def test_run_clm_says_nothing_of_fp8():
     assert "fp8" not in (SCRIPTS / "run_clm.py").read_text().lower()

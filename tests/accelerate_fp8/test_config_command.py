@@ -6,8 +6,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +19,7 @@ ANSWERS = {"CPU only": "yes" + ENTER, "mixed precision": FOURTH + ENTER}
 """What is pressed at these questions; at all others it is Enter, for the default."""
 
 
-def _answer(command: list[str], environment: dict[str, str]) -> str:
+def _answer(command, environment):
     """Run a command in a terminal and answer its questions; return what it wrote."""
     child, terminal = pty.fork()
     if child == 0:
@@ -47,9 +45,7 @@ def _answer(command: list[str], environment: dict[str, str]) -> str:
 
 
 @pytest.mark.long
-def test_fp8_chosen_at_the_prompts_runs_this_engine(
-    run: Callable, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_fp8_chosen_at_the_prompts_runs_this_engine(run, environment, tmp_path):
     file = tmp_path / "chosen.yaml"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"]
     output = _answer([*command, "--config_file", str(file)], environment)
@@ -62,12 +58,10 @@ def test_fp8_chosen_at_the_prompts_runs_this_engine(
     assert done.fp8 > 0
 
 
-def test_other_backends_and_other_questions_are_as_in_stock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_backends_and_other_questions_are_as_in_stock(monkeypatch):
     from accelerate.commands.config import cluster
 
-    def ask(question: str, options: list[str], convert: Callable | None, default: int) -> object:
+    def ask(question, options, convert, default):
         asked.append((question, options, default))
         row = rows.pop(0)
         return row if convert is None else convert(row)
@@ -84,5 +78,5 @@ def test_other_backends_and_other_questions_are_as_in_stock(
     assert asked[-1] == ("Which?", ["a", "b"], 1)
 
 
-def test_the_menu_is_extended_when_it_is_imported() -> None:
+def test_the_menu_is_extended_when_it_is_imported():
     assert "accelerate.commands.config.cluster" in _fp8_autoload.EXTENSIONS

@@ -2,7 +2,6 @@
 
 import logging
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from torch import nn
 from torch_fp8 import Float8Linear
 
 
-def _model() -> nn.Sequential:
+def _model():
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
 
 
-def _losses(accelerator: Any, steps: int = 6) -> list[float]:
+def _losses(accelerator, steps=6):
     """Of the model and the optimizer that `accelerator` has."""
     (model,), (optimizer,) = accelerator._models, accelerator._optimizers
     batch, losses = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)), []
@@ -29,24 +28,22 @@ def _losses(accelerator: Any, steps: int = 6) -> list[float]:
     return losses
 
 
-def _pickled(accelerator: Any) -> Any:
+def _pickled(accelerator):
     return pickle.loads(pickle.dumps(accelerator))
 
 
 @pytest.fixture(params=["O1", "O2", "O3"])
-def accelerator(
-    request: pytest.FixtureRequest, accelerate: Any, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+def accelerator(request, accelerate, monkeypatch):
     monkeypatch.setenv("TORCH_FP8_CONFIG", f'{{"opt_level": "{request.param}"}}')
     return accelerate.Accelerator(mixed_precision="fp8", cpu=True)
 
 
-def _prepare(accelerator: Any) -> Any:
+def _prepare(accelerator):
     model = _model()
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def test_pickled_accelerator_trains_on_as_the_original(accelerator: Any) -> None:
+def test_pickled_accelerator_trains_on_as_the_original(accelerator):
     _prepare(accelerator)
     first = _losses(accelerator)  # the optimizer has its states
     other = _pickled(accelerator)
@@ -55,9 +52,7 @@ def test_pickled_accelerator_trains_on_as_the_original(accelerator: Any) -> None
     assert theirs[-1] < theirs[0] < first[0]
 
 
-def test_copy_knows_its_own_models_and_optimizers(
-    accelerator: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copy_knows_its_own_models_and_optimizers(accelerator, caplog):
     _prepare(accelerator)
     other = _pickled(accelerator)
     preparation, (model,) = other._fp8_preparation, other._models
@@ -73,7 +68,7 @@ def test_copy_knows_its_own_models_and_optimizers(
     assert "linear layers" not in caplog.text
 
 
-def test_copy_prepares_as_the_original(accelerator: Any) -> None:
+def test_copy_prepares_as_the_original(accelerator):
     other = _pickled(accelerator)
     model, _ = _prepare(other)
     assert isinstance(model[0], Float8Linear)
@@ -82,7 +77,7 @@ def test_copy_prepares_as_the_original(accelerator: Any) -> None:
     assert accelerator._models == []
 
 
-def test_weights_of_a_copy_are_given_back(accelerator: Any) -> None:
+def test_weights_of_a_copy_are_given_back(accelerator):
     _prepare(accelerator)
     other = _pickled(accelerator)
     unwrapped = other.unwrap_model(other._models[0], keep_fp32_wrapper=False)

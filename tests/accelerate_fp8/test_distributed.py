@@ -1,8 +1,6 @@
 """Two processes on gloo: DDP, and FSDP2."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,7 @@ FP8 = ("--mixed_precision", "fp8")
 DELAYED = {"TORCH_FP8_CONFIG": '{"recipe": "delayed"}'}
 
 
-def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run: Callable) -> None:
+def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run):
     done = run("loop.py", launch=FP8, processes=2)
     assert done.processes == 2
     # 8 micro-batches over both ranks, 3 layers; dgrad for all but the first.
@@ -25,7 +23,7 @@ def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run: Callable) -> None:
     assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
 
 
-def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callable) -> None:
+def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run):
     """Weights and residuals; ranks start from other weights, and accumulate over two backwards."""
     modes = ("O1", "O2", "O3", "unused", "late", "hook")
     done = run("replicas.py", *modes, launch=FP8, processes=2)
@@ -58,7 +56,7 @@ def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callab
     assert "2 weights stay float32: DistributedDataParallel has wrapped them" in done.stderr
 
 
-def test_fsdp2_converts_before_sharding_and_restores_histories(run: Callable) -> None:
+def test_fsdp2_converts_before_sharding_and_restores_histories(run):
     done = run("fsdp2.py", launch=FP8, processes=2, **DELAYED)
     # 3 steps and 1 on each rank.
     assert (done.fp8, done.linear) == (2 * 4 * (3 + 3 + 2), 0)
@@ -71,14 +69,14 @@ def test_fsdp2_converts_before_sharding_and_restores_histories(run: Callable) ->
     assert sorted(restored) == ["0", "1"]
 
 
-def test_fsdp1_runs_the_gemms_alone_and_says_so(run: Callable) -> None:
+def test_fsdp1_runs_the_gemms_alone_and_says_so(run):
     done = run("fsdp1.py", launch=FP8, processes=2)
     assert (done.fp8, done.linear) == (2 * 4 * (3 + 3 + 2), 0)
     assert done.stdout.count("FullyShardedDataParallel torch.float32") == 2
     assert "AdamW keeps its own states: FSDP1 flattens the weights" in done.stderr
 
 
-def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run: Callable) -> None:
+def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run):
     done = run("uneven_ranks.py", launch=FP8, processes=2, **DELAYED)
     # The ranks share one pipe: a line of one may follow the other's without a line break.
     amaxes = re.findall(r"rank (\d): amaxes (\[.*?\])", done.stdout)
@@ -86,7 +84,7 @@ def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run: Callable) -> None:
 
 
 @pytest.mark.parametrize("mode", ["different", "missing"])
-def test_ranks_that_ask_for_different_things_are_told(run: Callable, mode: str) -> None:
+def test_ranks_that_ask_for_different_things_are_told(run, mode):
     done = run("different_ranks.py", mode, launch=(), processes=2)
     said = dict(re.findall(r"rank (\d): (.*)", done.stdout))
     if mode == "missing":
@@ -102,9 +100,7 @@ def test_ranks_that_ask_for_different_things_are_told(run: Callable, mode: str) 
         assert "TORCH_FP8_CONFIG is not set on rank 0, set on rank 1)" in said[rank]
 
 
-def test_model_saved_under_ddp_is_whole_and_of_the_dtype_it_names(
-    run: Callable, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_model_saved_under_ddp_is_whole_and_of_the_dtype_it_names(run, tiny_model, tmp_path):
     """Residuals are joined on every rank; a rounded weight would be equal to its BF16 one."""
     done = run("saved_model.py", tiny_model, tmp_path / "out", launch=FP8, processes=2)
     lines = re.findall(r"rank (\d): ([^\n]*?rounded \d+)", done.stdout)

@@ -20,7 +20,6 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from accelerate_fp8 import engine_sync, rollouts
-from tests.accelerate_fp8.test_trl_frozen import Lab
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from tests.accelerate_fp8.vllm_stub import LLM, Client, Engine, OldRunner, Runner
 from tests.fp8_checkpoints import tiny_llama
@@ -34,7 +33,7 @@ LIFE = ["initialize_layerwise_reload", "load_weights", "finalize_layerwise_reloa
 MODES = ["colocate", "server"]
 
 
-def adapted(folder: Path, recipe: str = "blockwise", **options: Any) -> Any:
+def adapted(folder, recipe="blockwise", **options):
     torch.manual_seed(0)
     biased = "lora_bias" in options
     plain = tiny_llama(num_hidden_layers=1, attention_bias=biased, mlp_bias=biased)
@@ -48,7 +47,7 @@ def adapted(folder: Path, recipe: str = "blockwise", **options: Any) -> Any:
     return model
 
 
-def generation_of(model: Any, engine: Engine, mode: str, runner: Any = Runner) -> Any:
+def generation_of(model, engine, mode, runner=Runner):
     """TRL's own object, around an engine."""
     made: Any = VLLMGeneration.__new__(VLLMGeneration)
     made.model, made.mode, made.enable_sleep_mode = model, mode, False
@@ -66,7 +65,7 @@ def generation_of(model: Any, engine: Engine, mode: str, runner: Any = Runner) -
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch):
     texts: list[str] = []
     monkeypatch.setattr(engine_sync, "warn_once", texts.append)
     monkeypatch.setattr(rollouts, "warn_once", texts.append)
@@ -74,7 +73,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_thousand_syncs_leave_the_base_bit_identical(tmp_path: Path, said: list[str]) -> None:
+def test_a_thousand_syncs_leave_the_base_bit_identical(tmp_path, said):
     """Merging in place, as TRL does it, changes a quarter of a BF16 base by then."""
     model = adapted(tmp_path)
     frozen = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
@@ -105,9 +104,7 @@ def test_a_thousand_syncs_leave_the_base_bit_identical(tmp_path: Path, said: lis
 
 
 @pytest.mark.parametrize(("mode", "peft"), [("colocate", True), ("server", False)])
-def test_unmodified_grpo_goes_through_it(
-    lab: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch, mode: str, peft: bool
-) -> None:
+def test_unmodified_grpo_goes_through_it(lab, said, monkeypatch, mode, peft):
     engine = Engine(Path(lab.folder))
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", lambda **_: Client(engine))
@@ -138,9 +135,7 @@ def test_unmodified_grpo_goes_through_it(
     assert "fp8/logprob_multiplicative_error=" in said[0]
 
 
-def test_rloo_asks_vllm_for_what_it_sampled_with(
-    lab: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rloo_asks_vllm_for_what_it_sampled_with(lab, said, monkeypatch):
     engine = Engine(Path(lab.folder))
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", lambda **_: Client(engine))
@@ -153,9 +148,7 @@ def test_rloo_asks_vllm_for_what_it_sampled_with(
     assert "generate" not in vars(trainer.vllm_generation)
 
 
-def test_an_engine_without_the_reload_gets_all_parts_at_once(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_an_engine_without_the_reload_gets_all_parts_at_once(tmp_path, said):
     model = adapted(tmp_path)
     for quantization in (None, "fp8_per_block"):
         engine = Engine(tmp_path, quantization)
@@ -166,7 +159,7 @@ def test_an_engine_without_the_reload_gets_all_parts_at_once(
     assert "cannot reload layer by layer" in said[0]
 
 
-def test_scales_that_the_engine_does_not_make_are_told_of(tmp_path: Path, said: list[str]) -> None:
+def test_scales_that_the_engine_does_not_make_are_told_of(tmp_path, said):
     model = tiny_llama(num_hidden_layers=1)
     model.save_pretrained(tmp_path)
     convert_to_float8(model, FP8Config(recipe="rowwise"))
@@ -178,9 +171,7 @@ def test_scales_that_the_engine_does_not_make_are_told_of(tmp_path: Path, said: 
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
-def test_adapters_that_do_more_than_add_are_merged_by_trl(
-    tmp_path: Path, said: list[str], options: dict[str, Any]
-) -> None:
+def test_adapters_that_do_more_than_add_are_merged_by_trl(tmp_path, said, options):
     model = adapted(tmp_path, **options)
     assert why_not_folded(model) is not None
     with pytest.raises(ValueError, match="does more than add to the weight"):
@@ -203,7 +194,7 @@ def test_adapters_that_do_more_than_add_are_merged_by_trl(
         assert torch.equal(parameter.scale, scale)
 
 
-def test_the_blocks_of_an_engine_are_those_of_training(tmp_path: Path) -> None:
+def test_the_blocks_of_an_engine_are_those_of_training(tmp_path):
     model = adapted(tmp_path)
     engine = Engine(tmp_path, "fp8_per_block")
     generation_of(model, engine, "colocate").sync_weights()
@@ -220,20 +211,18 @@ class FromCheckpoint(Runner):
 
     config: Any = None
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         super().__init__(engine)
         self.model_config.hf_config = types.SimpleNamespace(quantization_config=self.config)
 
 
-def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(tmp_path, monkeypatch):
     """With the adapters in them, bit for bit what an export has."""
     model = adapted(tmp_path)
     monkeypatch.setattr(FromCheckpoint, "config", {"weight_block_size": [128, 128]})
     engine, taken = Engine(tmp_path, "fp8"), {}
 
-    def take(weights: Any) -> set[str]:
+    def take(weights):
         taken.update({name: weight.clone() for name, weight in weights})
         return set(taken)
 
@@ -248,9 +237,7 @@ def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(
 
 
 @pytest.mark.parametrize("quantization", ["compressed-tensors", "modelopt"])
-def test_an_engine_of_another_quantized_checkpoint_is_refused(
-    tmp_path: Path, quantization: str
-) -> None:
+def test_an_engine_of_another_quantized_checkpoint_is_refused(tmp_path, quantization):
     """It would take BF16 values for FP8 codes."""
     engine = Engine(tmp_path, quantization)
     generation = generation_of(adapted(tmp_path), engine, "colocate", FromCheckpoint)

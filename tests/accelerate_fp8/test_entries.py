@@ -1,7 +1,6 @@
 """Every entry with an unmodified script: FP8 GEMMs ran with the flag, and none without it."""
 
 import re
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -18,25 +17,25 @@ LOOP_GEMMS = 8 * (3 + 3 + 2)
 
 
 @pytest.mark.parametrize("script", ["loop.py", "trainers.py"])
-def test_scripts_say_nothing_of_fp8(script: str) -> None:
+def test_scripts_say_nothing_of_fp8(script):
     assert "fp8" not in (SCRIPTS / script).read_text().lower()
 
 
 @pytest.mark.smoke
-def test_launcher_flag_runs_fp8_gemms(run: Callable) -> None:
+def test_launcher_flag_runs_fp8_gemms(run):
     done = run("loop.py", launch=("--mixed_precision", "fp8"))
     assert (done.fp8, done.linear) == (LOOP_GEMMS, 0)
     assert "layer torch_fp8.nn.linear.Float8Linear" in done.stdout
 
 
-def test_launcher_without_fp8_runs_none(run: Callable) -> None:
+def test_launcher_without_fp8_runs_none(run):
     done = run("loop.py", launch=("--mixed_precision", "no"))
     assert done.fp8 == 0
     assert done.linear > 0
     assert "layer torch.nn.modules.linear.Linear" in done.stdout
 
 
-def test_constructor_argument_runs_fp8_gemms_and_shows_the_summary_once(run: Callable) -> None:
+def test_constructor_argument_runs_fp8_gemms_and_shows_the_summary_once(run):
     done = run("loop.py", "fp8")
     assert done.fp8 == LOOP_GEMMS
     assert done.stderr.count("linear layers") == 1
@@ -46,11 +45,11 @@ def test_constructor_argument_runs_fp8_gemms_and_shows_the_summary_once(run: Cal
     assert "bytes per parameter" in done.stderr
 
 
-def test_constructor_without_fp8_runs_none(run: Callable) -> None:
+def test_constructor_without_fp8_runs_none(run):
     assert run("loop.py", "bf16").fp8 == 0
 
 
-def test_environment_reaches_every_option_of_an_unmodified_script(run: Callable) -> None:
+def test_environment_reaches_every_option_of_an_unmodified_script(run):
     options = '{"recipe": "tensorwise", "wgrad": "bf16", "skip": ["2"]}'
     done = run("loop.py", "fp8", TORCH_FP8_CONFIG=options)
     assert done.fp8 == 8 * (2 + 1)  # two layers; dgrad for the last only, no wgrad
@@ -59,9 +58,7 @@ def test_environment_reaches_every_option_of_an_unmodified_script(run: Callable)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_trainers_of_transformers_and_trl_run_fp8_gemms(
-    run: Callable, tiny_model: Path, level: str
-) -> None:
+def test_trainers_of_transformers_and_trl_run_fp8_gemms(run, tiny_model, level):
     chosen = {} if level == "O2" else {"TORCH_FP8_CONFIG": f'{{"opt_level": "{level}"}}'}
     done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"), **chosen)
     counts = _counts(done.stdout)
@@ -85,7 +82,7 @@ def test_trainers_of_transformers_and_trl_run_fp8_gemms(
     assert f"lora optimizer AdamW {kinds}" in done.stdout
 
 
-def test_trainers_without_the_flag_run_none(run: Callable, tiny_model: Path) -> None:
+def test_trainers_without_the_flag_run_none(run, tiny_model):
     done = run("trainers.py", tiny_model, launch=("--mixed_precision", "no"))
     assert _counts(done.stdout) == dict.fromkeys(TRAINERS, (0, 0))
 
@@ -95,7 +92,7 @@ def test_trainers_without_the_flag_run_none(run: Callable, tiny_model: Path) -> 
     not entry_points(group="torch.backends", name="fp8_autoload"),
     reason="torch-fp8 is not installed here, so that nothing loads it for an unmodified script",
 )
-def test_constructor_argument_runs_fp8_gemms_on_the_card(run: Callable) -> None:
+def test_constructor_argument_runs_fp8_gemms_on_the_card(run):
     # By name, for auto leaves layers as small as these in BF16.
     named = '{"recipe": "tensorwise"}'
     done = run("loop.py", "fp8", CUDA_VISIBLE_DEVICES="0", TORCH_FP8_CONFIG=named)
@@ -103,6 +100,6 @@ def test_constructor_argument_runs_fp8_gemms_on_the_card(run: Callable) -> None:
     assert "torch scaled_mm on " in done.stderr
 
 
-def _counts(stdout: str) -> dict[str, tuple[int, int]]:
+def _counts(stdout):
     lines = re.findall(r"^(\w+): trained (\d+) evaluated (\d+)$", stdout, re.MULTILINE)
     return {name: (int(trained), int(evaluated)) for name, trained, evaluated in lines}

@@ -1,8 +1,5 @@
 """``FP8Config(save_format=...)``: what hosts save, engines load; training goes on from masters."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,13 +14,13 @@ CONFIG = FP8Config(recipe="blockwise", save_format="fine-grained")
 TOKENS = torch.arange(32).view(2, 16) * 7 % 256
 
 
-def _accelerator(accelerate: Any, config: FP8Config = CONFIG) -> Any:
+def _accelerator(accelerate, config=CONFIG):
     return accelerate.Accelerator(
         mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(config)], cpu=True
     )
 
 
-def _trained(accelerate: Any, config: FP8Config = CONFIG) -> Any:
+def _trained(accelerate, config=CONFIG):
     accelerator = _accelerator(accelerate, config)
     model = tiny_llama().float()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -34,14 +31,14 @@ def _trained(accelerate: Any, config: FP8Config = CONFIG) -> Any:
     return accelerator, model
 
 
-def _same(a: Path, b: Path) -> None:
+def _same(a, b):
     for name in ("model.safetensors", "config.json"):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["save_pretrained", "save_model", "unwrapped"])
-def test_the_hosts_save_what_export_writes(accelerate: Any, tmp_path: Path, how: str) -> None:
+def test_the_hosts_save_what_export_writes(accelerate, tmp_path, how):
     accelerator, model = _trained(accelerate)
     export(model, tmp_path / "own")
     folder = tmp_path / "out"
@@ -64,7 +61,7 @@ def test_the_hosts_save_what_export_writes(accelerate: Any, tmp_path: Path, how:
     accelerator.backward(model(TOKENS, labels=TOKENS).loss)  # training goes on
 
 
-def test_other_files_stay_and_old_weights_go(accelerate: Any, tmp_path: Path) -> None:
+def test_other_files_stay_and_old_weights_go(accelerate, tmp_path):
     _, model = _trained(accelerate)
     (tmp_path / "mine.txt").write_text("mine")
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
@@ -78,9 +75,7 @@ def test_other_files_stay_and_old_weights_go(accelerate: Any, tmp_path: Path) ->
     assert {"model.safetensors.index.json", "model-00001-of-00005.safetensors"} <= names
 
 
-def test_a_save_that_fails_leaves_the_files_of_the_last_one(
-    accelerate: Any, tmp_path: Path
-) -> None:
+def test_a_save_that_fails_leaves_the_files_of_the_last_one(accelerate, tmp_path):
     _, model = _trained(accelerate)
     model.save_pretrained(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -92,13 +87,13 @@ def test_a_save_that_fails_leaves_the_files_of_the_last_one(
 
 
 def test_the_trainers_checkpoints_are_whole_and_its_model_is_exported(
-    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    accelerate, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("TORCH_FP8_CONFIG", CONFIG.to_json())
     data = [{"input_ids": TOKENS[0], "labels": TOKENS[0]}] * 4
 
-    def trainer() -> Trainer:
+    def trainer():
         arguments = TrainingArguments(
             str(tmp_path / "out"),
             max_steps=2,
@@ -126,7 +121,7 @@ def test_the_trainers_checkpoints_are_whole_and_its_model_is_exported(
     )
 
 
-def test_what_the_format_cannot_hold_is_refused_before_training(accelerate: Any) -> None:
+def test_what_the_format_cannot_hold_is_refused_before_training(accelerate):
     with pytest.raises(
         ValueError, match=r"save_format='fine-grained' cannot express recipe='rowwise'"
     ):
@@ -139,9 +134,7 @@ def test_what_the_format_cannot_hold_is_refused_before_training(accelerate: Any)
         accelerator.prepare(nn.Sequential(nn.Linear(128, 128)))
 
 
-def test_sharded_models_are_refused_before_training(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharded_models_are_refused_before_training(accelerate, monkeypatch):
     from accelerate.utils import DistributedType
 
     from accelerate_fp8 import export as of_hosts
@@ -152,9 +145,7 @@ def test_sharded_models_are_refused_before_training(
         of_hosts.refuse_sharded_saving(CONFIG, DistributedType.FSDP)
 
 
-def test_adapters_and_models_that_they_are_merged_into_are_saved_as_ever(
-    accelerate: Any, tmp_path: Path
-) -> None:
+def test_adapters_and_models_that_they_are_merged_into_are_saved_as_ever(accelerate, tmp_path):
     """Merged into FP8, most of a small adapter would be lost: that has to be asked for."""
     from peft import LoraConfig, get_peft_model
 

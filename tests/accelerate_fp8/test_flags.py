@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -16,13 +15,13 @@ Export = Callable[..., None]
 
 
 @pytest.fixture
-def export(monkeypatch: pytest.MonkeyPatch) -> Export:
+def export(monkeypatch):
     """``export("--fp8_margin", "2", amax_history_length=16)``: what the launcher would export.
 
     Positional: its arguments. Named: entries of ``fp8_config`` in a configuration file.
     """
 
-    def from_launcher(*arguments: str, **config_file: object) -> None:
+    def from_launcher(*arguments, **config_file):
         args = launch_command_parser().parse_args([*arguments, "script.py"])
         assert isinstance(args, argparse.Namespace)
         for key, value in config_file.items():  # as accelerate's _validate_launch_command does
@@ -34,13 +33,13 @@ def export(monkeypatch: pytest.MonkeyPatch) -> Export:
     return from_launcher
 
 
-def test_launchers_defaults_count_as_not_given(export: Export) -> None:
+def test_launchers_defaults_count_as_not_given(export):
     export()
     assert given_flags() == {}
     assert resolve_config(None) == (FP8Config(), [])
 
 
-def test_nothing_exported_gives_the_default() -> None:
+def test_nothing_exported_gives_the_default():
     assert resolve_config(None) == (FP8Config(), [])
 
 
@@ -65,7 +64,7 @@ def test_nothing_exported_gives_the_default() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_flag_is_honoured(export: Export, arguments: tuple[str, ...], expected: FP8Config) -> None:
+def test_flag_is_honoured(export, arguments, expected):
     export(*arguments)
     assert resolve_config(None) == (expected, [])
 
@@ -88,9 +87,7 @@ def test_flag_is_honoured(export: Export, arguments: tuple[str, ...], expected: 
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_config_files_spelling_is_honoured(
-    export: Export, config_file: dict[str, object], expected: FP8Config
-) -> None:
+def test_config_files_spelling_is_honoured(export, config_file, expected):
     export(**config_file)
     assert resolve_config(None) == (expected, [])
 
@@ -107,9 +104,7 @@ def test_config_files_spelling_is_honoured(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_honoured_is_refused_by_name(
-    export: Export, arguments: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(export, arguments, message):
     export(*arguments)
     with pytest.raises(ValueError, match=message):
         resolve_config(None)
@@ -138,17 +133,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_bad_or_contradictory_values_are_refused(
-    export: Export, config_file: dict[str, object], message: str
-) -> None:
+def test_bad_or_contradictory_values_are_refused(export, config_file, message):
     export(**config_file)
     with pytest.raises(ValueError, match=message):
         resolve_config(None)
 
 
-def test_environment_wins_over_flags_option_by_option(
-    export: Export, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_wins_over_flags_option_by_option(export, monkeypatch):
     export("--fp8_amax_history_len", "16", "--fp8_margin", "2")
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "delayed", "amax_history_len": 1024}')
     config, notes = resolve_config(None)
@@ -158,9 +149,7 @@ def test_environment_wins_over_flags_option_by_option(
     ]
 
 
-def test_environment_may_be_a_path(
-    export: Export, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_environment_may_be_a_path(export, monkeypatch, tmp_path):
     export("--fp8_format", "E4M3")
     path = tmp_path / "fp8.json"
     path.write_text(json.dumps({"recipe": "rowwise", "skip": ["lm_head", "layers.0"]}))
@@ -170,9 +159,7 @@ def test_environment_may_be_a_path(
     assert (config, notes) == (expected, [])
 
 
-def test_flag_for_another_recipe_than_the_environments_is_refused(
-    export: Export, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_for_another_recipe_than_the_environments_is_refused(export, monkeypatch):
     export("--fp8_amax_history_len", "16")
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
     with pytest.raises(ValueError, match=r"'rowwise'.*--fp8_amax_history_len=16, TORCH_FP8_CONFIG"):
@@ -180,7 +167,7 @@ def test_flag_for_another_recipe_than_the_environments_is_refused(
 
 
 @pytest.mark.parametrize("explicit", [None, FP8Config()], ids=["flags", "FP8Kwargs"])
-def test_a_key_that_is_no_field_is_named(export: Export, explicit: FP8Config | None) -> None:
+def test_a_key_that_is_no_field_is_named(export, explicit):
     export(backend="TORCH_FP8", recipee="rowwise", enable_fsdp_float8_all_gather=True)
     assert resolve_config(explicit) == (
         FP8Config(),
@@ -188,9 +175,7 @@ def test_a_key_that_is_no_field_is_named(export: Export, explicit: FP8Config | N
     )
 
 
-def test_explicit_config_wins_and_says_what_is_not_applied(
-    export: Export, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explicit_config_wins_and_says_what_is_not_applied(export, monkeypatch):
     export("--fp8_margin", "2", "--fp8_opt_level", "O1")
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
     explicit = FP8Config(recipe="blockwise")
@@ -203,14 +188,14 @@ def test_explicit_config_wins_and_says_what_is_not_applied(
     ]
 
 
-def test_bad_environment_is_refused(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_environment_is_refused(export, monkeypatch):
     export()
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowise"}')
     with pytest.raises(ValueError, match=r"TORCH_FP8_CONFIG.*'rowise' is unknown"):
         resolve_config(None)
 
 
-def test_environment_may_name_a_recipe(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_may_name_a_recipe(export, monkeypatch):
     monkeypatch.setenv("TORCH_FP8_CONFIG", "rowwise")
     export("--fp8_opt_level", "O1")
     assert resolve_config(None) == (FP8Config(recipe="rowwise", opt_level="O1"), [])

@@ -1,13 +1,10 @@
 """FP8 checkpoints under the flag: loaded by transformers, trained, saved, opened by stock."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
@@ -18,7 +15,7 @@ from torch_fp8.optim.residual import residual_of
 TOKENS = torch.arange(32).view(2, 16) * 7 % 256
 
 
-def _prepared(accelerate: Any, model: nn.Module, config: FP8Config | None = None) -> Any:
+def _prepared(accelerate, model, config=None):
     accelerator = accelerate.Accelerator(
         mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(config or FP8Config())], cpu=True
     )
@@ -27,19 +24,19 @@ def _prepared(accelerate: Any, model: nn.Module, config: FP8Config | None = None
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def _steps(accelerator: Any, model: nn.Module, optimizer: Any, count: int = 3) -> None:
+def _steps(accelerator, model, optimizer, count=3):
     for _ in range(count):
         accelerator.backward(model(TOKENS, labels=TOKENS).loss)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _logits(model: nn.Module) -> torch.Tensor:
+def _logits(model):
     with torch.no_grad():
         return model.eval()(TOKENS).logits
 
 
-def _stock_twin(state: dict[str, torch.Tensor]) -> nn.Module:
+def _stock_twin(state):
     """A model of stock layers with these weights, built without a checkpoint."""
     twin = tiny_llama()
     twin.load_state_dict(state)
@@ -47,9 +44,7 @@ def _stock_twin(state: dict[str, torch.Tensor]) -> nn.Module:
 
 
 @pytest.mark.parametrize("dequantize", [True, False], ids=["dequantize=True", "no GPU"])
-def test_full_fine_tuning_starts_from_the_files_values(
-    accelerate: Any, tmp_path: Path, dequantize: bool
-) -> None:
+def test_full_fine_tuning_starts_from_the_files_values(accelerate, tmp_path, dequantize):
     from transformers import FineGrainedFP8Config
 
     fp8 = write_llama(tmp_path)
@@ -67,9 +62,7 @@ def test_full_fine_tuning_starts_from_the_files_values(
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(
-    accelerate: Any, tmp_path: Path, order: str
-) -> None:
+def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(accelerate, tmp_path, order):
     write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
@@ -84,9 +77,7 @@ def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(
     assert residual_of(weight).any()
 
 
-def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(
-    accelerate: Any, tmp_path: Path
-) -> None:
+def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(accelerate, tmp_path):
     """transformers' Trainer prepares its model for evaluation before it trains it."""
     write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -99,9 +90,7 @@ def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(
     assert residual_of(weight).any()
 
 
-def test_a_weight_that_was_changed_before_stays_changed(
-    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_weight_that_was_changed_before_stays_changed(accelerate, tmp_path, caplog):
     write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     weight = model.model.layers[1].mlp.down_proj.weight
@@ -115,7 +104,7 @@ def test_a_weight_that_was_changed_before_stays_changed(
     assert "1 weights were changed after loading" in caplog.text
 
 
-def test_models_for_evaluation_get_no_residuals(accelerate: Any, tmp_path: Path) -> None:
+def test_models_for_evaluation_get_no_residuals(accelerate, tmp_path):
     write_llama(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
@@ -124,9 +113,7 @@ def test_models_for_evaluation_get_no_residuals(accelerate: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["FP8 checkpoint", "BF16 checkpoint"])
-def test_the_saved_model_is_the_trained_one(
-    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, quantized: bool
-) -> None:
+def test_the_saved_model_is_the_trained_one(accelerate, tmp_path, caplog, quantized):
     """Red without ours: stock saves codes without their configuration, logits off by thousands."""
     source, out = tmp_path / "source", tmp_path / "out"
     if quantized:
@@ -151,7 +138,7 @@ def test_the_saved_model_is_the_trained_one(
     assert caplog.text.count("will be saved in its current dtype") == quantized
 
 
-def test_stock_transformers_still_breaks_what_it_dequantized(tmp_path: Path) -> None:
+def test_stock_transformers_still_breaks_what_it_dequantized(tmp_path):
     """When this fails, the repair is no longer needed: transformers saves such models itself."""
     source, out = tmp_path / "source", tmp_path / "out"
     write_llama(source)
@@ -163,8 +150,8 @@ def test_stock_transformers_still_breaks_what_it_dequantized(tmp_path: Path) -> 
 
 
 def test_under_the_flag_a_model_is_saved_right_without_being_prepared(
-    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    accelerate, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     source, out = tmp_path / "source", tmp_path / "out"
     write_llama(source)
@@ -173,9 +160,7 @@ def test_under_the_flag_a_model_is_saved_right_without_being_prepared(
     assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(out)), _logits(model))
 
 
-def test_another_backend_keeps_what_stock_does(
-    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_backend_keeps_what_stock_does(accelerate, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     source, out = tmp_path / "source", tmp_path / "out"
@@ -184,7 +169,7 @@ def test_another_backend_keeps_what_stock_does(
     assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.float8_e4m3fn
 
 
-def test_broken_scales_are_refused_at_prepare(accelerate: Any, tmp_path: Path) -> None:
+def test_broken_scales_are_refused_at_prepare(accelerate, tmp_path):
     from safetensors.torch import save_file
 
     write_llama(tmp_path)
@@ -197,14 +182,14 @@ def test_broken_scales_are_refused_at_prepare(accelerate: Any, tmp_path: Path) -
         _prepared(accelerate, model)
 
 
-def _lora(model: nn.Module) -> Any:
+def _lora(model):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
 
 
-def test_lora_on_an_fp8_checkpoint_is_opened_by_stock(accelerate: Any, tmp_path: Path) -> None:
+def test_lora_on_an_fp8_checkpoint_is_opened_by_stock(accelerate, tmp_path):
     """The adapter alone is saved; stock PEFT puts it on the FP8 checkpoint again."""
     from peft import PeftModel
 
@@ -234,7 +219,7 @@ def test_lora_on_an_fp8_checkpoint_is_opened_by_stock(accelerate: Any, tmp_path:
     torch.testing.assert_close(_logits(stock), _logits(twin), rtol=1e-4, atol=1e-5)
 
 
-def test_a_merged_model_is_saved_right(accelerate: Any, tmp_path: Path) -> None:
+def test_a_merged_model_is_saved_right(accelerate, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     write_llama(source)
     model = _lora(AutoModelForCausalLM.from_pretrained(source))
@@ -251,9 +236,7 @@ def test_a_merged_model_is_saved_right(accelerate: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("full", 2), ("lora", 1)])
-def test_an_unmodified_script_tunes_an_fp8_checkpoint(
-    run: Any, tmp_path: Path, kind: str, processes: int
-) -> None:
+def test_an_unmodified_script_tunes_an_fp8_checkpoint(run, tmp_path, kind, processes):
     source, out = tmp_path / "source", tmp_path / "out"
     write_llama(source)
     flag = ("--mixed_precision", "fp8")
@@ -277,7 +260,7 @@ def test_an_unmodified_script_tunes_an_fp8_checkpoint(
     assert 1e-3 < difference < 10.0  # broken checkpoints are off by thousands
 
 
-def _bytes_held(model: nn.Module) -> dict[str, torch.Tensor]:
+def _bytes_held(model):
     return {
         name.removeprefix("base_model.model.").replace(".base_layer", "") + ".weight": held.payload
         for name, layer in model.named_modules()
@@ -286,9 +269,7 @@ def _bytes_held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as loaded", "one changed"])
-def test_a_frozen_base_has_the_very_bytes_of_the_checkpoint(
-    accelerate: Any, tmp_path: Path, changed: bool
-) -> None:
+def test_a_frozen_base_has_the_very_bytes_of_the_checkpoint(accelerate, tmp_path, changed):
     fp8 = write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     if changed:
@@ -309,8 +290,8 @@ def test_a_frozen_base_has_the_very_bytes_of_the_checkpoint(
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_reference_model_has_the_very_bytes_when_it_is_frozen(
-    accelerate: Any, tmp_path: Path, requires_grad: bool
-) -> None:
+    accelerate, tmp_path, requires_grad
+):
     fp8 = write_llama(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(requires_grad)
     handler = FP8Kwargs(FP8Config(frozen_weights="fp8"))
@@ -324,7 +305,7 @@ def test_a_reference_model_has_the_very_bytes_when_it_is_frozen(
 
 
 @pytest.fixture
-def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_with_a_gpu(monkeypatch):
     """transformers loads FP8 checkpoints into its own FP8Linear, as where there is a GPU."""
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -332,9 +313,7 @@ def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_with_a_gpu")
-def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(
-    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(accelerate, tmp_path, caplog):
     source, out = tmp_path / "source", tmp_path / "out"
     fp8 = write_llama(source)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -361,8 +340,8 @@ def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(
 
 @pytest.mark.usefixtures("as_with_a_gpu")
 def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
-    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    accelerate, tmp_path, caplog
+):
     source, out = tmp_path / "source", tmp_path / "out"
     fp8 = write_llama(source)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -388,8 +367,8 @@ def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
 @pytest.mark.usefixtures("as_with_a_gpu")
 @pytest.mark.parametrize("option", [{"opt_level": "O1"}, {"frozen_weights": "keep"}])
 def test_transformers_own_fp8_layers_stay_where_weights_are_kept(
-    accelerate: Any, tmp_path: Path, option: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+    accelerate, tmp_path, option, caplog
+):
     write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     accelerator = accelerate.Accelerator(
@@ -402,9 +381,7 @@ def test_transformers_own_fp8_layers_stay_where_weights_are_kept(
 
 @pytest.mark.usefixtures("as_with_a_gpu")
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), "shape"])
-def test_broken_scales_of_transformers_own_layers_are_named(
-    accelerate: Any, tmp_path: Path, bad: Any
-) -> None:
+def test_broken_scales_of_transformers_own_layers_are_named(accelerate, tmp_path, bad):
     write_llama(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     scale = model.model.layers[1].mlp.up_proj.weight_scale_inv
@@ -417,7 +394,7 @@ def test_broken_scales_of_transformers_own_layers_are_named(
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
 
 
-def _qwen_moe() -> nn.Module:
+def _qwen_moe():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -442,28 +419,8 @@ def _qwen_moe() -> nn.Module:
     return model
 
 
-def test_fused_experts_are_saved_as_they_were_loaded(accelerate: Any, tmp_path: Path) -> None:
-    """Their conversion merges experts besides; only the quantization is dropped from it."""
-    plain, source, out = (tmp_path / name for name in ("plain", "source", "out"))
-    _qwen_moe().save_pretrained(plain)  # one tensor for each expert
-    state = load_file(plain / "model.safetensors")
-    experts = {key for key in state if ".experts." in key}
-    assert len(experts) == 12
-    config = json.loads((plain / "config.json").read_text())
-    fp8 = write(source, state, config | {"quantization_config": FINE_GRAINED})
-    assert fp8.keys() > experts
-    model = AutoModelForCausalLM.from_pretrained(source)
-    expected = _logits(model)
-    _, model, _ = _prepared(accelerate, model)
-    model.save_pretrained(out)
-    stored = load_file(out / "model.safetensors")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
-    assert stored.keys() == state.keys()
-    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(out)), expected)
-
-
 @pytest.fixture
-def fp8_moe(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def fp8_moe(tmp_path):
     """An FP8 checkpoint of a mixture of experts, and its codes, scales and blocks."""
     plain, source = tmp_path / "plain", tmp_path / "source"
     _qwen_moe().save_pretrained(plain)
@@ -472,7 +429,25 @@ def fp8_moe(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return source, write(source, state, config | {"quantization_config": FINE_GRAINED})
 
 
-def _fused(fp8: dict[str, Any], projections: tuple[str, ...]) -> torch.Tensor:
+def test_fused_experts_are_saved_as_they_were_loaded(accelerate, fp8_moe, tmp_path):
+    """Their conversion merges experts besides; only the quantization is dropped from it."""
+    source, fp8 = fp8_moe
+    state = load_file(tmp_path / "plain" / "model.safetensors")  # one tensor for each expert
+    experts = {key for key in state if ".experts." in key}
+    assert len(experts) == 12
+    assert fp8.keys() > experts
+    model = AutoModelForCausalLM.from_pretrained(source)
+    expected = _logits(model)
+    _, model, _ = _prepared(accelerate, model)
+    model.save_pretrained(tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert stored.keys() == state.keys()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(_logits(saved), expected)
+
+
+def _fused(fp8, projections):
     names = [
         f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in projections
     ]
@@ -482,8 +457,8 @@ def _fused(fp8: dict[str, Any], projections: tuple[str, ...]) -> torch.Tensor:
 
 @pytest.mark.usefixtures("as_with_a_gpu")
 def test_transformers_own_fp8_experts_are_trained_from_their_exact_values(
-    accelerate: Any, fp8_moe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    accelerate, fp8_moe, tmp_path, caplog
+):
     source, fp8 = fp8_moe
     model = AutoModelForCausalLM.from_pretrained(source)
     assert type(model.model.layers[0].mlp.experts).__name__ == "FP8Experts"
@@ -508,9 +483,7 @@ def test_transformers_own_fp8_experts_are_trained_from_their_exact_values(
 
 
 @pytest.mark.usefixtures("as_with_a_gpu")
-def test_transformers_own_fp8_experts_are_frozen_below_adapters(
-    accelerate: Any, fp8_moe: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_own_fp8_experts_are_frozen_below_adapters(accelerate, fp8_moe, caplog):
     peft = pytest.importorskip("peft")
     source, fp8 = fp8_moe
     model = AutoModelForCausalLM.from_pretrained(source)

@@ -1,14 +1,13 @@
 """Reference, reward and teacher models: stored as FP8 alone once nobody trains them for sure."""
 
 import copy
-import logging
 
 import pytest
 import torch
 from torch import nn
 
 import torch_fp8
-from accelerate_fp8 import FP8Config, FP8Kwargs
+from accelerate_fp8 import FP8Config
 from tests.fp8_checkpoints import LiveStorages
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -24,28 +23,13 @@ class Net(nn.Module):
         return self.lm_head(self.down(self.up(x).relu()))
 
 
-@pytest.fixture
-def accelerator_with(accelerate):
-    def make(**options):
-        handlers = [FP8Kwargs(FP8Config(recipe="tensorwise", **options))]
-        return accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
-
-    return make
-
-
-@pytest.fixture
-def messages(caplog):
-    caplog.set_level(logging.INFO, logger="accelerate_fp8")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
-
-
 def is_frozen(model):
     return [isinstance(m.weight, Float8FrozenWeight) for m in (model.up, model.down)]
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_reference_is_frozen_when_training_begins(accelerator_with, messages, level):
-    accelerator = accelerator_with(opt_level=level)
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise", opt_level=level))
     policy, reference = Net(), Net()
     evaluated = accelerator.prepare_model(reference, evaluation_mode=True)
     assert is_frozen(reference) == [False, False], "it may yet be the model that is trained"
@@ -63,7 +47,7 @@ def test_a_reference_is_frozen_when_training_begins(accelerator_with, messages, 
 
 @pytest.mark.parametrize("options", [{"opt_level": "O1"}, {"frozen_weights": "keep"}])
 def test_it_stays_as_it_is_where_the_configuration_says_so(accelerator_with, options):
-    accelerator = accelerator_with(**options)
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise", **options))
     policy, reference = Net(), Net()
     accelerator.prepare_model(reference, evaluation_mode=True)
     accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
@@ -71,7 +55,7 @@ def test_it_stays_as_it_is_where_the_configuration_says_so(accelerator_with, opt
 
 
 def test_the_trained_model_is_evaluated_first_and_stays(accelerator_with):
-    accelerator = accelerator_with()
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise"))
     model = Net()
     accelerator.prepare_model(model, evaluation_mode=True)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -82,7 +66,7 @@ def test_the_trained_model_is_evaluated_first_and_stays(accelerator_with):
 
 
 def test_one_that_is_prepared_after_the_optimizer_is_frozen_at_once(accelerator_with):
-    accelerator = accelerator_with()
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise"))
     policy, reference = Net(), Net()
     accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
     accelerator.prepare_model(reference, evaluation_mode=True)
@@ -90,7 +74,7 @@ def test_one_that_is_prepared_after_the_optimizer_is_frozen_at_once(accelerator_
 
 
 def test_training_a_frozen_reference_later_is_refused_by_name(accelerator_with):
-    accelerator = accelerator_with()
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise"))
     policy, reference = Net(), Net()
     accelerator.prepare_model(reference, evaluation_mode=True)
     accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
@@ -139,7 +123,7 @@ def test_a_frozen_model_is_offloaded_to_the_cpu(accelerate):
 def test_what_trl_writes_to_a_reference_is_quantized_anew(accelerator_with):
     from trl.trainer.callbacks import SyncRefModelCallback
 
-    accelerator = accelerator_with()
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise"))
     policy, reference = Net(), Net()
     accelerator.prepare_model(reference, evaluation_mode=True)
     trained = copy.deepcopy(policy)
@@ -170,7 +154,7 @@ def adapted(model):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_preparing_the_models_of_rlhf_never_holds_a_second_copy_of_one(accelerator_with, lora):
-    accelerator = accelerator_with()
+    accelerator = accelerator_with(FP8Config(recipe="tensorwise"))
     one = 64 * 128 * 128
     with LiveStorages() as storages:
         models = [Deep(torch.float32), Deep(torch.float32), Deep(torch.bfloat16)]

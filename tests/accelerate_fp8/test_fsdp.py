@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ ADAMW = "exp_avg+exp_avg_sq+step"
 MODES = ("O1", "O2", "full", "sparing", "O3", "release", "sgd", "frozen", "own_dtype")
 
 
-def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run: Callable) -> None:
+def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run):
     single = run("fsdp2_levels.py", *MODES, launch=FP8)
     alone = {m[2]: m[3] for m in LINE.finditer(single.stdout)}
     done = run("fsdp2_levels.py", *MODES, launch=FP8, processes=2)
@@ -47,7 +46,7 @@ def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run: Ca
         assert said in done.stderr
 
 
-def test_replicas_of_shards_exchange_8_bits_and_resume_bit_for_bit(run: Callable) -> None:
+def test_replicas_of_shards_exchange_8_bits_and_resume_bit_for_bit(run):
     """``ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)``, with accumulation and clipping;
     all ranks have the same data.
     """
@@ -87,13 +86,8 @@ fsdp_config:
     ids=["each-rank-loads", "rank-0-loads"],
 )
 def test_configuration_file_shards_unmodified_code(
-    tmp_path: Path,
-    environment: dict[str, str],
-    forked_hosts: str,
-    tiny_model: Path,
-    sparing: str,
-    kinds: list[str],
-) -> None:
+    tmp_path, environment, forked_hosts, tiny_model, sparing, kinds
+):
     config = tmp_path / "fsdp.yaml"
     config.write_text(CONFIG.format(sparing))
     command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
@@ -119,5 +113,5 @@ def test_configuration_file_shards_unmodified_code(
         assert f"{prepared}: FSDP2: 14 weights gathered in FP8" in done.stderr
 
 
-def _numbers(text: str) -> list[float]:
+def _numbers(text):
     return [float(number) for number in text.split()]

@@ -21,7 +21,7 @@ NEW = 8
 COMMON: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
 
 
-def policy(recipe: str, **options: Any) -> Any:
+def policy(recipe, **options):
     torch.manual_seed(0)
     model = tiny_llama(pad_token_id=0).bfloat16()
     convert_to_float8(model, FP8Config(recipe=recipe, **options))
@@ -30,24 +30,24 @@ def policy(recipe: str, **options: Any) -> Any:
     return model
 
 
-def plain(model: Any) -> Any:
+def plain(model):
     return model.generate(input_ids=IDS[:1], **COMMON)
 
 
-def batched(model: Any) -> Any:
+def batched(model):
     mask = torch.ones_like(IDS)
     mask[1, :3] = 0
     return model.generate(input_ids=IDS, attention_mask=mask, **COMMON)
 
 
-def static(model: Any) -> Any:
+def static(model):
     mask = torch.ones_like(IDS)
     return model.generate(
         input_ids=IDS, attention_mask=mask, cache_implementation="static", **COMMON
     )
 
 
-def continuous(model: Any) -> Any:
+def continuous(model):
     config = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
     model.generation_config.do_sample = False
     with torch.no_grad():
@@ -61,12 +61,12 @@ WAYS = {"plain": plain, "batched": batched, "static": static, "continuous": cont
 
 
 @pytest.fixture
-def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def casts(monkeypatch):
     """The addresses of what is cast, in order."""
     places: list[int] = []
     original = torch_fp8.tensor.quantizer.quantize_layouts
 
-    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(x, *args, **kwargs):
         places.append(x.data_ptr())
         return original(x, *args, **kwargs)
 
@@ -74,7 +74,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return places
 
 
-def weights_of(model: Any) -> list[int]:
+def weights_of(model):
     return [m.weight.data_ptr() for m in model.modules() if isinstance(m, Float8Layer)]
 
 
@@ -87,7 +87,7 @@ def weights_of(model: Any) -> list[int]:
         pytest.param("continuous", "rowwise", marks=pytest.mark.long),
     ],
 )
-def test_a_rollout_casts_each_weight_once(casts: list[int], way: str, recipe: str) -> None:
+def test_a_rollout_casts_each_weight_once(casts, way, recipe):
     model = policy(recipe)
     for _ in range(2):
         casts.clear()
@@ -99,7 +99,7 @@ def test_a_rollout_casts_each_weight_once(casts: list[int], way: str, recipe: st
         assert sorted(place for place in casts if place in weights) == sorted(weights)
 
 
-def test_generate_is_a_scope_by_itself(casts: list[int]) -> None:
+def test_generate_is_a_scope_by_itself(casts):
     """Each call casts BF16 weights once, and what is written between two calls counts."""
     model = policy("rowwise").eval()
     casts.clear()
@@ -115,7 +115,7 @@ def test_generate_is_a_scope_by_itself(casts: list[int]) -> None:
     assert len([place for place in casts if place in weights]) == 2 * len(weights)
 
 
-def test_assisted_generation_returns_the_greedy_tokens() -> None:
+def test_assisted_generation_returns_the_greedy_tokens():
     """The policy checks several proposed tokens in one forward, and none changes another's scale.
 
     With one scale per tensor this row gets other tokens.
@@ -134,9 +134,7 @@ def test_assisted_generation_returns_the_greedy_tokens() -> None:
         ("continuous", "blockwise"),
     ],
 )
-def test_the_tokens_are_those_of_the_training_forward(
-    monkeypatch: pytest.MonkeyPatch, way: str, recipe: str
-) -> None:
+def test_the_tokens_are_those_of_the_training_forward(monkeypatch, way, recipe):
     """Each product of a rollout has the weight and the recipe of training, and so has each token:
     among what the training forward finds likeliest after the same tokens.
     """
@@ -144,7 +142,7 @@ def test_the_tokens_are_those_of_the_training_forward(
     used: dict[str, list[tuple[Any, Any]]] = {}
     original = linear_function._fprop
 
-    def spy(*arguments: Any, **needs: Any) -> Any:
+    def spy(*arguments, **needs):
         y, operands = original(*arguments, **needs)
         options, granularity = arguments[4], operands.input.rowwise.granularity
         used.setdefault(options.name, []).append((operands.weight, granularity))
@@ -180,14 +178,12 @@ def test_the_tokens_are_those_of_the_training_forward(
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_a_rollout_multiplies_by_the_weights_of_training(
-    monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
+def test_a_rollout_multiplies_by_the_weights_of_training(monkeypatch, recipe):
     """And on the same tokens gives the logits of the training forward."""
     model, seen = policy(recipe), []
     original = linear_function._fprop
 
-    def spy(*args: Any, **needs: Any) -> Any:
+    def spy(*args, **needs):
         y, operands = original(*args, **needs)
         seen.append(dequantize(operands.weight))
         return y, operands
@@ -205,7 +201,7 @@ def test_a_rollout_multiplies_by_the_weights_of_training(
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
+def test_outside_of_a_rollout_training_goes_on_as_before(recipe):
     model = policy(recipe)
     with rollout(model):
         plain(model)
@@ -221,7 +217,7 @@ def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
 
 
 @pytest.mark.long
-def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
+def test_a_compiled_decode_says_that_it_casts_weights_at_each_token():
     linear_function._warn_of_decoding.cache_clear()
     model = policy("rowwise").eval()
     compiled = torch.compile(model, backend="aot_eager")
@@ -237,14 +233,12 @@ def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
 
 
 @pytest.mark.long
-def test_transformers_compiled_decode_with_a_static_cache_casts_no_weight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformers_compiled_decode_with_a_static_cache_casts_no_weight(monkeypatch):
     """As it compiles on CUDA by itself."""
     cast: list[Any] = []
     original = WeightQuantizer.for_fprop
 
-    def counted(self: Any, weight: Any) -> Any:
+    def counted(self, weight):
         cast.append(weight.shape)
         return original(self, weight)
 

@@ -1,26 +1,23 @@
 """Programs that torch.compile compiles under Accelerate have as many graphs in FP8 as in BF16."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.compiled_graphs import Graphs, count_graphs
+from tests.compiled_graphs import count_graphs
 
 pytestmark = pytest.mark.slow
 TEXT = ["the cat sat on a mat", "one dog ran in this park"] * 2
 
 
-def _model(folder: Path) -> Any:
+def _model(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def _accelerator(folder: Path, output: Path, precision: str, regional: bool = False) -> None:
+def _accelerator(folder, output, precision, regional=False):
     from accelerate import Accelerator
     from accelerate.utils import TorchDynamoPlugin
 
@@ -35,11 +32,11 @@ def _accelerator(folder: Path, output: Path, precision: str, regional: bool = Fa
         optimizer.zero_grad()
 
 
-def _regional(folder: Path, output: Path, precision: str) -> None:
+def _regional(folder, output, precision):
     _accelerator(folder, output, precision, regional=True)
 
 
-def _arguments(output: Path, precision: str) -> dict[str, Any]:
+def _arguments(output, precision):
     return {
         "output_dir": str(output),
         "max_steps": 2,
@@ -54,7 +51,7 @@ def _arguments(output: Path, precision: str) -> dict[str, Any]:
     }
 
 
-def _trainer(folder: Path, output: Path, precision: str) -> None:
+def _trainer(folder, output, precision):
     from transformers import Trainer, TrainingArguments
 
     ids = torch.randint(0, 20, (4, 16))
@@ -63,7 +60,7 @@ def _trainer(folder: Path, output: Path, precision: str) -> None:
     Trainer(_model(folder), arguments, train_dataset=rows).train()
 
 
-def _sft(folder: Path, output: Path, precision: str) -> None:
+def _sft(folder, output, precision):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -76,17 +73,10 @@ PROGRAMS = (_accelerator, _regional, _trainer, _sft)
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_as_many_as_in_bf16(
-    accelerate: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model: Path,
-    tmp_path: Path,
-    program: Callable[..., None],
-    level: str,
-) -> None:
+def test_as_many_as_in_bf16(accelerate, monkeypatch, tiny_model, tmp_path, program, level):
     from accelerate.state import AcceleratorState
 
-    def graphs(precision: str) -> Graphs:
+    def graphs(precision):
         AcceleratorState._reset_state(reset_partial_state=True)
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
         return count_graphs(lambda: program(tiny_model, tmp_path, precision))

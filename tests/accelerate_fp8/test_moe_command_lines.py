@@ -29,7 +29,7 @@ GENERATE = (
 slow = pytest.mark.slow
 
 
-def _folder(name: str, tiny_model: Path, tmp_path: Path) -> Path:
+def _folder(name, tiny_model, tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
     tokenizer.save_pretrained(tmp_path / "model")
     torch.manual_seed(0)
@@ -49,13 +49,8 @@ def _folder(name: str, tiny_model: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_trl_sft_trains_experts_in_fp8(
-    name: str,
-    extra: tuple[str, ...],
-    tiny_model: Path,
-    tmp_path: Path,
-    environment: dict[str, str],
-    forked_hosts: str,
-) -> None:
+    name, extra, tiny_model, tmp_path, environment, forked_hosts
+):
     output = _run(
         "sft", _folder(name, tiny_model, tmp_path), ROWS, extra, tmp_path, environment, forked_hosts
     )
@@ -74,13 +69,8 @@ def test_trl_sft_trains_experts_in_fp8(
     ],
 )
 def test_trl_grpo_trains_experts_in_fp8(
-    name: str,
-    extra: tuple[str, ...],
-    tiny_model: Path,
-    tmp_path: Path,
-    environment: dict[str, str],
-    forked_hosts: str,
-) -> None:
+    name, extra, tiny_model, tmp_path, environment, forked_hosts
+):
     folder = _folder(name, tiny_model, tmp_path)
     rows = [{"prompt": row["text"]} for row in ROWS]
     _run("grpo", folder, rows, (*GENERATE, *extra), tmp_path, environment, forked_hosts)
@@ -91,13 +81,7 @@ def test_trl_grpo_trains_experts_in_fp8(
 @slow
 @pytest.mark.long
 @pytest.mark.parametrize("extra", [LORA, ()], ids=["lora", "full"])
-def test_trl_dpo_trains_experts_in_fp8(
-    extra: tuple[str, ...],
-    tiny_model: Path,
-    tmp_path: Path,
-    environment: dict[str, str],
-    forked_hosts: str,
-) -> None:
+def test_trl_dpo_trains_experts_in_fp8(extra, tiny_model, tmp_path, environment, forked_hosts):
     """The reference is the model without its adapters, or another model with frozen experts."""
     folder = _folder("Qwen3Moe", tiny_model, tmp_path)
     pairs = zip(ROWS, reversed(ROWS), strict=True)
@@ -108,15 +92,7 @@ def test_trl_dpo_trains_experts_in_fp8(
     assert (tmp_path / "out" / saved).exists()
 
 
-def _run(
-    script: str,
-    model: Path,
-    rows: list[dict[str, str]],
-    extra: tuple[str, ...],
-    tmp_path: Path,
-    environment: dict[str, str],
-    python: str,
-) -> str:
+def _run(script, model, rows, extra, tmp_path, environment, python):
     """Run a script of TRL under the flag; return what it said."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -171,8 +147,8 @@ fsdp_config:
     ],
 )
 def test_a_configuration_file_shards_frozen_experts(
-    sparing: str, tiny_model: Path, tmp_path: Path, environment: dict[str, str], forked_hosts: str
-) -> None:
+    sparing, tiny_model, tmp_path, environment, forked_hosts
+):
     config = tmp_path / "fsdp.yaml"
     config.write_text(CONFIG.format(sparing))
     script = Path(__file__).parent / "scripts" / "fsdp2_experts.py"

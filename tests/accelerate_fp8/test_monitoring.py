@@ -1,8 +1,6 @@
 """The numbers stand in the Trainer's log and in trackers, and the state in checkpoints."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,15 +15,15 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture
-def launched(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def configure(**options: Any) -> None:
+def launched(accelerate, monkeypatch):
+    def configure(**options):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
         monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"recipe": "tensorwise", **options}))
 
     return configure
 
 
-def _trainer(folder: Path, model: Path, steps: int, **options: Any) -> Trainer:
+def _trainer(folder, model, steps, **options):
     tokens = torch.randint(4, 32, (32, 12), generator=torch.Generator().manual_seed(0))
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -40,11 +38,11 @@ def _trainer(folder: Path, model: Path, steps: int, **options: Any) -> Trainer:
     return Trainer(AutoModelForCausalLM.from_pretrained(model), arguments, train_dataset=rows)
 
 
-def _outlier(trainer: Trainer, steps: range) -> None:
+def _outlier(trainer, steps):
     """Make the input of the down projection a thousand times larger in one channel."""
     layer = trainer.model.get_submodule(DOWN)
 
-    def before(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def before(module, args):
         (x,) = args
         if trainer.state.global_step + 1 not in steps or not module.training:
             return (x,)
@@ -56,12 +54,8 @@ def _outlier(trainer: Trainer, steps: range) -> None:
 
 
 def test_an_unmodified_trainer_logs_the_series_and_writes_them(
-    launched: Any,
-    tmp_path: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    launched, tmp_path, tiny_model, capsys, caplog
+):
     launched(monitor=2)
     accumulation = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     trainer = _trainer(tmp_path, tiny_model, 7, save_strategy="no", **accumulation)
@@ -84,9 +78,7 @@ def test_an_unmodified_trainer_logs_the_series_and_writes_them(
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
-def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(
-    launched: Any, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(launched, tmp_path, tiny_model):
     launched(monitor=2, on_alarm="bf16", fallback_steps=6)
     trainer = _trainer(tmp_path, tiny_model, 4, save_steps=4)
     _outlier(trainer, range(2, 3))
@@ -103,8 +95,8 @@ def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(
 
 
 def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(
-    launched: Any, tmp_path: Path, tiny_model: Path
-) -> None:
+    launched, tmp_path, tiny_model
+):
     launched()
     _trainer(tmp_path, tiny_model, 3, save_steps=3).train()
     launched(monitor=2)
@@ -119,24 +111,22 @@ def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(
 class _Tracker(GeneralTracker):
     name, requires_logging_directory = "list", False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.logged: dict[int, dict[str, float]] = {}
 
     @property
-    def tracker(self) -> Any:
+    def tracker(self):
         return self.logged
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values):
         pass
 
-    def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values, step=None, **kwargs):
         self.logged.setdefault(step or 0, {}).update(values)
 
 
-def test_a_loop_with_accelerate_logs_to_its_trackers_and_tells_of_a_spike(
-    launched: Any, tmp_path: Path
-) -> None:
+def test_a_loop_with_accelerate_logs_to_its_trackers_and_tells_of_a_spike(launched, tmp_path):
     launched(monitor=5)
     tracker = _Tracker()
     accelerator = Accelerator(cpu=True, log_with=tracker, project_dir=str(tmp_path))
@@ -163,7 +153,7 @@ def test_a_loop_with_accelerate_logs_to_its_trackers_and_tells_of_a_spike(
     assert record.losses[23] > 10 * record.losses[22]
 
 
-def _two_trained(folder: Path) -> tuple[Accelerator, _Tracker, list[Any]]:
+def _two_trained(folder):
     """Policy and value model of PPO with their optimizers, and a reference that nobody trains."""
     tracker = _Tracker()
     accelerator = Accelerator(
@@ -178,9 +168,7 @@ def _two_trained(folder: Path) -> tuple[Accelerator, _Tracker, list[Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:FP8 monitor")
-def test_each_of_several_models_has_losses_names_a_file_and_a_state_of_its_own(
-    launched: Any, tmp_path: Path
-) -> None:
+def test_each_of_several_models_has_losses_names_a_file_and_a_state_of_its_own(launched, tmp_path):
     launched(monitor=1, on_alarm="bf16")
     accelerator, tracker, (policy, value, *optimizers, reference) = _two_trained(tmp_path)
     losses: list[list[float]] = [[], []]

@@ -1,17 +1,14 @@
 """Level O2: what becomes of the user's optimizers, weights and schedulers."""
 
-import logging
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from accelerate_fp8 import FP8Config, FP8Kwargs
+from accelerate_fp8 import FP8Config
 from tests.leaving_peak import check_peak_of_leaving
 from torch_fp8 import Float8Linear
 from torch_fp8.optim.optimizer import Float8Optimizer
@@ -21,7 +18,7 @@ O1 = FP8Config(opt_level="O1")
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.up = nn.Linear(64, 96)
@@ -29,30 +26,11 @@ class Net(nn.Module):
         self.down = nn.Linear(96, 64)
         self.lm_head = nn.Linear(64, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.lm_head(self.down(self.norm(self.up(x)).relu()))
 
 
-@pytest.fixture
-def accelerator_with(accelerate: Any) -> Callable[..., Any]:
-    """``accelerator_with(config=None, **options)``: one of FP8 on the CPU."""
-
-    def make(config: FP8Config | None = None, **options: Any) -> Any:
-        handlers = [FP8Kwargs(config)] if config else None
-        return accelerate.Accelerator(
-            mixed_precision="fp8", kwargs_handlers=handlers, cpu=True, **options
-        )
-
-    return make
-
-
-@pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.INFO, logger="accelerate_fp8")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
-
-
-def _train(accelerator: Any, model: Any, optimizer: Any, num_steps: int, *others: Any) -> list:
+def _train(accelerator, model, optimizer, num_steps, *others):
     losses = []
     for step in range(num_steps):
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
@@ -66,7 +44,7 @@ def _train(accelerator: Any, model: Any, optimizer: Any, num_steps: int, *others
     return losses
 
 
-def _prepare(accelerator: Any, order: str, *objects: Any) -> list[Any]:
+def _prepare(accelerator, order, *objects):
     """Prepare model, optimizer and scheduler in one call, or in three, in the order of letters."""
     named = dict(zip("mos", objects, strict=True))
     letters = order.replace(" ", "")
@@ -78,7 +56,7 @@ def _prepare(accelerator: Any, order: str, *objects: Any) -> list[Any]:
 
 
 @pytest.fixture
-def expected_losses(accelerator_with: Callable) -> list[float]:
+def expected_losses(accelerator_with):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = CosineAnnealingLR(optimizer, 10)
@@ -88,9 +66,7 @@ def expected_losses(accelerator_with: Callable) -> list[float]:
 
 
 @pytest.mark.parametrize("order", ["mos", "oms", "som", "m o s", "o m s"])
-def test_any_order_converts_weights_and_optimizer(
-    accelerator_with: Callable, expected_losses: list[float], order: str
-) -> None:
+def test_any_order_converts_weights_and_optimizer(accelerator_with, expected_losses, order):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parameters, groups = list(model.parameters()), optimizer.param_groups
@@ -113,7 +89,7 @@ def test_any_order_converts_weights_and_optimizer(
     assert scheduler.get_last_lr()[0] == pytest.approx(0.5e-2 * (1 + math.cos(0.4 * math.pi)))
 
 
-def test_hooks_and_groups_of_the_user_stay(accelerator_with: Callable) -> None:
+def test_hooks_and_groups_of_the_user_stay(accelerator_with):
     model = Net()
     no_decay = [p for p in model.parameters() if p.ndim < 2]
     decay = [p for p in model.parameters() if p.ndim >= 2]
@@ -131,7 +107,7 @@ def test_hooks_and_groups_of_the_user_stay(accelerator_with: Callable) -> None:
     assert optimizer.param_groups[1]["name"] == "small"
 
 
-def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with: Callable) -> None:
+def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with):
     accelerator = accelerator_with(gradient_accumulation_steps=4)
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -154,9 +130,7 @@ def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with:
     assert optimizer.state[model.up.weight]["step"] == 2
 
 
-def test_two_models_with_an_optimizer_each(
-    accelerator_with: Callable, messages: Callable[[], list[str]]
-) -> None:
+def test_two_models_with_an_optimizer_each(accelerator_with, messages):
     accelerator = accelerator_with()
     generator, critic = Net(), Net()
     adam = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.0, 0.99))
@@ -178,7 +152,7 @@ def test_two_models_with_an_optimizer_each(
     assert "  optimizer Adam with 8-bit states" in of_generator
 
 
-def test_one_optimizer_of_two_models_waits_for_both(accelerator_with: Callable) -> None:
+def test_one_optimizer_of_two_models_waits_for_both(accelerator_with):
     accelerator = accelerator_with()
     encoder, decoder = Net(), Net()
     optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])
@@ -189,9 +163,7 @@ def test_one_optimizer_of_two_models_waits_for_both(accelerator_with: Callable) 
     assert {type(encoder.up.weight), type(decoder.up.weight)} == {SplitWeight}
 
 
-def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(
-    accelerator_with: Callable, messages: Callable[[], list[str]]
-) -> None:
+def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(accelerator_with, messages):
     accelerator = accelerator_with()
     model, forgotten = Net(), nn.Linear(64, 64)
     optimizer = torch.optim.AdamW([*model.parameters(), *forgotten.parameters()])
@@ -209,8 +181,8 @@ def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(
 
 @pytest.mark.parametrize("training_follows", [False, True])
 def test_evaluation_models_keep_their_dtype_unless_an_optimizer_trains_them(
-    accelerator_with: Callable, training_follows: bool
-) -> None:
+    accelerator_with, training_follows
+):
     accelerator = accelerator_with()
     model = accelerator.prepare_model(Net(), evaluation_mode=True)
     if training_follows:
@@ -220,24 +192,24 @@ def test_evaluation_models_keep_their_dtype_unless_an_optimizer_trains_them(
 
 
 class OwnStep(torch.optim.AdamW):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return super().step(closure)
 
 
 class Lookahead(torch.optim.Optimizer):
     """As such wrappers are: an optimizer that has another, and weights of its own in float32."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {})
         self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"])
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return self.optimizer.step(closure)
 
 
 def test_an_optimizer_that_has_another_steps_split_weights_and_is_named_once(
-    accelerator_with: Callable, messages: Callable[[], list[str]]
-) -> None:
+    accelerator_with, messages
+):
     accelerator = accelerator_with()
     model = Net()
     optimizer = Lookahead(model.parameters())
@@ -258,8 +230,8 @@ def test_an_optimizer_that_has_another_steps_split_weights_and_is_named_once(
     ids=["SGD", "own step"],
 )
 def test_other_optimizers_keep_their_states_and_are_named_once(
-    accelerator_with: Callable, messages: Callable[[], list[str]], make: Callable, reason: str
-) -> None:
+    accelerator_with, messages, make, reason
+):
     accelerator = accelerator_with()
     model = Net()
     optimizer = make(model.parameters())
@@ -271,16 +243,14 @@ def test_other_optimizers_keep_their_states_and_are_named_once(
     assert "weights in two halves" in messages()[0]
 
 
-def test_unsupported_option_names_the_way_out(accelerator_with: Callable) -> None:
+def test_unsupported_option_names_the_way_out(accelerator_with):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     with pytest.raises(ValueError, match=r"amsgrad=True.*opt_level='O1'"):
         accelerator_with().prepare(model, optimizer)
 
 
-def test_level_o1_leaves_weights_and_optimizer_as_they_are(
-    accelerator_with: Callable, messages: Callable[[], list[str]]
-) -> None:
+def test_level_o1_leaves_weights_and_optimizer_as_they_are(accelerator_with, messages):
     accelerator = accelerator_with(O1)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
@@ -294,9 +264,7 @@ def test_level_o1_leaves_weights_and_optimizer_as_they_are(
     assert "optimizer" not in summary
 
 
-def test_optimizer_prepared_after_its_model_is_reported_then(
-    accelerator_with: Callable, messages: Callable[[], list[str]]
-) -> None:
+def test_optimizer_prepared_after_its_model_is_reported_then(accelerator_with, messages):
     accelerator = accelerator_with()
     model = accelerator.prepare(Net())
     accelerator.prepare(torch.optim.AdamW(model.parameters()))
@@ -306,9 +274,7 @@ def test_optimizer_prepared_after_its_model_is_reported_then(
     assert "FP8: optimizer AdamW with 8-bit states\n  memory " in later
 
 
-def test_states_make_no_round_trip_through_float32(
-    accelerator_with: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_make_no_round_trip_through_float32(accelerator_with, monkeypatch):
     accelerator = accelerator_with()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -322,7 +288,7 @@ def test_states_make_no_round_trip_through_float32(
     assert optimizer.state[model.up.weight]["exp_avg"].any()
 
 
-def test_placeholder_of_deepspeed_is_handed_through(accelerator_with: Callable) -> None:
+def test_placeholder_of_deepspeed_is_handed_through(accelerator_with):
     from accelerate.utils.deepspeed import DummyOptim
 
     model = Net()
@@ -331,7 +297,7 @@ def test_placeholder_of_deepspeed_is_handed_through(accelerator_with: Callable) 
     assert model.up.weight.dtype == torch.float32
 
 
-def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with: Callable) -> None:
+def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with):
     accelerator = accelerator_with()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -339,7 +305,7 @@ def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with: Cal
     _train(accelerator, model, prepared, 2)
     assert isinstance(accelerator.unwrap_model(model).up.weight, SplitWeight)
 
-    def leave() -> None:
+    def leave():
         accelerator.unwrap_model(model, keep_fp32_wrapper=False)
 
     check_peak_of_leaving(model, leave, model.up.weight.nbytes)
@@ -352,7 +318,7 @@ def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with: Cal
     assert not torch.equal(rounded, unwrapped.up.weight)  # the residual is in the weight again
 
 
-def test_compiled_model_prepared_before_its_optimizer(accelerate: Any) -> None:
+def test_compiled_model_prepared_before_its_optimizer(accelerate):
     accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True, dynamo_backend="eager")
     model = accelerator.prepare(Net())
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))

@@ -1,10 +1,5 @@
 """Models that cannot run in FP8 pass beside one that can; without one, training is refused."""
 
-import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,22 +12,11 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
-@pytest.fixture
-def fp8(accelerate: Any) -> Any:
-    return accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-
-
-@pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.INFO, logger="accelerate_fp8")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
-
-
-def _at_once(accelerator: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def _at_once(accelerator, parts):
     return tuple(accelerator.prepare(*parts))
 
 
-def _one_by_one(accelerator: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def _one_by_one(accelerator, parts):
     """The criterion first, then the critic with its optimizer, then the generator."""
     generator, critic, criterion, of_generator, of_critic = parts
     criterion = accelerator.prepare(criterion)
@@ -43,8 +27,8 @@ def _one_by_one(accelerator: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("prepare", [_at_once, _one_by_one])
 def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
-    tmp_path: Path, fp8: Any, messages: Callable[[], list[str]], prepare: Callable[..., Any]
-) -> None:
+    tmp_path, fp8, messages, prepare
+):
     parts = prepare(fp8, make_gan())
     generator, critic, criterion, _, of_critic = parts
     train_gan(fp8.backward, *parts)
@@ -61,7 +45,7 @@ def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
     assert train_gan(fp8.backward, *parts) == on
 
 
-def test_the_losses_of_a_gan_are_near_those_in_bf16(accelerate: Any, fp8: Any) -> None:
+def test_the_losses_of_a_gan_are_near_those_in_bf16(accelerate, fp8):
     losses = train_gan(fp8.backward, *_at_once(fp8, make_gan()))
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     bf16 = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
@@ -70,9 +54,7 @@ def test_the_losses_of_a_gan_are_near_those_in_bf16(accelerate: Any, fp8: Any) -
 
 
 @pytest.mark.parametrize("evaluation_mode", [False, True])
-def test_training_without_any_model_in_fp8_is_refused_at_the_first_backward(
-    fp8: Any, evaluation_mode: bool
-) -> None:
+def test_training_without_any_model_in_fp8_is_refused_at_the_first_backward(fp8, evaluation_mode):
     critic = fp8.prepare_model(make_gan()[1], evaluation_mode=evaluation_mode)
     loss = critic(torch.randn(8, 24, 4, 4)).sum()
     with pytest.raises(
@@ -83,7 +65,7 @@ def test_training_without_any_model_in_fp8_is_refused_at_the_first_backward(
     fp8.backward(loss)
 
 
-def test_what_stands_beside_an_export_is_saved_as_ever(tmp_path: Path, accelerate: Any) -> None:
+def test_what_stands_beside_an_export_is_saved_as_ever(tmp_path, accelerate):
     handler = FP8Kwargs(FP8Config(recipe="rowwise", save_format="compressed-tensors"))
     fp8 = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True)
     critic = make_gan()[1]
@@ -97,7 +79,7 @@ def test_what_stands_beside_an_export_is_saved_as_ever(tmp_path: Path, accelerat
         assert torch.allclose(saved[name], value, atol=1e-6), name
 
 
-def test_a_frozen_feature_extractor_passes(fp8: Any) -> None:
+def test_a_frozen_feature_extractor_passes(fp8):
     extractor = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).requires_grad_(False).eval()
     generator, _, _, optimizer, _ = make_gan()
     extractor = fp8.prepare(extractor)
@@ -107,9 +89,7 @@ def test_a_frozen_feature_extractor_passes(fp8: Any) -> None:
     assert generator[0].weight.grad is not None
 
 
-def test_a_model_that_is_trained_though_prepared_for_evaluation_has_a_summary(
-    fp8: Any, messages: Callable[[], list[str]]
-) -> None:
+def test_a_model_that_is_trained_though_prepared_for_evaluation_has_a_summary(fp8, messages):
     # as transformers prepares a model that it has sharded itself
     model = fp8.prepare_model(make_gan()[0], evaluation_mode=True)
     assert "prepared with evaluation_mode=True" in messages()[-1]

@@ -1,8 +1,6 @@
 """How the extensions get into Accelerate and transformers, and how they stay out."""
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,7 @@ FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
 
 
 @pytest.mark.long
-def test_without_autoload_accelerate_is_stock(run: Callable) -> None:
+def test_without_autoload_accelerate_is_stock(run):
     done = run("explicit_import.py", "never", **OFF, **FP8)
     assert "layer torchao.float8.float8_linear arguments bf16" in done.stdout
     assert "engine imported False" in done.stdout
@@ -26,16 +24,14 @@ def test_without_autoload_accelerate_is_stock(run: Callable) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_explicit_import_restores_the_engine(
-    run: Callable, when: str, hidden_torchao: Path
-) -> None:
+def test_explicit_import_restores_the_engine(run, when, hidden_torchao):
     done = run("explicit_import.py", when, before=hidden_torchao, **OFF, **FP8)
     assert "layer torch_fp8.nn.linear arguments fp8" in done.stdout
     assert done.fp8 > 0
 
 
 @pytest.mark.long
-def test_moved_upstream_name_is_one_warning_and_stock_behaviour(run: Callable) -> None:
+def test_moved_upstream_name_is_one_warning_and_stock_behaviour(run):
     done = run("explicit_import.py", "broken", **OFF, **FP8)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("warnings")]
     assert line.count("FP8 is not available through accelerate.accelerator") == 1
@@ -45,7 +41,7 @@ def test_moved_upstream_name_is_one_warning_and_stock_behaviour(run: Callable) -
 
 
 @pytest.mark.long
-def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
+def test_run_in_bf16_imports_nothing_of_the_engine(run):
     done = run("explicit_import.py", "never", "bf16")
     assert "layer torch.nn.modules.linear arguments bf16" in done.stdout
     assert "engine imported False" in done.stdout
@@ -61,9 +57,7 @@ def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
         ("extend_trainer", "transformers.trainer", "_load_optimizer_and_scheduler"),
     ],
 )
-def test_all_methods_of_a_class_are_extended_or_none(
-    function: str, host: str, missing: str
-) -> None:
+def test_all_methods_of_a_class_are_extended_or_none(function, host, missing):
     names = [name.rpartition(".")[2] for name in POINTS[host] if not name.endswith("__init__")]
     methods: dict[str, Any] = {
         name: property(lambda self: None) if name == "fp8_backend" else lambda self: None
@@ -91,12 +85,12 @@ def test_all_methods_of_a_class_are_extended_or_none(
         ("extend_trl_models", "trl.models.utils"),
     ],
 )
-def test_extending_twice_changes_nothing(function: str, module: str) -> None:
+def test_extending_twice_changes_nothing(function, module):
     import importlib
 
     host = importlib.import_module(module)
 
-    def wrapped() -> list[object]:
+    def wrapped():
         holders = [
             host,
             *(vars(host).get(n) for n in ("Accelerator", "Trainer", "TrainingArguments")),
@@ -117,10 +111,8 @@ def test_extending_twice_changes_nothing(function: str, module: str) -> None:
         assert not hasattr(original, "_fp8_original")
 
 
-def test_trainers_of_trl_that_were_imported_before_get_the_extended_function(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def prepare_fsdp(model: object, accelerator: object) -> object:
+def test_trainers_of_trl_that_were_imported_before_get_the_extended_function(monkeypatch):
+    def prepare_fsdp(model, accelerator):
         return model
 
     leaf, trainer, other = (ModuleType(n) for n in ("trl.models.utils", "trl.trainer.x", "mine"))
@@ -138,9 +130,7 @@ def test_trainers_of_trl_that_were_imported_before_get_the_extended_function(
         _register.extend_trl_models(ModuleType("trl.models.utils"))
 
 
-def test_construction_is_a_second_occasion_to_extend(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_construction_is_a_second_occasion_to_extend(accelerate, monkeypatch):
     """Accelerate is half imported when torch calls us; nothing may be imported after it."""
     calls = []
     monkeypatch.setattr(_fp8_autoload, "load", lambda *args: calls.append(args))

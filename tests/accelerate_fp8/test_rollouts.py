@@ -19,15 +19,9 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from accelerate_fp8 import _register, rollouts
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.logprob_difference import (
-    LogprobDifference,
-    Measured,
-    kept_weight,
-    warnings_of,
-)
+from accelerate_fp8.logprob_difference import LogprobDifference, Measured, kept_weight, warnings_of
 from accelerate_fp8.rollouts import sampled_mask
 from accelerate_fp8.sampled_logprobs import SampledLogprobs
-from tests.accelerate_fp8.test_trl_frozen import Lab
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from torch_fp8.nn.linear import Float8Linear, pause, resume
 
@@ -36,14 +30,14 @@ MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch):
     """The warnings of rollouts, in order."""
     texts: list[str] = []
     monkeypatch.setattr(rollouts, "warn_once", texts.append)
     return texts
 
 
-def rows_with(trainer: Any, key: str) -> list[dict[str, Any]]:
+def rows_with(trainer, key):
     return [row for row in trainer.state.log_history if key in row]
 
 
@@ -61,9 +55,7 @@ def rows_with(trainer: Any, key: str) -> list[dict[str, Any]]:
     ],
     ids=["grpo", "several steps", "rloo", "continuous"],
 )
-def test_the_difference_is_logged(
-    lab: Lab, said: list[str], kind: str, peft: bool, args: dict[str, Any]
-) -> None:
+def test_the_difference_is_logged(lab, said, kind, peft, args):
     args = {"max_completion_length": 8, "logging_steps": 1, **args}
     trainer = lab.make(kind, peft, args)
     trainer.train()
@@ -76,13 +68,11 @@ def test_the_difference_is_logged(
     assert all("sampling_per_token_logps" not in b for b in trainer._buffered_inputs)
 
 
-def test_it_is_what_the_trainer_sampled_and_scored(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_what_the_trainer_sampled_and_scored(lab, monkeypatch):
     seen: list[tuple[Any, ...]] = []
     add = LogprobDifference.add
 
-    def spy(self: Any, sampled: Any, scored: Any, mask: Any, ratio: Any) -> None:
+    def spy(self, sampled, scored, mask, ratio):
         seen.append((sampled, scored, mask))
         add(self, sampled, scored, mask, ratio)
 
@@ -91,7 +81,7 @@ def test_it_is_what_the_trainer_sampled_and_scored(
     sampled_with: list[Any] = []
     original = LlamaForCausalLM.generate
 
-    def generate(self: Any, *given: Any, **kwargs: Any) -> Any:
+    def generate(self, *given, **kwargs):
         kwargs["generation_config"].output_logits = True
         kwargs["generation_config"].return_dict_in_generate = True
         made = original(self, *given, **kwargs)
@@ -110,7 +100,7 @@ def test_it_is_what_the_trainer_sampled_and_scored(
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-def test_sampled_logprobs_are_those_of_the_logits(tiny_model: Any, chunk: int | None) -> None:
+def test_sampled_logprobs_are_those_of_the_logits(tiny_model, chunk):
     """Whatever else is forwarded before; padding is on the left, and one sequence ends early."""
     torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(tiny_model)
@@ -138,20 +128,18 @@ def test_sampled_logprobs_are_those_of_the_logits(tiny_model: Any, chunk: int | 
     assert watch.of(completions[:2]) is None
 
 
-def test_delayed_scaling_records_nothing_of_a_rollout_and_weights_are_cast_once(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delayed_scaling_records_nothing_of_a_rollout_and_weights_are_cast_once(lab, monkeypatch):
     """The history would hold amaxes of single tokens alone after a thousand of them."""
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "delayed"}')
     trainer = lab.make("grpo", False, {"max_completion_length": 8, "max_steps": 2})
     original = type(trainer)._generate_single_turn
     recorded: list[bool] = []
 
-    def histories() -> list[Any]:
+    def histories():
         layers = [m for m in trainer.model.modules() if isinstance(m, Float8Linear)]
         return [layer.scaling_state[0].clone() for layer in layers]
 
-    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def spy(self, *args, **kwargs):
         before = histories()
         made = original(self, *args, **kwargs)
         recorded.append(not all(map(torch.equal, before, histories())))
@@ -164,7 +152,7 @@ def test_delayed_scaling_records_nothing_of_a_rollout_and_weights_are_cast_once(
     assert any(bool(h.any()) for h in histories())
 
 
-def test_a_run_without_fp8_is_left_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_fp8_is_left_alone(lab, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     trainer = lab.make("grpo", False, {"max_steps": 1})
     trainer.train()
@@ -172,13 +160,13 @@ def test_a_run_without_fp8_is_left_alone(lab: Lab, monkeypatch: pytest.MonkeyPat
     assert "_fp8_rollouts" not in vars(trainer)
 
 
-def test_another_version_of_trl_is_told_of(lab: Lab, said: list[str]) -> None:
+def test_another_version_of_trl_is_told_of(lab, said):
     trainer = lab.make("grpo", False, {"max_steps": 1})
 
     class GRPOTrainer:
         accelerator, model = trainer.accelerator, trainer.model
 
-        def log(self, logs: dict[str, float]) -> None: ...
+        def log(self, logs): ...
 
     module = types.ModuleType("trl.trainer.grpo_trainer")
     vars(module)["GRPOTrainer"] = GRPOTrainer
@@ -199,7 +187,7 @@ def test_another_version_of_trl_is_told_of(lab: Lab, said: list[str]) -> None:
         *((0.012, 16384, 0.35), (0.0255, 1024, 0.71), (0.0255, 4096, 0.31), (0.0255, 16384, 0.04)),
     ],
 )
-def test_what_a_correction_by_sequences_keeps(mean: float, tokens: int, kept: float) -> None:
+def test_what_a_correction_by_sequences_keeps(mean, tokens, kept):
     """Against draws of independent Gaussian log-ratios, weighted by the ratio."""
     assert kept_weight(mean, tokens, 3.0) == pytest.approx(kept, abs=0.006)
     generator = torch.Generator().manual_seed(0)
@@ -210,7 +198,7 @@ def test_what_a_correction_by_sequences_keeps(mean: float, tokens: int, kept: fl
     assert kept_weight(mean, tokens, 3.0) == pytest.approx(drawn, abs=0.01)
 
 
-def _trainer(**options: Any) -> Any:
+def _trainer(**options):
     return types.SimpleNamespace(
         **{
             "use_vllm": True,
@@ -222,7 +210,7 @@ def _trainer(**options: Any) -> Any:
     )
 
 
-def test_warnings_name_the_way_out() -> None:
+def test_warnings_name_the_way_out():
     far, near = Measured(0.07, 64.0, None), Measured(0.026, 64.0, None)
     alone = _trainer(use_vllm=False)
     assert not list(warnings_of(near, ["delayed"], alone))
@@ -238,7 +226,7 @@ def test_warnings_name_the_way_out() -> None:
     assert "recipe" not in text.split("above")[1]
 
 
-def test_a_correction_that_throws_rollouts_away_is_told_of() -> None:
+def test_a_correction_that_throws_rollouts_away_is_told_of():
     long = Measured(0.0255, 4096.0, 0.0)
     ((kind, text),) = warnings_of(long, ["rowwise"], _trainer())
     assert kind == "correction"
@@ -255,7 +243,7 @@ def test_a_correction_that_throws_rollouts_away_is_told_of() -> None:
     assert [kind for kind, _ in warnings_of(long, ["rowwise"], older)] == ["correction"]
 
 
-def test_sums_leave_out_what_is_not_known_or_not_sampled() -> None:
+def test_sums_leave_out_what_is_not_known_or_not_sampled():
     difference = LogprobDifference()
     sampled = torch.tensor([[-1.0, float("nan"), -2.0], [-1.0, -1.0, 0.0]])
     scored = torch.tensor([[-1.5, -1.0, -2.0], [-1.0, -1.25, -9.0]])
@@ -267,7 +255,7 @@ def test_sums_leave_out_what_is_not_known_or_not_sampled() -> None:
     assert difference.take(alone) is None
 
 
-def test_tokens_of_tools_are_not_compared() -> None:
+def test_tokens_of_tools_are_not_compared():
     mask = torch.tensor([[1, 1, 1, 0]])
     assert torch.equal(sampled_mask({"completion_mask": mask}), mask)
     assert torch.equal(sampled_mask({"completion_mask": mask, "tool_mask": None}), mask)
@@ -275,7 +263,7 @@ def test_tokens_of_tools_are_not_compared() -> None:
     assert sampled_mask(both).tolist() == [[1, 0, 1, 0]]
 
 
-def test_a_warning_is_given_once(lab: Lab, said: list[str], monkeypatch: Any) -> None:
+def test_a_warning_is_given_once(lab, said, monkeypatch):
     monkeypatch.setattr("accelerate_fp8.logprob_difference.BATCH_BOUND", 1.0)
     # What auto takes here, rowwise, has nothing to warn of.
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "tensorwise"}')
@@ -287,7 +275,7 @@ def test_a_warning_is_given_once(lab: Lab, said: list[str], monkeypatch: Any) ->
 
 
 @pytest.fixture
-def sure(lab: Lab, tmp_path: Path) -> Lab:
+def sure(lab, tmp_path):
     """A lab whose model is sure of its tokens, as trained ones are; its matrices are larger."""
     model = LlamaForCausalLM.from_pretrained(lab.folder)
     with torch.no_grad():
@@ -300,19 +288,19 @@ def sure(lab: Lab, tmp_path: Path) -> Lab:
     return lab
 
 
-def logged(lab: Lab, trains_in_fp8: bool = True, samples_in_fp8: bool = True) -> float:
+def logged(lab, trains_in_fp8=True, samples_in_fp8=True):
     """The multiplicative error of a step of GRPO, which asks for FP8 in both."""
     args = {"max_completion_length": 16, "logging_steps": 1, "beta": 0.0, "max_steps": 1}
     args |= {"per_device_train_batch_size": 4, "num_generations": 4}
     trainer = lab.make("grpo", False, args)
     sample = trainer._generate_single_turn
 
-    def switch(fp8: bool) -> None:
+    def switch(fp8):
         for module in list(trainer.model.modules()):
             if isinstance(module, Float8Linear):
                 (resume if fp8 else pause)(module)
 
-    def sampled(*given: Any, **kwargs: Any) -> Any:
+    def sampled(*given, **kwargs):
         switch(samples_in_fp8)
         try:
             return sample(*given, **kwargs)
@@ -326,7 +314,7 @@ def logged(lab: Lab, trains_in_fp8: bool = True, samples_in_fp8: bool = True) ->
     return float(row[ERROR])
 
 
-def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+def recipe_of(monkeypatch, recipe):
     monkeypatch.setenv("TORCH_FP8_CONFIG", f'{{"recipe": "{recipe}"}}')
 
 
@@ -340,9 +328,7 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
         ("sft", "", "tensorwise"),
     ],
 )
-def test_auto_is_a_recipe_per_token_where_the_policy_samples(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, named: str, runs: str
-) -> None:
+def test_auto_is_a_recipe_per_token_where_the_policy_samples(lab, monkeypatch, kind, named, runs):
     lines: list[str] = []
     monkeypatch.setattr("accelerate_fp8.accelerator.log_visibly", lines.append)
     if named:
@@ -356,8 +342,8 @@ def test_auto_is_a_recipe_per_token_where_the_policy_samples(
 
 
 def test_a_search_that_makes_the_accelerator_anew_keeps_the_recipe(
-    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    accelerate, tmp_path, monkeypatch
+):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
 
     @dataclass
@@ -374,7 +360,7 @@ def test_a_search_that_makes_the_accelerator_anew_keeps_the_recipe(
         trainer.create_accelerator_and_postprocess()  # as with the second set of hyperparameters
 
 
-def test_the_arguments_of_trainers_that_sample_have_a_temperature_and_a_length() -> None:
+def test_the_arguments_of_trainers_that_sample_have_a_temperature_and_a_length():
     """Of TRL; those that only sample to show it in evaluation have no temperature."""
     folder = Path(importlib.util.find_spec("trl").origin).parent  # type: ignore[union-attr, arg-type]
     shown = {"orpo", "cpo"}
@@ -391,8 +377,8 @@ def test_the_arguments_of_trainers_that_sample_have_a_temperature_and_a_length()
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
-    sure: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
+    sure, said, monkeypatch, recipe
+):
     recipe_of(monkeypatch, recipe)
     error = logged(sure)
     if recipe == "tensorwise":
@@ -405,9 +391,7 @@ def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
         assert said == []
 
 
-def test_fp8_in_both_is_nearer_than_fp8_rollouts_are_to_a_bf16_trainer(
-    sure: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_in_both_is_nearer_than_fp8_rollouts_are_to_a_bf16_trainer(sure, said, monkeypatch):
     recipe_of(monkeypatch, "rowwise")
     both = logged(sure)
     neither = logged(sure, trains_in_fp8=False, samples_in_fp8=False)

@@ -18,12 +18,12 @@ from torch_fp8.tensor.split_weight import SplitWeight
 
 
 @pytest.fixture
-def launched(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def launched(accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     return monkeypatch
 
 
-def _precision(tmp_path: Path, **options: Any) -> str:
+def _precision(tmp_path, **options):
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **options)
     # transformers 4 leaves it in the environment.
     left = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -33,10 +33,10 @@ def _precision(tmp_path: Path, **options: Any) -> str:
 class _Arguments4:
     """What the training arguments of transformers 4 do about precision."""
 
-    def __init__(self, bf16: bool) -> None:
+    def __init__(self, bf16):
         self.bf16 = bf16
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.bf16:
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
 
@@ -44,20 +44,15 @@ class _Arguments4:
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize(("backend", "expected"), [("", "fp8"), ("ao", "bf16")])
 def test_transformers_4_hands_the_precision_over_in_the_environment(
-    launched: pytest.MonkeyPatch, bf16: bool, backend: str, expected: str
-) -> None:
+    launched, bf16, backend, expected
+):
     launched.setenv("ACCELERATE_FP8_BACKEND", backend)
     post_init(_Arguments4.__post_init__, _Arguments4(bf16))
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == (expected if bf16 else "fp8")
 
 
 @pytest.mark.parametrize(("rank", "messages"), [("0", 1), ("1", 0)])
-def test_flag_wins_over_bf16_and_says_so_once(
-    launched: pytest.MonkeyPatch,
-    tmp_path: Path,
-    rank: str,
-    messages: int,
-) -> None:
+def test_flag_wins_over_bf16_and_says_so_once(launched, tmp_path, rank, messages):
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.warning_once.cache_clear()
@@ -74,20 +69,16 @@ def test_flag_wins_over_bf16_and_says_so_once(
 
 
 @pytest.mark.parametrize(("options", "precision"), [({"bf16": True}, "bf16"), ({}, "no")])
-def test_bf16_without_the_flag_stays(
-    accelerate: Any, tmp_path: Path, options: dict[str, bool], precision: str
-) -> None:
+def test_bf16_without_the_flag_stays(accelerate, tmp_path, options, precision):
     assert _precision(tmp_path, **options) == precision
 
 
 @pytest.mark.parametrize(("backend", "kept"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
-def test_arguments_of_transformers_4_have_no_mixed_precision(
-    launched: pytest.MonkeyPatch, backend: str, kept: str
-) -> None:
+def test_arguments_of_transformers_4_have_no_mixed_precision(launched, backend, kept):
     from accelerate_fp8.trainer import post_init
 
     class Arguments:
-        def __post_init__(self) -> None:  # what version 4.57 does under bf16=True
+        def __post_init__(self):  # what version 4.57 does under bf16=True
             os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
 
     launched.setenv("ACCELERATE_FP8_BACKEND", backend)
@@ -96,19 +87,17 @@ def test_arguments_of_transformers_4_have_no_mixed_precision(
 
 
 @pytest.mark.usefixtures("launched")
-def test_fp16_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_stays(tmp_path, monkeypatch):
     assert _precision(tmp_path, fp16=True) == "fp16"
 
 
-def test_bf16_stays_where_another_backend_was_chosen(
-    launched: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bf16_stays_where_another_backend_was_chosen(launched, tmp_path):
     launched.setenv("ACCELERATE_FP8_BACKEND", "ao")
     assert _precision(tmp_path, bf16=True) == "bf16"
 
 
 @pytest.mark.usefixtures("launched")
-def test_data_parallel_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+def test_data_parallel_is_refused(tmp_path, tiny_model):
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}]
     trainer = Trainer(
@@ -120,9 +109,7 @@ def test_data_parallel_is_refused(tmp_path: Path, tiny_model: Path) -> None:
 
 
 @pytest.mark.usefixtures("launched")
-def test_trainer_with_accumulation_and_clipping_ends_with_the_best_weights(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_trainer_with_accumulation_and_clipping_ends_with_the_best_weights(tmp_path, tiny_model):
     tokens = torch.randint(4, 32, (16, 12), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = TrainingArguments(
@@ -167,13 +154,8 @@ def test_trainer_with_accumulation_and_clipping_ends_with_the_best_weights(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_saved_model_has_the_dtypes_that_bf16_training_saves(
-    launched: pytest.MonkeyPatch,
-    tmp_path: Path,
-    tiny_model: Path,
-    level: str,
-    dtype: torch.dtype,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    launched, tmp_path, tiny_model, level, dtype, caplog
+):
     from accelerate.state import AcceleratorState
 
     launched.setenv("TORCH_FP8_CONFIG", f'{{"opt_level": "{level}"}}')
@@ -218,7 +200,7 @@ def test_saved_model_has_the_dtypes_that_bf16_training_saves(
 
 
 @pytest.mark.usefixtures("launched")
-def test_model_in_training_generates(tmp_path: Path, tiny_model: Path) -> None:
+def test_model_in_training_generates(tmp_path, tiny_model):
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
     arguments = TrainingArguments(
         str(tmp_path), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
@@ -235,9 +217,7 @@ def test_model_in_training_generates(tmp_path: Path, tiny_model: Path) -> None:
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_tokens_that_are_added_after_training_are_saved(
-    tmp_path: Path, tiny_model: Path, tied: bool
-) -> None:
+def test_tokens_that_are_added_after_training_are_saved(tmp_path, tiny_model, tied):
     rows = [{"input_ids": torch.arange(4, 16), "labels": torch.arange(4, 16)}] * 4
     arguments = TrainingArguments(
         str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no"

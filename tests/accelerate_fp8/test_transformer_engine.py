@@ -1,7 +1,5 @@
 """``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; te stays Accelerate's."""
 
-from typing import Any
-
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -18,12 +16,12 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
 
 
-def make(accelerate: Any, backend: str = "transformer-engine", **options: Any) -> Any:
+def make(accelerate, backend="transformer-engine", **options):
     handler = FP8Kwargs(FP8Config(backend=backend, **options))
     return accelerate.Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
 
 
-def train(accelerator: Any, steps: int = 8) -> tuple[list[float], Any]:
+def train(accelerator, steps=8):
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -38,7 +36,7 @@ def train(accelerator: Any, steps: int = 8) -> tuple[list[float], Any]:
     return losses, model
 
 
-def test_trains_as_with_our_own_layers(accelerate: Any, te: Any) -> None:
+def test_trains_as_with_our_own_layers(accelerate, te):
     losses, model = train(make(accelerate))
     assert type(model[0]) is type(model[2]) is TransformerEngineLinear
     AcceleratorState._reset_state(True)
@@ -46,7 +44,7 @@ def test_trains_as_with_our_own_layers(accelerate: Any, te: Any) -> None:
     assert losses == pytest.approx(ours, rel=0.05)
 
 
-def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
+def test_layers_under_a_device_map_hook(accelerate, te):
     accelerator = make(accelerate, opt_level="O1")
     model = layers()
     for layer in (model[0], model[2]):
@@ -58,7 +56,7 @@ def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
         assert model[0].fp8.engine is not None
 
 
-def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
+def test_fsdp_is_refused_by_name(accelerate, te, monkeypatch):
     fsdp = property(lambda self: DistributedType.FSDP)
     monkeypatch.setattr(accelerate.Accelerator, "distributed_type", fsdp)
     with pytest.raises(ValueError, match="one device and under DDP"):

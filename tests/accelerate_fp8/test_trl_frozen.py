@@ -4,13 +4,10 @@ import gc
 import importlib
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -19,30 +16,30 @@ TEXT = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"
 PAIRS = {"prompt": TEXT, "chosen": TEXT[::-1], "rejected": TEXT}
 
 
-def lengths(completions: list[str], **kwargs: Any) -> list[float]:
+def lengths(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
 
 class Lab:
     """Makes trainers of TRL on the tiny model, as scripts under the launcher's flag do."""
 
-    def __init__(self, folder: Path, output: Path) -> None:
+    def __init__(self, folder, output):
         from transformers import AutoTokenizer
 
         self.folder, self.output = str(folder), str(output)
         self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
 
-    def model(self) -> nn.Module:
+    def model(self):
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.folder)
 
-    def lora(self, **options: Any) -> Any:
+    def lora(self, **options):
         from peft import LoraConfig
 
         return LoraConfig(r=4, target_modules="all-linear", **options)
 
-    def options(self, **options: Any) -> dict[str, Any]:
+    def options(self, **options):
         return {
             "output_dir": self.output,
             "max_steps": 2,
@@ -55,7 +52,7 @@ class Lab:
             **options,
         }
 
-    def make(self, kind: str, peft: bool, args: dict[str, Any], **more: Any) -> Any:
+    def make(self, kind, peft, args, **more):
         import trl
         from datasets import Dataset
 
@@ -92,25 +89,23 @@ class Lab:
         )
 
 
-def _chat(asked: str, answered: str) -> list[dict[str, str]]:
+def _chat(asked, answered):
     user = {"role": "user", "content": asked}
     return [user, {"role": "assistant", "content": answered}]
 
 
 @pytest.fixture
-def lab(
-    tiny_model: Path, tmp_path: Path, accelerate: object, monkeypatch: pytest.MonkeyPatch
-) -> Lab:
+def lab(tiny_model, tmp_path, accelerate, monkeypatch):
     del accelerate
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     return Lab(tiny_model, tmp_path)
 
 
-def frozen_in(model: nn.Module) -> list[Float8FrozenWeight]:
+def frozen_in(model):
     return [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
 
 
-def live_bytes() -> int:
+def live_bytes():
     """The bytes of all FP8 storages that exist."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
@@ -127,7 +122,7 @@ KINDS = ["sft", "dpo", "kto", "grpo", "rloo", "reward", "distillation", "gkd"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
-def test_it_trains(lab: Lab, kind: str, peft: bool) -> None:
+def test_it_trains(lab, kind, peft):
     trainer = lab.make(kind, peft, {})
     trainer.train()
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
@@ -157,7 +152,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPTIONS)
-def test_it_trains_with(lab: Lab, name: str) -> None:
+def test_it_trains_with(lab, name):
     kind, args = OPTIONS[name]
     trainer = lab.make(kind, True, args)
     trainer.train()
@@ -165,7 +160,7 @@ def test_it_trains_with(lab: Lab, name: str) -> None:
     assert len(frozen_in(trainer.model)) == LAYERS
 
 
-def losses_of(trainer: Any) -> list[float]:
+def losses_of(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
@@ -173,7 +168,7 @@ def losses_of(trainer: Any) -> list[float]:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_compiled_it_trains_the_same(lab: Lab, kind: str, peft: bool, checkpointing: bool) -> None:
+def test_compiled_it_trains_the_same(lab, kind, peft, checkpointing):
     options = {"gradient_checkpointing": checkpointing, "logging_steps": 1}
     expected = lab.make(kind, peft, options)
     expected.train()
@@ -191,9 +186,7 @@ def test_compiled_it_trains_the_same(lab: Lab, kind: str, peft: bool, checkpoint
 @pytest.mark.parametrize(
     "args", [{"use_liger_kernel": True}, {"activation_offloading": True}], ids=["liger", "offload"]
 )
-def test_it_trains_on_a_card_with(
-    lab: Lab, caplog: pytest.LogCaptureFixture, args: dict[str, Any]
-) -> None:
+def test_it_trains_on_a_card_with(lab, caplog, args):
     if "use_liger_kernel" in args:
         pytest.importorskip("liger_kernel")
     trainer = lab.make("sft", True, {**args, "use_cpu": False})
@@ -204,9 +197,7 @@ def test_it_trains_on_a_card_with(
 
 
 @pytest.mark.long
-def test_two_ranks_train_the_same_adapters_over_one_copy_each(
-    run: Callable, tiny_model: Path
-) -> None:
+def test_two_ranks_train_the_same_adapters_over_one_copy_each(run, tiny_model):
     done = run("lora_dpo.py", tiny_model, processes=2, launch=("--mixed_precision", "fp8"))
     said = re.findall(r"(dpo|sft) live (\d+) adapters (\S+)", done.stdout)
     assert sorted(kind for kind, _, _ in said) == ["dpo", "dpo", "sft", "sft"]
@@ -217,7 +208,7 @@ def test_two_ranks_train_the_same_adapters_over_one_copy_each(
     assert "14 frozen weights equal others and share one copy" in done.stderr
 
 
-def test_policy_and_reference_are_one_base_with_adapters_on_and_off(lab: Lab) -> None:
+def test_policy_and_reference_are_one_base_with_adapters_on_and_off(lab):
     before = live_bytes()
     trainer = lab.make("dpo", True, {})
     trainer.train()
@@ -225,9 +216,7 @@ def test_policy_and_reference_are_one_base_with_adapters_on_and_off(lab: Lab) ->
     assert live_bytes() - before == base
 
 
-def test_a_separate_reference_of_a_lora_policy_shares_its_base(
-    lab: Lab, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_separate_reference_of_a_lora_policy_shares_its_base(lab, caplog):
     before = live_bytes()
     trainer = lab.make("dpo", True, {}, ref_model=lab.model())
     trainer.train()
@@ -246,9 +235,7 @@ def test_a_separate_reference_of_a_lora_policy_shares_its_base(
 
 
 @pytest.mark.parametrize("load", ["load_in_4bit", "load_in_8bit"])
-def test_a_base_and_an_optimizer_of_bitsandbytes_keep_working(
-    lab: Lab, caplog: pytest.LogCaptureFixture, load: str
-) -> None:
+def test_a_base_and_an_optimizer_of_bitsandbytes_keep_working(lab, caplog, load):
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

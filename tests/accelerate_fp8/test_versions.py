@@ -1,7 +1,6 @@
 """Hosts that are too old: one clear line where FP8 is asked for, nothing where it is not."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -11,10 +10,10 @@ LINE = r"supports {0} [\d.]+ to [\d.]+, found {1}: pip install '{0}>=[\d.]+', or
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+def installed(monkeypatch):
     """``installed(peft="0.1.0")``: what the metadata of the installed packages say."""
 
-    def pretend(**found: str) -> None:
+    def pretend(**found):
         real = _versions.version
         monkeypatch.setattr(_versions, "version", lambda name: found.get(name) or real(name))
 
@@ -22,9 +21,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("host", _versions.TRIED)
-def test_an_accelerator_names_a_host_that_is_too_old(
-    host: str, accelerate: Any, installed: Any
-) -> None:
+def test_an_accelerator_names_a_host_that_is_too_old(host, accelerate, installed):
     __import__(host)
     installed(**{host: "0.0.9"})
     with pytest.raises(ImportError, match=LINE.format(host, "0.0.9")):
@@ -34,20 +31,20 @@ def test_an_accelerator_names_a_host_that_is_too_old(
 
 
 @pytest.mark.parametrize("host", _versions.TRIED)
-def test_newer_hosts_are_let_through(host: str, installed: Any) -> None:
+def test_newer_hosts_are_let_through(host, installed):
     installed(**{host: "99.0"})
     assert _versions.refusal(host) is None
 
 
-def _stock() -> Any:
+def _stock():
     """A host whose methods are not those that later releases have."""
 
     class Accelerator:
-        def __init__(self, mixed_precision: str | None = None, kwargs_handlers: Any = ()) -> None:
+        def __init__(self, mixed_precision=None, kwargs_handlers=()):
             self.made = True
 
     class TrainingArguments:
-        def __post_init__(self) -> None:
+        def __post_init__(self):
             self.made = True
 
     return SimpleNamespace(
@@ -58,9 +55,7 @@ def _stock() -> Any:
     )
 
 
-def test_an_old_accelerate_says_so_when_it_is_asked_for_fp8(
-    installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_accelerate_says_so_when_it_is_asked_for_fp8(installed, monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     installed(accelerate="0.34.2")
     module = _stock()
@@ -82,9 +77,7 @@ def test_an_old_accelerate_says_so_when_it_is_asked_for_fp8(
     assert module.Accelerator().made
 
 
-def test_an_old_transformers_says_so_when_it_is_launched_with_fp8(
-    installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_transformers_says_so_when_it_is_launched_with_fp8(installed, monkeypatch):
     installed(transformers="4.30.2")
     module = _stock()
     _register.extend_trainer(module)
@@ -100,7 +93,7 @@ def test_an_old_transformers_says_so_when_it_is_launched_with_fp8(
 # -- wrong calls ---------------------------------------------------------------------------------
 
 
-def test_fields_of_the_configuration_are_accepted() -> None:
+def test_fields_of_the_configuration_are_accepted():
     assert FP8Kwargs(recipe="rowwise", wgrad="bf16").config == FP8Config(
         recipe="rowwise", wgrad="bf16"
     )
@@ -117,18 +110,14 @@ def test_fields_of_the_configuration_are_accepted() -> None:
         ((), {"recipe": "rowise"}, ValueError, "rowise"),
     ],
 )
-def test_other_arguments_are_named(
-    arguments: Any, options: Any, error: type[Exception], message: str
-) -> None:
+def test_other_arguments_are_named(arguments, options, error, message):
     with pytest.raises(error, match=message):
         FP8Kwargs(*arguments, **options)
 
 
 @pytest.mark.parametrize("given", ["fp8-mixed", "FP8_mixed", "fp8-true"])
 @pytest.mark.parametrize("where", ["argument", "environment"])
-def test_lightnings_name_of_the_precision_is_recognized(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch, given: str, where: str
-) -> None:
+def test_lightnings_name_of_the_precision_is_recognized(accelerate, monkeypatch, given, where):
     argument = given if where == "argument" else None
     if where == "environment":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
@@ -136,9 +125,7 @@ def test_lightnings_name_of_the_precision_is_recognized(
         accelerate.Accelerator(mixed_precision=argument, cpu=True)
 
 
-def test_the_summary_names_each_of_two_models(
-    accelerate: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_summary_names_each_of_two_models(accelerate, caplog):
     from torch import nn
 
     class Generator(nn.Sequential):

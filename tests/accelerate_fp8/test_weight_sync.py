@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,23 +26,23 @@ class Server:
         received: the weights of each synchronization, by the name that vLLM has for them.
     """
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options):
         self.received: list[dict[str, torch.Tensor]] = []
 
-    def init_communicator(self, device: torch.device) -> None: ...
+    def init_communicator(self, device): ...
 
-    def reset_prefix_cache(self) -> None: ...
+    def reset_prefix_cache(self): ...
 
-    def get_server_info(self) -> dict[str, Any]:
+    def get_server_info(self):
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
-    def update_named_params(self, metadata: list[Any], weights: Any) -> None:
+    def update_named_params(self, metadata, weights):
         sent = {name: weight.clone() for name, weight in weights}
         assert [m[0] for m in metadata] == list(sent)
         assert [m[1] for m in metadata] == [str(w.dtype)[6:] for w in sent.values()]
         self.received.append(sent)
 
-    def generate(self, prompts: list[list[int]], n: int, **options: object) -> dict[str, Any]:
+    def generate(self, prompts, n, **options):
         many = [[5 + i, 6, 7, 3] for i in range(n)] * len(prompts)
         chances = [[[-math.log(64)]] * 4 for _ in many]  # of an untrained model
         return {"prompt_ids": prompts, "completion_ids": many, "logprobs": chances}
@@ -52,9 +50,7 @@ class Server:
 
 @pytest.mark.long
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_merged_weights_are_sent(
-    accelerate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path, level: str
-) -> None:
+def test_merged_weights_are_sent(accelerate, monkeypatch, tmp_path, tiny_model, level):
     """base + B A, before every step; what is trained on is the base, bit for bit."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"opt_level": level}))
@@ -111,5 +107,5 @@ def test_merged_weights_are_sent(
     assert torch.equal(layer.base_layer.weight.float(), base)
 
 
-def _layer(model: Any) -> Any:
+def _layer(model):
     return model.base_model.model.model.layers[0].mlp.up_proj

@@ -8,9 +8,6 @@ come. It generates the same tokens for everybody, each with the same chance.
 
 import math
 import types
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,7 +32,7 @@ class Engine:
         quantized: by the name of the fused layer.
     """
 
-    def __init__(self, folder: Path, quantization: str | None = None) -> None:
+    def __init__(self, folder, quantization=None):
         self.quantization = quantization
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -48,7 +45,7 @@ class Engine:
         self.plain: dict[str, Tensor] = {}
         self.quantized: dict[str, QuantizedTensor] = {}
 
-    def take(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def take(self, weights):
         """Load weights; each name once, in the same order as before."""
         parts: dict[str, list[Tensor]] = {}
         taken: dict[str, Tensor] = {}
@@ -77,10 +74,10 @@ class Engine:
 class Model:
     """The model within a runner, which does not quantize what it is handed out of a reload."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self.engine = engine
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights):
         self.engine.calls.append("load_weights")
         return self.engine.take(weights)
 
@@ -88,7 +85,7 @@ class Model:
 class OldRunner:
     """A model runner without the reload by layers."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self.model = Model(engine)
         self.model_config = types.SimpleNamespace(quantization=engine.quantization, hf_config=None)
 
@@ -96,12 +93,7 @@ class OldRunner:
 class Runner(OldRunner):
     """A model runner; `reload_weights` begins and ends the reload of each layer."""
 
-    def reload_weights(
-        self,
-        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
-        weights_path: str | None = None,
-        is_checkpoint_format: bool = True,
-    ) -> None:
+    def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True):
         assert weights_iterator is not None
         assert weights_path is None
         assert is_checkpoint_format
@@ -114,23 +106,23 @@ class Runner(OldRunner):
 class Client:
     """TRL's client of a server: an update is announced, streamed, and ended."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self.engine = engine
 
-    def init_communicator(self, device: torch.device) -> None: ...
+    def init_communicator(self, device): ...
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self):
         self.engine.calls.append("reset_prefix_cache")
 
-    def get_server_info(self) -> dict[str, Any]:
+    def get_server_info(self):
         config = {"logprobs_mode": "processed_logprobs", "quantization": self.engine.quantization}
         return {"model_config": config}
 
-    def update_named_params(self, metadata: list[Any], weights: Any) -> None:
+    def update_named_params(self, metadata, weights):
         self.engine.calls.append("start_weight_update")
         seen = []
 
-        def noted() -> Iterable[tuple[str, Tensor]]:
+        def noted():
             for name, weight in weights:
                 seen.append((name, str(weight.dtype).removeprefix("torch."), list(weight.shape)))
                 yield name, weight
@@ -139,7 +131,7 @@ class Client:
         assert seen == list(metadata)
         self.engine.calls.append("finish_weight_update")
 
-    def generate(self, prompts: list[list[int]], n: int, **options: object) -> dict[str, Any]:
+    def generate(self, prompts, n, **options):
         many = [TOKENS] * n * len(prompts)
         chances = [[[-math.log(64)]] * len(TOKENS) for _ in many]
         if options["logprobs"] is None:
@@ -150,22 +142,22 @@ class Client:
 class LLM:
     """A colocated engine."""
 
-    def __init__(self, engine: Engine, runner: type[OldRunner] = Runner) -> None:
+    def __init__(self, engine, runner=Runner):
         self.engine = engine
         worker = types.SimpleNamespace(model_runner=runner(engine))
         executor = types.SimpleNamespace(driver_worker=worker)
         self.llm_engine = types.SimpleNamespace(model_executor=executor)
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self):
         self.engine.calls.append("reset_prefix_cache")
 
-    def wake_up(self, tags: list[str]) -> None:
+    def wake_up(self, tags):
         self.engine.calls.append(f"wake_up {tags[0]}")
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level):
         self.engine.calls.append("sleep")
 
-    def generate(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts, sampling_params, use_tqdm):
         asked = sampling_params.logprobs is not None
         chance = types.SimpleNamespace(logprob=-math.log(64), rank=1)
         one = types.SimpleNamespace(

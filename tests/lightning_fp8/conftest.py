@@ -99,18 +99,24 @@ def own_ranks():
 
 
 @pytest.fixture
-def log():
-    """What went through Lightning's own log: a function that returns it as one text.
+def logged():
+    """The messages that went through Lightning's own log.
 
     Where both copies are imported, one logs through the other's.
     """
-    records = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     names = ("lightning.fabric", "lightning_fabric", "lightning.pytorch", "pytorch_lightning")
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(handler)
-    yield lambda: "\n".join(records)
+    yield messages
     for logger in loggers:
         logger.removeHandler(handler)
+
+
+@pytest.fixture
+def log(logged):
+    """``log()``: what was logged, as one text."""
+    return lambda: "\n".join(logged)

@@ -6,16 +6,13 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 import torch_fp8
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.lightning_fp8.hosts import each_trainer, make_net
 
-each_trainer = pytest.mark.parametrize(
-    "host", [lightning.pytorch, pytorch_lightning], ids=lambda host: host.__name__
-)
 LR = 1e-6
 EPOCHS = 4
 
@@ -27,11 +24,6 @@ CALLBACKS = {
 each_callback = pytest.mark.parametrize("kind", CALLBACKS)
 LEVELS, OTHERS = ("O2", "O3", "O2"), ("O3", "O2", "O3")
 """Of each callback in one host and in the other."""
-
-
-def make_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 64))
 
 
 def make_model(host):

@@ -1,27 +1,33 @@
 """Checkpoints: stock keys and plain tensors, both directions, and an exact resume."""
 
+import functools
+import importlib
 import warnings
 
 import lightning.fabric
 import lightning.pytorch
-import lightning_fabric
 import pytest
 import pytorch_lightning
 import torch
-from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.lightning_fp8.hosts import each_fabric, each_trainer, make_net
 from torch_fp8 import Float8Linear, merged_state_dict
+from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.split_weight import SplitWeight
 
-each_trainer = pytest.mark.parametrize(
-    "host", [lightning.pytorch, pytorch_lightning], ids=lambda host: host.__name__
-)
-each_fabric = pytest.mark.parametrize(
-    "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__
-)
+HOST = lightning.pytorch
+EPOCHS, STEPS = 3, 6
 DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
+O1, O2, O3 = (FP8Config(opt_level=level) for level in ("O1", "O2", "O3"))
+each_config = pytest.mark.parametrize(
+    "config",
+    [O1, FP8Config(recipe="rowwise"), DELAYED, O3],
+    ids=lambda config: f"{config.recipe} {config.opt_level}",
+)
 
 # Continues a run in Lightning as it is, on a machine where this package does not exist.
 STOCK = """
@@ -37,7 +43,9 @@ from torch.utils.data import DataLoader
 class Regression(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
+        self.net = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 64)
+        )
     def training_step(self, batch, batch_idx):
         return self.net(batch).float().pow(2).mean()
     def configure_optimizers(self):
@@ -47,129 +55,181 @@ saved = torch.load(path, weights_only=True)
 model = Regression()
 assert list(saved["state_dict"]) == list(model.state_dict())
 assert {type(t) for t in saved["state_dict"].values()} == {torch.Tensor}
+saved["lr_schedulers"] = []
+torch.save(saved, path)
 trainer = L.Trainer(
     accelerator="cpu", precision="bf16-mixed", max_epochs=2, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(model, DataLoader(torch.randn(8, 32), batch_size=4), ckpt_path=path)
-assert trainer.global_step == 8 + 2, trainer.global_step
+trainer.fit(model, DataLoader(torch.randn(8, 64), batch_size=4), ckpt_path=path)
+assert trainer.global_step == 6 + 2, trainer.global_step
 """
 
 
-def make_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
-
-
-def batches(num=8):
+def batches():
     """Batches whose size in value falls: old amaxes matter to delayed scaling."""
     torch.manual_seed(1)
-    return [torch.randn(4, 32) * 2.0 ** (-i / 2) for i in range(num)]
+    return [torch.randn(8, 64) * 2.0 ** (-i / 2) for i in range(STEPS)]
 
 
-def make_model(host):
+def loss(net, batch):
+    return (net(batch) - batch).float().pow(2).mean()
+
+
+def chosen(precision):
+    """The option for a configuration, or for one of Lightning's strings."""
+    if isinstance(precision, FP8Config):
+        return {"plugins": [FP8Precision(precision)]}
+    return {"precision": precision}
+
+
+def fit(host, folder, precision, max_epochs=EPOCHS, ckpt_path=None, callbacks=()):
+    """A fit that saves after each epoch."""
+
     class Regression(host.LightningModule):
         def __init__(self):
             super().__init__()
             self.net = make_net()
 
         def training_step(self, batch, batch_idx):
-            assert isinstance(self.net[0], Float8Linear)
-            return self.net(batch).float().pow(2).mean()
+            assert isinstance(self.net[0], Float8Linear) == isinstance(precision, FP8Config)
+            return loss(self.net, batch)
 
         def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = AdamW(self.parameters(), lr=1e-3)
+            scheduler = {"scheduler": StepLR(optimizer, 4, gamma=0.7), "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    return Regression()
-
-
-def fit(host, tmp_path, config, max_epochs, ckpt_path=None, save_to=None, **options):
-    weights_only, callbacks = options.get("weights_only", False), options.get("callbacks", ())
+    checkpoint = importlib.import_module(f"{host.__name__}.callbacks").ModelCheckpoint(
+        dirpath=folder, filename="{epoch}", save_top_k=-1
+    )
     trainer = host.Trainer(
         accelerator="cpu",
         devices=1,
-        plugins=[FP8Precision(config)],
         max_epochs=max_epochs,
+        callbacks=[checkpoint, *callbacks],
         logger=False,
-        enable_checkpointing=bool(callbacks),
-        callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=tmp_path,
+        **chosen(precision),
     )
-    model = make_model(host)
-    trainer.fit(model, DataLoader(torch.cat(batches()), batch_size=4), ckpt_path=ckpt_path)
-    if save_to is not None:
-        trainer.save_checkpoint(save_to, weights_only=weights_only)
-    return model.state_dict()
+    model = Regression()
+    trainer.fit(model, DataLoader(torch.cat(batches()), batch_size=8), ckpt_path=ckpt_path)
+    return model.state_dict(), trainer
 
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
 
 
+def assert_close(a, b):
+    """Two ways of a few steps of 1e-3 from the same weights, one of them in fewer bits."""
+    start = make_net().state_dict().values()
+    a, b = (
+        torch.cat([(x - y).flatten() for x, y in zip(s.values(), start, strict=True)])
+        for s in (a, b)
+    )
+    assert torch.cosine_similarity(a, b, dim=0) > 0.95
+
+
 @each_trainer
-@pytest.mark.parametrize(
-    "config",
-    [FP8Config(opt_level="O1"), FP8Config(recipe="rowwise"), DELAYED, FP8Config(opt_level="O3")],
-    ids=lambda config: f"{config.recipe} {config.opt_level}",
-)
-def test_resumed_training_equals_the_uninterrupted_run(host, tmp_path, config):
-    uninterrupted = fit(host, tmp_path, config, max_epochs=2)
-    fit(host, tmp_path, config, max_epochs=1, save_to=tmp_path / "half.ckpt")
-    resumed = fit(host, tmp_path, config, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
-    assert same(resumed, uninterrupted)
+@each_config
+def test_resumed_training_equals_the_uninterrupted_run(host, tmp_path, config, log):
+    """From a checkpoint within the fit, and from one after it."""
+    uninterrupted, _ = fit(host, tmp_path, config)
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    assert list(saved["state_dict"]) == list(uninterrupted)
+    assert {type(tensor) for tensor in saved["state_dict"].values()} == {torch.Tensor}
+    assert {tensor.dtype for tensor in saved["state_dict"].values()} == {torch.float32}
+    assert ("FP8Precision" in saved) == (config.recipe == "delayed")
+    states = saved["optimizer_states"][0]["state"]
+    dtypes = dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
+    assert [{n: t.dtype for n, t in s.items()} for s in states.values()] == [dtypes] * 6
+    last = torch.load(tmp_path / f"epoch={EPOCHS - 1}.ckpt", weights_only=True)
+    assert same(last["state_dict"], uninterrupted)
+    assert "saved whole" not in log()  # they are
+
+    half, trainer = fit(host, tmp_path / "half", config, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    after = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert same(after["state_dict"], half)
+    for path in (tmp_path / "epoch=0.ckpt", tmp_path / "after.ckpt"):
+        resumed, trainer = fit(host, tmp_path / "resumed", config, ckpt_path=path)
+        assert trainer.global_step == EPOCHS * STEPS
+        assert same(resumed, uninterrupted)
 
 
 def test_resume_without_the_history_would_differ(tmp_path):
     # The data of the test above does tell whether the history came back.
-    host = lightning.pytorch
-    uninterrupted = fit(host, tmp_path, DELAYED, max_epochs=2)
-    fit(host, tmp_path, DELAYED, max_epochs=1, save_to=tmp_path / "half.ckpt")
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    uninterrupted, _ = fit(HOST, tmp_path, DELAYED)
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
     del saved["FP8Precision"]
     torch.save(saved, tmp_path / "without.ckpt")
-    resumed = fit(host, tmp_path, DELAYED, max_epochs=2, ckpt_path=tmp_path / "without.ckpt")
+    resumed, _ = fit(HOST, tmp_path / "resumed", DELAYED, ckpt_path=tmp_path / "without.ckpt")
     assert not same(resumed, uninterrupted)
 
 
 def test_checkpoint_of_one_copy_of_lightning_resumes_in_the_other(tmp_path):
-    uninterrupted = fit(pytorch_lightning, tmp_path, DELAYED, max_epochs=2)
-    fit(lightning.pytorch, tmp_path, DELAYED, max_epochs=1, save_to=tmp_path / "half.ckpt")
-    path = tmp_path / "half.ckpt"
-    assert same(fit(pytorch_lightning, tmp_path, DELAYED, 2, ckpt_path=path), uninterrupted)
+    uninterrupted, _ = fit(pytorch_lightning, tmp_path, DELAYED)
+    fit(lightning.pytorch, tmp_path / "other", DELAYED, max_epochs=1)
+    path = tmp_path / "other" / "epoch=0.ckpt"
+    assert same(fit(pytorch_lightning, tmp_path, DELAYED, ckpt_path=path)[0], uninterrupted)
+
+
+def test_whole_weights_bring_the_residuals_along(tmp_path):
+    uninterrupted, _ = fit(HOST, tmp_path, O2)
+    saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    for name, weights in (
+        ("whole", saved["state_dict"]),
+        ("rounded", {k: v.bfloat16().float() for k, v in saved["state_dict"].items()}),
+    ):
+        torch.save({**saved, "state_dict": weights}, tmp_path / f"{name}.ckpt")
+        resumed, _ = fit(HOST, tmp_path / name, O2, ckpt_path=tmp_path / f"{name}.ckpt")
+        assert same(resumed, uninterrupted) == (name == "whole")
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory):
+    """``in_bf16(host)``: the weights of a run that nothing interrupts."""
+
+    @functools.cache
+    def run(host):
+        return fit(host, tmp_path_factory.mktemp("whole"), "bf16-mixed")[0]
+
+    return run
 
 
 @each_trainer
-@pytest.mark.parametrize("config", [FP8Config(), DELAYED], ids=lambda config: config.recipe)
-def test_checkpoint_has_stock_keys_and_plain_tensors(host, tmp_path, config):
-    fit(host, tmp_path, config, max_epochs=1, save_to=tmp_path / "ours.ckpt")
-    saved = torch.load(tmp_path / "ours.ckpt", weights_only=True)
-    assert list(saved["state_dict"]) == list(make_model(host).state_dict())
-    assert {type(tensor) for tensor in saved["state_dict"].values()} == {torch.Tensor}
-    assert ("FP8Precision" in saved) == (config.recipe == "delayed")
-    assert len(saved["optimizer_states"][0]["state"]) == 4
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (O2, "32-true"),
+        (O3, "bf16-mixed"),
+        ("32-true", O2),
+        ("bf16-mixed", O3),
+        ("bf16-mixed", DELAYED),
+        (O1, O2),
+        (O2, O1),
+        (O2, O3),
+    ],
+    ids=lambda value: getattr(value, "opt_level", value),
+)
+def test_precision_changes_between_runs(host, tmp_path, in_bf16, first, then):
+    fit(host, tmp_path, first)
+    path = tmp_path / "epoch=1.ckpt"
+    resumed, trainer = fit(host, tmp_path / "resumed", then, ckpt_path=path)
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, Float8Optimizer) == (then in (O2, O3, DELAYED))
+    assert {state["step"].item() for state in optimizer.state.values()} == {EPOCHS * STEPS}
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.7 ** (EPOCHS * STEPS // 4))
+    assert {tensor.dtype for tensor in resumed.values()} == {torch.float32}
+    assert_close(resumed, in_bf16(host))
 
 
 @each_trainer
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_checkpoint_of_a_running_fit_has_whole_weights_and_resumes_exactly(
-    host, tmp_path, level, log
-):
-    config = FP8Config(opt_level=level)
-    every = host.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
-    whole = fit(host, tmp_path, config, max_epochs=1, callbacks=[every])
-    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
-    assert {tensor.dtype for tensor in saved["state_dict"].values()} == {torch.float32}
-    assert same(saved["state_dict"], whole)
-    assert "saved whole" not in log()  # they are
-    resumed = fit(host, tmp_path, config, max_epochs=2, ckpt_path=tmp_path / "step=8.ckpt")
-    assert same(resumed, fit(host, tmp_path, config, max_epochs=2))
-
-
-@each_trainer
-def test_checkpoint_that_is_restored_within_a_fit_changes_nothing(host, tmp_path):
-    """As the learning rate finder does it."""
+def test_checkpoint_within_a_fit_can_be_restored_and_merged(host, tmp_path):
+    """As the learning rate finder does it, and a user who wants float32 weights before the end."""
+    merged = []
 
     class Restores(host.Callback):
         def on_train_batch_end(self, trainer, module, *args):
@@ -179,64 +239,48 @@ def test_checkpoint_that_is_restored_within_a_fit_changes_nothing(host, tmp_path
             trainer._checkpoint_connector.restore(tmp_path / "within.ckpt")
             assert all(map(torch.equal, before, module.parameters()))
 
-    config = FP8Config()
-    through = fit(host, tmp_path, config, max_epochs=1)
-    assert same(fit(host, tmp_path, config, max_epochs=1, callbacks=[Restores()]), through)
+        def on_train_end(self, trainer, module):
+            merged.append(merged_state_dict(module.net, trainer.optimizers))
+
+    through, _ = fit(host, tmp_path, O2, max_epochs=1)
+    restored, _ = fit(host, tmp_path, O2, max_epochs=1, callbacks=[Restores()])
+    assert same(restored, through)
+    assert same(merged[0], through)
 
 
 @pytest.mark.long
 @each_trainer
 def test_checkpoint_opens_in_stock_lightning_without_this_package(run, tmp_path, host):
-    path = tmp_path / "ours.ckpt"
-    fit(host, tmp_path, DELAYED, max_epochs=1, save_to=path)
+    path = tmp_path / "epoch=0.ckpt"
+    fit(host, tmp_path, DELAYED, max_epochs=1)
     (stock,) = run(["-c", STOCK, host.__name__, str(path), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}])
     assert stock.returncode == 0, stock.output
 
 
-@each_trainer
-@pytest.mark.parametrize("config", [FP8Config(), DELAYED], ids=lambda config: config.recipe)
-def test_stock_checkpoint_opens_here(host, tmp_path, config):
-    trainer = host.Trainer(
-        accelerator="cpu",
-        precision="bf16-mixed",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    model = make_model(host)
-    model.training_step = lambda batch, batch_idx: model.net(batch).float().pow(2).mean()
-    trainer.fit(model, DataLoader(torch.cat(batches()), batch_size=4))
-    trainer.save_checkpoint(tmp_path / "stock.ckpt")
-    resumed = fit(host, tmp_path, config, max_epochs=2, ckpt_path=tmp_path / "stock.ckpt")
-    assert not same(resumed, model.state_dict())
-    assert len(resumed) == len(model.state_dict())
+@pytest.fixture
+def delayed(tmp_path):
+    """Path of a checkpoint with a history."""
+    fit(HOST, tmp_path, DELAYED, max_epochs=1)
+    return tmp_path / "epoch=0.ckpt"
 
 
-def test_history_that_the_recipe_does_not_use_is_warned_about(tmp_path):
-    host = lightning.pytorch
-    fit(host, tmp_path, DELAYED, max_epochs=1, save_to=tmp_path / "delayed.ckpt")
+def test_history_that_the_recipe_does_not_use_is_warned_about(tmp_path, delayed):
     with pytest.warns(UserWarning, match="which is not used: the recipe is 'rowwise'"):
-        fit(host, tmp_path, FP8Config(recipe="rowwise"), 2, ckpt_path=tmp_path / "delayed.ckpt")
+        fit(HOST, tmp_path, FP8Config(recipe="rowwise"), 2, ckpt_path=delayed)
 
 
 def test_history_of_single_layers_is_used_without_a_warning(tmp_path):
-    host = lightning.pytorch
     config = FP8Config(recipe="rowwise", overrides={"net.0": {"recipe": "delayed"}})
-    fit(host, tmp_path, config, max_epochs=1, save_to=tmp_path / "delayed.ckpt")
+    fit(HOST, tmp_path, config, max_epochs=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*which is not used")
-        fit(host, tmp_path, config, 2, ckpt_path=tmp_path / "delayed.ckpt")
+        fit(HOST, tmp_path, config, 2, ckpt_path=tmp_path / "epoch=0.ckpt")
 
 
-def test_history_of_another_length_is_refused(tmp_path):
-    host = lightning.pytorch
-    fit(host, tmp_path, DELAYED, max_epochs=1, save_to=tmp_path / "delayed.ckpt")
+def test_history_of_another_length_is_refused(tmp_path, delayed):
     other = FP8Config(recipe="delayed", amax_history_len=8)
     with pytest.raises(ValueError, match="was it saved with another amax_history_len"):
-        fit(host, tmp_path, other, 2, ckpt_path=tmp_path / "delayed.ckpt")
+        fit(HOST, tmp_path, other, 2, ckpt_path=delayed)
 
 
 @pytest.mark.long
@@ -251,9 +295,71 @@ def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, strategy, 
     assert "stay float32" not in resumed.output
 
 
+# -- Fabric ------------------------------------------------------------------------------------
+
+
+def start(host, precision):
+    fabric = host.Fabric(accelerator="cpu", devices=1, **chosen(precision))
+    net = make_net()
+    optimizer = AdamW(net.parameters(), lr=1e-3)
+    scheduler = StepLR(optimizer, 4, gamma=0.7)
+    model, optimizer = fabric.setup(net, optimizer)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return fabric, {**state, "precision": fabric.strategy.precision}
+
+
+def train(fabric, state, steps):
+    for batch in batches()[steps]:
+        state["optimizer"].zero_grad()
+        fabric.backward(loss(state["model"], batch))
+        fabric.clip_gradients(state["model"], state["optimizer"], max_norm=0.1)
+        state["optimizer"].step()
+        state["scheduler"].step()
+    return merged_state_dict(state["model"].module, state["optimizer"].optimizer)
+
+
+@each_fabric
+@each_config
+def test_fabric_resumes_exactly_with_the_plugin_in_the_state(host, tmp_path, config):
+    fabric, state = start(host, config)
+    uninterrupted = train(fabric, state, slice(0, 6))
+    fabric, state = start(host, config)
+    half = train(fabric, state, slice(0, 3))
+    fabric.save(tmp_path / "half.ckpt", state)
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    assert list(saved["model"]) == list(make_net().state_dict())
+    assert {type(tensor) for tensor in saved["model"].values()} == {torch.Tensor}
+    assert {tensor.dtype for tensor in saved["model"].values()} == {torch.float32}
+    assert same(saved["model"], half)
+    assert "residual" not in saved["optimizer"]["state"][0]
+
+    fabric, state = start(host, config)
+    train(fabric, state, slice(3, 5))  # whatever is there is replaced
+    fabric.load(tmp_path / "half.ckpt", state)
+    assert same(train(fabric, state, slice(3, 6)), uninterrupted)
+
+
+@each_fabric
+@pytest.mark.parametrize(
+    ("first", "then"), [(O2, "32-true"), (O3, "bf16-mixed"), ("32-true", O2), (O2, O1)]
+)
+def test_fabric_checkpoint_opens_at_another_precision(host, tmp_path, first, then):
+    fabric, state = start(host, "bf16-mixed")
+    whole = train(fabric, state, slice(0, 6))
+    fabric, state = start(host, first)
+    train(fabric, state, slice(0, 3))
+    parts = {name: part for name, part in state.items() if name != "precision"}
+    fabric.save(tmp_path / "half.ckpt", parts)
+    fabric, state = start(host, then)
+    fabric.load(tmp_path / "half.ckpt", {name: state[name] for name in parts})
+    resumed = train(fabric, state, slice(3, 6))
+    assert state["optimizer"].optimizer.state_dict()["state"][0]["step"] == 6
+    assert_close(resumed, whole)
+
+
 def test_state_of_another_number_of_ranks_is_taken_over():
     fabric, state = start(lightning.fabric, DELAYED)
-    train(fabric, state, batches())
+    train(fabric, state, slice(0, 6))
     (of_rank,) = state["precision"].state_dict()["scaling"]
     other = [{k: torch.full_like(v, k.endswith("scale")) for k, v in s.items()} for s in of_rank]
     state["precision"].load_state_dict({"scaling": [other, of_rank]})
@@ -261,49 +367,11 @@ def test_state_of_another_number_of_ranks_is_taken_over():
     assert same(loaded[0], other[0])
 
 
-# -- Fabric ------------------------------------------------------------------------------------
-
-
-def start(host, config):
-    fabric = host.Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision(config)])
-    net = make_net()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    return fabric, {"model": model, "optimizer": optimizer, "precision": fabric.strategy.precision}
-
-
-def train(fabric, state, steps):
-    for batch in steps:
-        state["optimizer"].zero_grad()
-        fabric.backward(state["model"](batch).pow(2).mean())
-        state["optimizer"].step()
-    return state["model"].state_dict()
-
-
-@each_fabric
-@pytest.mark.parametrize("config", [FP8Config(), DELAYED], ids=lambda config: config.recipe)
-def test_fabric_resumes_exactly_with_the_plugin_in_the_state(host, tmp_path, config):
-    fabric, state = start(host, config)
-    uninterrupted = train(fabric, state, batches())
-
-    fabric, state = start(host, config)
-    train(fabric, state, batches()[:4])
-    fabric.save(tmp_path / "half.ckpt", state)
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
-    assert list(saved["model"]) == list(make_net().state_dict())
-    assert {type(tensor) for tensor in saved["model"].values()} == {torch.Tensor}
-    assert {tensor.dtype for tensor in saved["model"].values()} == {torch.float32}
-    assert same(saved["model"], merged_state_dict(state["model"].module, state["optimizer"]))
-
-    fabric, state = start(host, config)
-    fabric.load(tmp_path / "half.ckpt", state)
-    assert same(train(fabric, state, batches()[4:]), uninterrupted)
-
-
-def test_fabric_state_of_several_models_belongs_to_each(tmp_path):
+def test_fabric_state_of_several_models_belongs_to_each():
     fabric, state = start(lightning.fabric, DELAYED)
     second = fabric.setup(make_net())
-    train(fabric, state, batches())
-    second(torch.ones(4, 32))
+    train(fabric, state, slice(0, 6))
+    second(torch.ones(4, 64))
     saved = state["precision"].state_dict()
     first_history, second_history = (s["0.amax_history"] for s in saved["scaling"][0])
     assert second_history[0, 0] == 1
@@ -314,7 +382,5 @@ def test_fabric_state_of_several_models_belongs_to_each(tmp_path):
         state["precision"].load_state_dict(saved)
     state["second"] = fabric.setup(make_net())
     state["precision"].load_state_dict(saved)
-    for old, new in zip(
-        saved["scaling"][0], state["precision"].state_dict()["scaling"][0], strict=True
-    ):
-        assert same(old, new)
+    loaded = state["precision"].state_dict()["scaling"][0]
+    assert all(map(same, saved["scaling"][0], loaded))

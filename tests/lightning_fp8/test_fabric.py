@@ -6,24 +6,16 @@ import lightning.fabric
 import lightning_fabric
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.lightning_fp8.hosts import each_fabric, make_net
 from tests.tiny_gan import make_gan, train_gan
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.split_weight import SplitWeight
 
-each_fabric = pytest.mark.parametrize(
-    "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__
-)
 HOST = lightning.fabric
-
-
-def make_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 64))
 
 
 def make_fabric(host, config):

@@ -3,7 +3,6 @@
 import copy
 import gc
 import importlib
-import logging
 import pickle
 import weakref
 
@@ -20,20 +19,10 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision, _register
 from lightning_fp8.precision import HostPrecision
+from tests.lightning_fp8.hosts import FABRICS, TRAINERS, each_fabric, each_host, each_trainer
 from torch_fp8 import Float8Linear, scaling_state_dict
 
-TRAINERS = [lightning.pytorch, pytorch_lightning]
-FABRICS = [lightning.fabric, lightning_fabric]
 DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
-
-
-def host_id(host):
-    return host.__name__
-
-
-each_trainer = pytest.mark.parametrize("host", TRAINERS, ids=host_id)
-each_fabric = pytest.mark.parametrize("host", FABRICS, ids=host_id)
-each_host = pytest.mark.parametrize("host", TRAINERS + FABRICS, ids=host_id)
 
 
 def make_net():
@@ -295,37 +284,6 @@ def test_trainer_converts_for_each_verb_and_leaves_a_stock_model(host, tmp_path)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
 
-@each_trainer
-def test_model_is_stock_after_an_exception_in_training(host, tmp_path):
-    class Failed(RuntimeError):
-        pass
-
-    def fail(batch, batch_idx):
-        assert isinstance(model.net[0], Float8Linear)
-        raise Failed
-
-    model = make_model(host)
-    model.training_step = fail
-    with pytest.raises(Failed):
-        make_trainer(host, tmp_path, precision="fp8-mixed").fit(model, data())
-    assert type(model.net[0]) is nn.Linear
-
-
-@each_trainer
-def test_training_in_fp8_follows_bf16(host, tmp_path):
-    losses = {}
-    for precision in ("fp8-mixed", "bf16-mixed"):
-        torch.manual_seed(0)
-        model, loader = make_model(host), data(40)
-        make_trainer(host, tmp_path, precision=precision).fit(model, loader)
-        with torch.no_grad():
-            losses[precision] = torch.stack([model.net(x).pow(2).mean() for x in loader]).mean()
-    start = make_net()(torch.randn(512, 32)).pow(2).mean()
-    assert losses["bf16-mixed"] < 0.8 * start
-    torch.testing.assert_close(*losses.values(), rtol=0.02, atol=0)
-    assert losses["fp8-mixed"] != losses["bf16-mixed"]
-
-
 @each_fabric
 def test_fabric_converts_at_setup_and_trains_under_autocast(host):
     fabric = host.Fabric(accelerator="cpu", devices=1, precision="fp8-mixed")
@@ -382,17 +340,9 @@ def test_eval_fp8_off_keeps_evaluation_in_high_precision(host, tmp_path, monkeyp
 
 
 @pytest.fixture
-def summaries(monkeypatch):
+def summaries(logged):
     """The start-up summaries that went through Lightning's own log."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record)
-    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-    for name in names:
-        logging.getLogger(name).addHandler(handler)
-    yield lambda: [r.getMessage() for r in records if "matmul FLOPs" in r.getMessage()]
-    for name in names:
-        logging.getLogger(name).removeHandler(handler)
+    return lambda: [message for message in logged if "matmul FLOPs" in message]
 
 
 @each_trainer

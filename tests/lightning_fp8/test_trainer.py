@@ -5,7 +5,6 @@ import importlib
 
 import lightning.pytorch
 import pytest
-import pytorch_lightning
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -13,21 +12,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.lightning_fp8.hosts import each_trainer, make_net
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.split_optimizer import SplitOptimizer
 from torch_fp8.tensor.released_grad import is_released
 
-each_trainer = pytest.mark.parametrize(
-    "host", [lightning.pytorch, pytorch_lightning], ids=lambda host: host.__name__
-)
 each_level = pytest.mark.parametrize("level", ["O2", "O3"])
 HOST = lightning.pytorch
-
-
-def make_net():
-    """Two weights of 8,192 elements, which are split, and small parameters, which are not."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 64))
 
 
 def make_model(host, configure_optimizers=None):

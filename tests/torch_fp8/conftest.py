@@ -1,6 +1,5 @@
 """Fixtures for the engine's tests."""
 
-import functools
 import json
 import os
 import subprocess
@@ -45,38 +44,28 @@ def run_ranks(tmp_path_factory, forked_hosts):
     return run
 
 
+@pytest.fixture(scope="session")
+def run_cases(run_ranks):
+    """``run_cases(modules, ranks, *names)``: what cases returned, ``{name: [of each rank]}``.
+
+    Environment variables may be given by name; names are parts of those of the cases to run.
+    """
+
+    def run(modules, ranks, *names, **variables):
+        results = run_ranks("run_cases.py", ranks, modules, *names, **variables)
+        failed = [
+            case["error"] for result in results for case in result.values() if "error" in case
+        ]
+        assert not failed, failed[0]
+        return {name: [result[name]["value"] for result in results] for name in results[0]}
+
+    return run
+
+
 @pytest.fixture
 def case(ranks):
     """``case(name)``: what it returned on each rank, of the module's fixture ``ranks``."""
-
-    def values(name):
-        for results in ranks:
-            assert "error" not in results[name], results[name]["error"]
-        return [results[name]["value"] for results in ranks]
-
-    return values
-
-
-@pytest.fixture(scope="session")
-def run_fsdp_cases(run_ranks):
-    """``run_fsdp_cases(module, ranks)``: what its cases returned, ``{name: [of each rank]}``.
-
-    Environment variables may be given by name; ``ONLY`` has parts of the names of cases to run.
-    """
-    return functools.partial(_run_cases, run_ranks, "fsdp_ranks.py")
-
-
-@pytest.fixture(scope="session")
-def run_parallel_cases(run_ranks):
-    """As `run_fsdp_cases`, of tensor, sequence and pipeline parallelism."""
-    return functools.partial(_run_cases, run_ranks, "parallel_ranks.py")
-
-
-def _run_cases(run_ranks, script, module, ranks, **variables):
-    results = run_ranks(script, ranks, module, **variables)
-    failed = [case["error"] for result in results for case in result.values() if "error" in case]
-    assert not failed, failed[0]
-    return {name: [result[name]["value"] for result in results] for name in results[0]}
+    return ranks.__getitem__
 
 
 @pytest.fixture

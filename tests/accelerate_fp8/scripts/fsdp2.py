@@ -25,7 +25,7 @@ model, optimizer = accelerator.prepare(model, optimizer)
 torch.manual_seed(dist.get_rank())
 
 
-def train(num_steps: int) -> torch.Tensor:
+def train(num_steps):
     for _ in range(num_steps):
         x = torch.randn(8, 32)
         loss = nn.functional.mse_loss(model(x), x)
@@ -35,7 +35,7 @@ def train(num_steps: int) -> torch.Tensor:
     return loss
 
 
-def histories() -> list[torch.Tensor]:
+def histories():
     return [buffer.clone() for buffer in model.buffers()]
 
 

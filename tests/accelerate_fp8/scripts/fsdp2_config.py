@@ -15,7 +15,6 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -49,11 +48,11 @@ output = Path(shared_folder[0])
 text = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 4
 
 
-def whole(model: nn.Module) -> list[torch.Tensor]:
+def whole(model):
     return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
 
 
-def loop() -> str:
+def loop():
     accelerator = Accelerator()
     model, optimizer = prepared(accelerator)
     with count_communication() as counted:
@@ -85,12 +84,12 @@ def loop() -> str:
     return f"{losses[0]:.4f} {losses[-1]:.4f}"
 
 
-def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepared(accelerator):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def train(accelerator, model, optimizer, steps) -> list[float]:
+def train(accelerator, model, optimizer, steps):
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(2 * (step % 2) + dist.get_rank())
@@ -113,11 +112,11 @@ common = {
 }
 
 
-def trainer() -> str:
+def trainer():
     tokenizer = AutoTokenizer.from_pretrained(folder)
     encoded = [dict(row, labels=row["input_ids"]) for row in map(tokenizer, text)]
 
-    def fit(steps: int, checkpoint: str | None = None, **more: object) -> Trainer:
+    def fit(steps, checkpoint=None, **more):
         made = Trainer(
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             TrainingArguments(**common, max_steps=steps, **{"learning_rate": 1e-2, **more}),
@@ -142,7 +141,7 @@ def trainer() -> str:
     return f"{resumed.evaluate()['eval_loss']:.4f}"
 
 
-def dpo() -> str:
+def dpo():
     pairs = Dataset.from_dict({"prompt": text, "chosen": text[::-1], "rejected": text})
     made = DPOTrainer(
         folder,
@@ -166,7 +165,7 @@ def dpo() -> str:
     return "reference"
 
 
-def lora() -> str:
+def lora():
     accelerator = Accelerator()
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(folder)
@@ -175,11 +174,11 @@ def lora() -> str:
     made = torch.optim.AdamW(trained, lr=1e-2)
     model, optimizer = accelerator.prepare(model, made)
 
-    def frozen() -> list[Float8FrozenWeight]:
+    def frozen():
         shards = map(local, model.parameters())
         return [shard for shard in shards if isinstance(shard, Float8FrozenWeight)]
 
-    def step() -> float:
+    def step():
         ids = torch.arange(64).view(2, 32) % 60 + 4
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -36,14 +36,14 @@ SHARDED = int(os.environ.get("WORLD_SIZE", "1")) > 1
 warnings.filterwarnings("ignore", "Detected an existing checkpoint")
 
 
-def new_model() -> nn.Module:
+def new_model():
     return nn.Sequential(
         nn.Linear(64, 97), nn.LayerNorm(97), nn.Linear(97, 112), nn.ReLU(), nn.Linear(112, 64)
     )
 
 
 class Training:
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode):
         options, chosen = MODES[mode]
         handlers = [FP8Kwargs(FP8Config(**options))]
         plugin = None
@@ -74,7 +74,7 @@ class Training:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.clip = mode != "release"
 
-    def steps(self, *numbers: int) -> list[float]:
+    def steps(self, *numbers):
         losses = []
         for number in numbers:
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
@@ -87,7 +87,7 @@ class Training:
             losses.append(loss.item())
         return losses
 
-    def error(self) -> float:
+    def error(self):
         """The largest difference of this rank's weights, with residuals, from rank 0's at first."""
         torch.manual_seed(0)
         errors = []
@@ -98,14 +98,14 @@ class Training:
             errors.append(((shard - part).abs() / part.abs().clamp(min=1e-6)).max().item())
         return max(errors)
 
-    def bits(self) -> list[Tensor]:
+    def bits(self):
         parameters = list(self.model.parameters())
         states = [self.optimizer.state.get(p, {}) for p in parameters]
         tensors = [*parameters, *(s[k] for s in states for k in sorted(s))]
         return [t.to_local().clone() if isinstance(t, DTensor) else t.clone() for t in tensors]
 
 
-def run(mode: str, folder: Path) -> str:
+def run(mode, folder):
     training = Training(mode)
     error = training.error() if SHARDED else 0.0
     losses = training.steps(*range(3))

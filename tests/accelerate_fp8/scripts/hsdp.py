@@ -17,7 +17,7 @@ SHARDED = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class Training:
-    def __init__(self, level: str) -> None:
+    def __init__(self, level):
         self.accelerator = Accelerator(
             mixed_precision="fp8",
             cpu=True,
@@ -44,7 +44,7 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
-    def steps(self, *numbers: int) -> list[float]:
+    def steps(self, *numbers):
         losses = []
         for number in numbers:
             for half in (0, 1):

@@ -21,7 +21,7 @@ LEVELS = {
 
 
 class Training:
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode):
         handlers = [FP8Kwargs(LEVELS[mode])]
         if mode == "unused":
             handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
@@ -43,7 +43,7 @@ class Training:
             optimizer, model, scheduler = self.accelerator.prepare(optimizer, model, scheduler)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
 
-    def steps(self, *numbers: int) -> float:
+    def steps(self, *numbers):
         """The ranks' mean loss of the last micro-batch; `grad` is then what the step has used."""
         for number in numbers:
             generator = torch.Generator().manual_seed(2 * number + self.rank)
@@ -59,14 +59,14 @@ class Training:
                 self.optimizer.zero_grad()
         return self.accelerator.reduce(loss.detach(), "mean").item()
 
-    def sums(self) -> str:
+    def sums(self):
         weight = self.model.module[0].weight
         residual = getattr(weight, "residual", torch.zeros(1))
         total = sum(p.detach().double().sum() for p in self.model.parameters())
         return f"{total.item():.17g} {residual.double().sum().item():.0f}"
 
 
-def run(mode: str) -> str:
+def run(mode):
     training = Training(mode)
     loss = training.steps(*range(8))
     weight, kind = training.model.module[0].weight, type(training.grad).__name__

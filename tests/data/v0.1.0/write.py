@@ -86,10 +86,11 @@ def main():
         model, optimizer = trained(dtype, **options)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         save(name, state, values(model, optimizer))
-    model, optimizer = trained()
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)),
-             checkpoint_id=FOLDER / "dcp")  # fmt: skip
-    save("dcp_values", None, values(model, optimizer))
+    for name in ("dcp", "dcp_moments_4"):
+        model, optimizer = trained(**STATES["moments_4_fp8"] if name == "dcp_moments_4" else {})
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=FOLDER / name)
+        save(f"{name}_values", None, values(model, optimizer))
     for name, options in (("model", {}), ("model_residuals_4", {"residual_bits": 4})):
         model, optimizer = trained(**options)
         buffer = io.BytesIO()

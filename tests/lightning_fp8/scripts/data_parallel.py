@@ -1,8 +1,8 @@
 """data_parallel.py HOST STRATEGY LEVEL KIND: two ranks train as one process does on all the data.
 
-KIND is automatic, accumulate, manual, unused (``find_unused_parameters``), hook (a communication
-hook of the user), or fabric. The ranks start from different weights, of which rank 0's count, and
-have half of each batch.
+KIND is automatic, accumulate, manual, "manual hook" (with a communication hook of the user), unused
+(``find_unused_parameters``), or fabric. The ranks start from different weights, of which rank 0's
+count, and have half of each batch.
 """
 
 import importlib
@@ -63,7 +63,7 @@ def check(net, optimizer, ddp, gradient):
     eight_bit = level == "O3" and kind != "unused"
     assert isinstance(weight, SplitWeight) == (level != "O1")
     hook = ddp._get_ddp_logging_data().get("comm_hook")
-    assert hook == (None if kind == "hook" else "average_bucket"), hook
+    assert hook == (None if kind == "manual hook" else "average_bucket"), hook
     narrow = "WideGrad" if level == "O2" and kind != "unused" else "Tensor"
     assert gradient == ("Float8Grad" if eight_bit else narrow), gradient
     assert ddp.gradient_as_bucket_view
@@ -87,7 +87,7 @@ class Regression(L.LightningModule if kind != "fabric" else nn.Module):
     def __init__(self):
         super().__init__()
         self.net = make_net(0)
-        self.automatic_optimization = kind != "manual"
+        self.automatic_optimization = "manual" not in kind
         self.gradient = None
 
     def on_fit_start(self):
@@ -98,7 +98,7 @@ class Regression(L.LightningModule if kind != "fabric" else nn.Module):
 
     def training_step(self, _, step):
         value = loss(self.net, batch(step, self.global_rank, 2))
-        if kind == "manual":
+        if "manual" in kind:
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(value)
@@ -119,9 +119,9 @@ class Regression(L.LightningModule if kind != "fabric" else nn.Module):
 
 def fit():
     chosen = strategy
-    if kind in ("unused", "hook"):
+    if kind in ("unused", "manual hook"):
         options = {"find_unused_parameters": True}
-        if kind == "hook":
+        if kind == "manual hook":
             options = {"ddp_comm_hook": allreduce_hook}
         ddp = importlib.import_module(f"{host}.strategies").DDPStrategy
         chosen = ddp(start_method=strategy.partition("_")[2] or "popen", **options)

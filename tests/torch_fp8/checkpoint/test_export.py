@@ -1,6 +1,7 @@
 """Exported checkpoints hold, bit for bit, what training's forward multiplies by."""
 
 import json
+import math
 import os
 import shutil
 
@@ -196,15 +197,60 @@ def test_a_path_that_exists_is_refused_and_stays(tmp_path):
     assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/mine"]
 
 
-@pytest.mark.parametrize("where", ["model.layers.1.mlp.down_proj", "model.norm"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, where, value):
-    model = _trained("blockwise", steps=0)
-    with torch.no_grad():
-        model.get_submodule(where).weight.view(-1)[5] = value
-    with pytest.raises(ValueError, match=rf"'{where}\.weight' holds an Inf or NaN"):
-        export(model, tmp_path / "out")
+def _set(name, value):
+    """A change of one number in a parameter or buffer."""
+
+    @torch.no_grad()
+    def change(model):
+        owner, _, attribute = name.rpartition(".")
+        getattr(model.get_submodule(owner), attribute).view(-1)[3] = value
+
+    return change
+
+
+def _add_phases(model):
+    model.model.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
+
+
+DOWN, NORM, HISTORY = (
+    "model.layers.1.mlp.down_proj.weight",
+    "model.norm.weight",
+    "model.layers.1.mlp.down_proj.fp8_amax_history",
+)
+NOT_FINITE = [(name, value) for name in (DOWN, NORM) for value in (math.nan, math.inf)]
+REFUSED = [
+    *(
+        ("blockwise", _set(name, value), f"'{name}' holds an Inf or NaN")
+        for name, value in NOT_FINITE
+    ),
+    # NaN would be served with a scale of 1, and Inf with one of Inf.
+    *(
+        ("delayed", _set(HISTORY, value), "of the input of 'model.layers.1.mlp.down_proj' holds an")
+        for value in (math.nan, math.inf)
+    ),
+    ("delayed", None, "'model.layers.0.self_attn.q_proj' has recorded no amax"),
+    ("blockwise", _add_phases, "'model.phases' is torch.complex64, which safetensors"),
+    ("blockwise", lambda model: model.to("meta"), "'model.embed_tokens.weight' has no values in"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "change", "message"), REFUSED)
+def test_what_cannot_be_written_is_refused_by_name(tmp_path, recipe, change, message):
+    model = _trained(recipe, steps=2 if recipe == "delayed" and change else 0)
+    if change is not None:
+        change(model)
+    with pytest.raises(ValueError, match=message):
+        export(model, tmp_path / "out", "modelopt" if recipe == "delayed" else "fine-grained")
     assert not list(tmp_path.iterdir())
+
+
+def test_gpt2s_transposed_layers_are_refused(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=1, n_head=2, vocab_size=256))
+    convert_to_float8(model, "blockwise")
+    with pytest.raises(ValueError, match=r"any of the model's FP8 layers.*Conv1D"):
+        export(model, tmp_path / "out")
 
 
 def test_a_config_that_cannot_be_saved_is_found_before_a_weight_is_cast(tmp_path, monkeypatch):
@@ -305,25 +351,6 @@ def test_the_model_stays_as_it_is(tmp_path, monkeypatch):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
     after = torch_fp8.scaling_state_dict(model)
     assert all(torch.equal(after[key], value) for key, value in history.items())
-
-
-def test_delayed_scaling_without_a_history_has_no_input_scale(tmp_path):
-    model = _trained("delayed", steps=0)
-    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' has recorded no amax"):
-        export(model, tmp_path / "out", "modelopt")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_history_that_is_not_finite_is_refused_by_name(tmp_path, value):
-    """NaN would be served with a scale of 1, and Inf with one of Inf."""
-    model = _trained("delayed")
-    model.model.layers[1].mlp.down_proj.fp8_amax_history[0, 3] = value
-    with pytest.raises(
-        ValueError, match=r"history of the input of 'model.layers.1.mlp.down_proj' holds an Inf"
-    ):
-        export(model, tmp_path / "out", "modelopt")
-    assert not list(tmp_path.iterdir())
 
 
 def test_modelopt_describes_itself_twice(tmp_path):
@@ -447,31 +474,6 @@ def test_an_output_layer_in_fp8_is_refused_tied_and_written_in_bf16_else(tmp_pat
     with pytest.warns(UserWarning, match="engines keep the output layer in 16 bits"):
         report = export(_trained("", config=config), tmp_path / "out")
     assert report.ignored == ("lm_head",)
-
-
-def test_gpt2s_transposed_layers_are_refused(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=1, n_head=2, vocab_size=256))
-    convert_to_float8(model, "blockwise")
-    with pytest.raises(ValueError, match=r"any of the model's FP8 layers.*Conv1D"):
-        export(model, tmp_path / "out")
-
-
-def test_what_files_do_not_hold_is_refused_by_name(tmp_path):
-    model = _trained("blockwise", steps=0)
-    model.model.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"'model.phases' is torch.complex64, which safetensors"):
-        export(model, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_missing_weights_are_refused_by_name(tmp_path):
-    model = tiny_llama().to("meta")
-    convert_to_float8(model, "blockwise")
-    with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' has no values in this"):
-        export(model, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 def test_sharded_weights_are_refused_by_name(tmp_path):

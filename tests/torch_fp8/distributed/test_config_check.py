@@ -11,9 +11,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def ranks(run_ranks):
+def ranks(run_cases):
     """What the checks said on each rank."""
-    return run_ranks("agreement_cases.py", 4)
+    return run_cases("agreement_cases", 4)["configurations"]
 
 
 def errors(ranks, name):

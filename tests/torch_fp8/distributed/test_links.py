@@ -17,8 +17,8 @@ SCATTERED = "reduce-scatter torch.bfloat16"
 
 
 @pytest.fixture(scope="module")
-def ranks(run_fsdp_cases):
-    return run_fsdp_cases("link_cases", 2)
+def ranks(run_cases):
+    return run_cases("link_cases", 2)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cases(run_parallel_cases):
-    return run_parallel_cases("moe_cases,moe_frozen_cases,moe_watched_cases", 2)
+def cases(run_cases):
+    return run_cases("moe_cases,moe_frozen_cases,moe_watched_cases", 2)
 
 
 def test_experts_under_ddp_have_8_bit_gradients(cases):
@@ -95,9 +95,9 @@ def test_adapters_over_frozen_experts_train_as_in_one_process(cases, case):
 
 
 @pytest.mark.slow
-def test_adapters_over_frozen_experts_of_every_layout(run_parallel_cases):
-    modules, chosen = "moe_cases,moe_frozen_cases", {"ONLY": "frozen_fsdp", "EVERY_LAYOUT": "1"}
-    check_adapters(run_parallel_cases(modules, 2, **chosen), "frozen_fsdp")
+def test_adapters_over_frozen_experts_of_every_layout(run_cases):
+    found = run_cases("moe_cases,moe_frozen_cases", 2, "frozen_fsdp", EVERY_LAYOUT="1")
+    check_adapters(found, "frozen_fsdp")
 
 
 def check_adapters(cases, case):

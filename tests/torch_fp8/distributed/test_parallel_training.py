@@ -6,13 +6,13 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cases(run_parallel_cases):
-    return run_parallel_cases("parallel_training_cases", 2)
+def cases(run_cases):
+    return run_cases("parallel_training_cases", 2)
 
 
 @pytest.fixture(scope="module")
-def mesh_cases(run_parallel_cases):
-    return run_parallel_cases("mesh_cases", 4)
+def mesh_cases(run_cases):
+    return run_cases("mesh_cases", 4)
 
 
 def test_losses_are_those_of_one_rank(cases):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -162,14 +161,12 @@ def test_nothing_is_measured_where_ranks_run_out_of_inputs_one_by_one():
 
 
 @pytest.fixture(scope="module")
-def ranks(run_ranks):
-    """What each of two ranks has seen, see `monitor_cases`."""
-    script = Path(__file__).parents[1] / "distributed" / "cases" / "monitor_cases.py"
-    return run_ranks(script, 2)
+def ranks(run_cases):
+    return run_cases("monitor_cases", 2)
 
 
 def test_two_ranks_join_their_numbers_and_fall_back_together(ranks):
-    first, second = ranks
+    first, second = ranks["data_parallel"]
     assert first["paused"] == second["paused"] == {"2": ["0"], "3": ["0"], "4": []}
     assert first["series"] == second["series"]
     assert first["series"]["fp8/0/input/amax"] == max(first["amax"], second["amax"])
@@ -179,7 +176,7 @@ def test_two_ranks_join_their_numbers_and_fall_back_together(ranks):
 
 
 def test_a_sharded_weight_has_the_statistics_of_the_whole_one(ranks):
-    first, second = (rank["sharded"] for rank in ranks)
+    first, second = ranks["sharded"]
     assert first == second
     for name in ("amax", "scale", "underflow"):
         name = f"fp8/0/weight/{name}"
@@ -191,7 +188,7 @@ def test_a_sharded_weight_has_the_statistics_of_the_whole_one(ranks):
 
 
 def test_a_weight_that_is_gathered_in_fp8_is_compared_with_its_shards(ranks):
-    first, second = (rank["outgrown"] for rank in ranks)
+    first, second = ranks["outgrown"]
     assert first == second
     for recipe in ("rowwise", "blockwise", "mxfp8"):
         (whole, _), (sharded, _) = first[f"{recipe} whole"], first[f"{recipe} sharded"]
@@ -206,7 +203,7 @@ def test_a_weight_that_is_gathered_in_fp8_is_compared_with_its_shards(ranks):
 
 
 def test_what_ranks_gather_in_fp8_is_compared_with_their_parts(ranks):
-    first, second = (rank["gathered"] for rank in ranks)
+    first, second = ranks["gathered"]
     assert first == second
     for recipe in ("tensorwise", "rowwise"):
         whole = first[f"{recipe} whole"]
@@ -221,7 +218,7 @@ def test_what_ranks_gather_in_fp8_is_compared_with_their_parts(ranks):
 
 
 def test_tensor_parallel_ranks_measure_their_parts_and_fall_back_together(ranks):
-    first, second = (rank["parallel"] for rank in ranks)
+    first, second = ranks["tensor_parallel"]
     assert first == second
     (whole, paused), (parts, paused_parts) = first["whole"], first["parallel"]
     assert paused == paused_parts == ["down"]

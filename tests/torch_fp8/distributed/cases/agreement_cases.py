@@ -1,25 +1,18 @@
-"""Checks configurations on one of four gloo ranks, in turn; the errors are written as JSON.
+"""Checks configurations on one of four gloo ranks, in turn; run by run_cases.py."""
 
-Started by test_agreement.py: ``python agreement_cases.py <rank> <ranks> <store> <result>``.
-"""
-
-import datetime
-import json
 import os
 import socket
-import sys
 import time
 import warnings
 
 import torch.distributed as dist
+from run_cases import RANK, RANKS
 
 import torch_fp8
 from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config
 from torch_fp8.distributed import agreement, config_check
 from torch_fp8.distributed.config_check import check_same_config
-
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 
 
 def error(config, group=None):
@@ -32,14 +25,8 @@ def error(config, group=None):
     return None, [row.payload_bytes for row in count.rows]
 
 
-def main():
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{sys.argv[3]}",
-        rank=RANK,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
+def case_configurations():
+    """What each check says; and what it sent."""
     results = {}
     results["same"] = error(FP8Config(recipe="rowwise", skip=("a", "b")))
     results["level"] = error(FP8Config(opt_level="O3" if RANK == 2 else "O2"))
@@ -85,9 +72,4 @@ def main():
         config = FP8Config(agreement_timeout=2)
         results[f"missing {missing}"] = error(config) if missing != RANK else (None, [])
         results[f"waited for {missing}"] = time.monotonic() - start
-    with open(sys.argv[4], "w") as file:
-        json.dump(results, file)
-    os._exit(0)  # gloo may hang at exit
-
-
-main()
+    return results

@@ -1,22 +1,13 @@
-"""Runs cases on one of several gloo ranks and writes, as JSON, what each returns or how it fails.
-
-Started by test_comm_hook.py: ``python comm_hook_cases.py <rank> <ranks> <store>
-<result> [case ...]``; without names, all cases.
-"""
+"""The communication hook of DistributedDataParallel; run by run_cases.py."""
 
 import contextlib
 import copy
-import datetime
-import gc
 import io
-import json
-import os
 import pickle
-import sys
-import traceback
 
 import torch
 import torch.distributed as dist
+from run_cases import RANK, RANKS, equal_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +19,6 @@ from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 CONFIG = FP8Config(opt_level="O1")
 SHAPES = ((96, 64), (64,), (4096,), (65, 77), (7, 5), (64, 128), (64, 80), (3,), (0,), (80, 96))
 MANY_BUCKETS = {"bucket_cap_mb": 0.02}
@@ -67,16 +57,6 @@ def wrapped(module=None, config=CONFIG, **options):
     ddp = DistributedDataParallel(module or Given(), **options)
     connect_ddp(ddp, [], config)
     return ddp
-
-
-def equal_on_ranks(tensors):
-    equal = True
-    for tensor in tensors:
-        tensor = tensor.detach().to_dense().float().nan_to_num(12345.0).contiguous()
-        every = [torch.empty_like(tensor) for _ in range(RANKS)]
-        dist.all_gather(every, tensor)
-        equal &= all(torch.equal(every[0], other) for other in every)
-    return equal
 
 
 def grads(ddp):
@@ -418,33 +398,3 @@ def case_one_rank():
 def case_state():
     """Nothing to save: a copy of the state of the hook is nothing."""
     return pickle.loads(pickle.dumps(QuantizedAllReduce(dist.group.WORLD)))
-
-
-def main():
-    _, rank, ranks, store, result, *names = sys.argv
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported is no garbage: a collection takes a sixth of a second otherwise
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=int(rank),
-        world_size=int(ranks),
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_") and (not names or name.removeprefix("case_") in names):
-            try:
-                results[name.removeprefix("case_")] = {"value": case()}
-            except Exception:
-                results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-            gc.collect()
-            with open(result, "w") as file:
-                json.dump(results, file)
-    dist.barrier()
-    # Past the interpreter's teardown, in which gloo's threads and DDP's buckets can deadlock.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A compiled Llama under DDP and under FSDP2, beside the eager one; run by fsdp_ranks.py."""
+"""A compiled Llama under DDP and under FSDP2, beside the eager one; run by run_cases.py."""
 
 import torch
 import torch.distributed as dist

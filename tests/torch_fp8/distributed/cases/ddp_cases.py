@@ -1,20 +1,12 @@
-"""Runs each case on one of two gloo ranks and writes, as JSON, what it returns or how it fails.
-
-Started twice by test_ddp.py: ``python ddp_cases.py <rank> <ranks> <store> <result>``.
-"""
+"""DistributedDataParallel around a converted model, on two ranks; run by run_cases.py."""
 
 import contextlib
 import copy
-import datetime
-import gc
-import json
-import os
-import sys
-import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
+from run_cases import RANK, equal_on_ranks, gathered
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -39,8 +31,6 @@ from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.residual import residual_of
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
-
-RANK = int(sys.argv[1])
 
 
 class Branches(nn.Module):
@@ -100,17 +90,6 @@ def train(ddp, optimizer, steps=4, micro_batches=1):
         optimizer.step()
         optimizer.zero_grad()
     return loss
-
-
-def gathered(tensor):
-    tensor = tensor.detach().float().contiguous()
-    every = [torch.empty_like(tensor) for _ in range(2)]
-    dist.all_gather(every, tensor)
-    return every
-
-
-def equal_on_ranks(tensors):
-    return all(torch.equal(*gathered(t)) for t in tensors)
 
 
 def storage_bytes(tensors):
@@ -354,10 +333,15 @@ def case_overlapped():
 
 
 def case_rounding():
-    """The same 8-bit gradients averaged 32 times: error of the averages, and of their mean."""
+    """The same 8-bit gradients averaged 32 times: error of the averages, and of their mean.
+
+    Each rank averages one of the gradients' two halves, which are the same.
+    """
     weight = nn.Parameter(torch.zeros(64, 96))
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(RANK))
     sent = Float8Grad.quantize(x)
+    for part in (sent.qdata, sent.scale):
+        part[32:] = part[:32]
     exact, errors = torch.stack(gathered(sent)).mean(0), []
     for _ in range(32):
         weight.grad = copy.deepcopy(sent)
@@ -368,7 +352,9 @@ def case_rounding():
         sent.rounding.next_exchanged()
     errors = torch.stack(errors)
     mean = errors.mean(0).norm() / exact.norm()
-    return [float(errors[0].norm() / exact.norm()), float(mean)]
+    rounded = errors[:, :32] != 0
+    alike = (errors[:, :32] == errors[:, 32:])[rounded].float().mean()
+    return [float(errors[0].norm() / exact.norm()), float(mean), float(alike)]
 
 
 WRITES = {
@@ -496,6 +482,7 @@ def case_join():
                 before = [p.grad.clone() for p in ddp.parameters()]
                 optimizer.step()
             mine = [t.clone() for t in _weights_and_residuals(ddp)]
+            _evaluated(ddp)  # which caches the weights that rank 0 is about to replace
         after = [p.grad for p in ddp.parameters()]
         # Rank 0 sent zeros in the last step, and its own gradients are those of its last.
         errors = [
@@ -506,7 +493,7 @@ def case_join():
         made[f"{level} {communication}"] = {
             "errors": errors if RANK == 1 else [],
             "untouched": all(torch.equal(g, h) for g, h in zip(before, after, strict=True)),
-            "equal": equal_on_ranks(state),
+            "equal": equal_on_ranks([*state, _evaluated(ddp)]),
             "mine": all(torch.equal(s, t) for s, t in zip(state, mine, strict=True)),
         }
         with copy.deepcopy(ddp).join():
@@ -517,6 +504,12 @@ def case_join():
             torch.isfinite(p).all().item() for p in ddp.parameters()
         )
     return made
+
+
+@torch.no_grad()
+def _evaluated(ddp):
+    with torch.autocast("cpu", torch.bfloat16):
+        return ddp.module(batch(0, 0))
 
 
 def _weights_and_residuals(ddp):
@@ -728,33 +721,3 @@ def case_one_process():
         single.zero_grad()
     pairs = zip(model.parameters(), ddp.module.parameters(), strict=True)
     return [optimizer.fp8_reducers == (), all(torch.equal(p, q) for p, q in pairs)]
-
-
-def main():
-    _, rank, ranks, store, result = sys.argv
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported is no garbage: a collection takes a sixth of a second otherwise
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=int(rank),
-        world_size=int(ranks),
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_"):
-            try:
-                results[name.removeprefix("case_")] = {"value": case()}
-            except Exception:
-                results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-            gc.collect()
-            with open(result, "w") as file:
-                json.dump(results, file)
-    dist.barrier()
-    # Past the interpreter's teardown, in which gloo's threads and DDP's buckets can deadlock.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

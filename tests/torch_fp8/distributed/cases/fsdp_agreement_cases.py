@@ -1,24 +1,13 @@
-"""Shards models on one of two gloo ranks that differ; what `connect_fsdp` says is written as JSON.
-
-Started by test_fsdp_agreement.py: ``python fsdp_agreement_cases.py <rank> <ranks> <store>
-<result>``.
-"""
-
-import datetime
-import json
-import os
-import sys
+"""Shards models on ranks that differ; run by run_cases.py."""
 
 import torch
-import torch.distributed as dist
+from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 
 
 def connected(difference=None, steps=0):
@@ -50,19 +39,7 @@ def connected(difference=None, steps=0):
     return losses
 
 
-def main():
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{sys.argv[3]}",
-        rank=RANK,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {name: connected(name) for name in ("width", "depth", "skip", "sharding")}
-    results["same"] = connected(steps=3)
-    with open(sys.argv[4], "w") as file:
-        json.dump(results, file)
-    os._exit(0)  # gloo may hang at exit
-
-
-main()
+def case_agreement():
+    """What `connect_fsdp` says of each difference; the losses of ranks that agree."""
+    said = {name: connected(name) for name in ("width", "depth", "skip", "sharding")}
+    return {**said, "same": connected(steps=3)}

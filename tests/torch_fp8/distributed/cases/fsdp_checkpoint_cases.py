@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models, saved by some ranks and loaded by others; run by fsdp_ranks.py.
+"""Checkpoints of sharded models, saved by some ranks and loaded by others; run by run_cases.py.
 
 ``FSDP_FOLDER`` is where they are. Two ranks train and save, and take one more step, whose gradients
 anybody can make again: what four ranks, two or one have after this step must be that, to the bit.

@@ -1,4 +1,4 @@
-"""Frozen weights held in FP8 alone under FSDP2; run by fsdp_ranks.py."""
+"""Frozen weights held in FP8 alone under FSDP2; run by run_cases.py."""
 
 import copy
 

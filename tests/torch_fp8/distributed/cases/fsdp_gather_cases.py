@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in FP8; run by fsdp_ranks.py."""
+"""Weights that FSDP2 gathers in FP8; run by run_cases.py."""
 
 import copy
 import io
@@ -20,10 +20,7 @@ from fsdp_ranks import (
     weights_of,
 )
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 

@@ -1,4 +1,4 @@
-"""Gathers in FP8 when shards are replaced, and whoever starts them; run by fsdp_ranks.py."""
+"""Gathers in FP8 when shards are replaced, and whoever starts them; run by run_cases.py."""
 
 import copy
 import functools
@@ -21,10 +21,7 @@ from fsdp_ranks import (
     weights_of,
 )
 from torch import nn
-from torch.distributed.fsdp import (
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -1,4 +1,4 @@
-"""What takes four ranks: two mesh dimensions, shards without rows; run by fsdp_ranks.py."""
+"""What takes four ranks: two mesh dimensions, shards without rows; run by run_cases.py."""
 
 import itertools
 

@@ -1,34 +1,17 @@
-"""Runs cases of FSDP2 on one of several gloo ranks and writes, as JSON, what each returns.
-
-``python fsdp_ranks.py <rank> <number of ranks> <store> <result> <modules with the cases>``; see
-`run_ranks` in conftest.py. What several modules of cases need is here, too.
-"""
-
-import datetime
-import importlib
-import inspect
-import json
-import os
-import sys
-import traceback
-import warnings
+"""What several modules of cases of FSDP2 need; run by run_cases.py."""
 
 import torch
 import torch.distributed as dist
+from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torch_fp8 import convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 
-RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -121,35 +104,3 @@ def averaged(value):
     value = torch.tensor(float(value))
     dist.all_reduce(value)
     return value.item() / RANKS
-
-
-def main():
-    store, output, modules = sys.argv[3:]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=RANK,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=40),
-    )
-    wanted = os.environ.get("ONLY", "case_").split(",")
-    results = {}
-    modules = [importlib.import_module(module) for module in modules.split(",")]
-    for name, case in [case for module in modules for case in inspect.getmembers(module)]:
-        if not name.startswith("case_") or not any(part in name for part in wanted):
-            continue
-        try:
-            results[name.removeprefix("case_")] = {"value": case()}
-        except Exception:
-            results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-            break  # the other ranks may be elsewhere now
-    with open(output, "w") as file:
-        json.dump(results, file)
-    sys.stdout.flush()
-    os._exit(0)  # gloo may hang at exit
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
 """Replicas of shards (HSDP), 2 x 2 ranks: their exchange of gradients in 8 bits; run by
-fsdp_ranks.py.
+run_cases.py.
 """
 
 import warnings
@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 from fsdp_ranks import BF16, RANK, RANKS, batch, loss_of, model_of, train, trained
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 

@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 scatters in FP8, and whole steps; run by fsdp_ranks.py."""
+"""Gradients that FSDP2 scatters in FP8, and whole steps; run by run_cases.py."""
 
 import warnings
 
@@ -16,11 +16,7 @@ from fsdp_ranks import (
     trained,
 )
 from torch import nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from tests.comm_counter import count_communication

@@ -1,5 +1,5 @@
 """What ``communication="auto"`` measures and decides, on gloo ranks that stand for NCCL's and whose
-timers differ; run by fsdp_ranks.py.
+timers differ; run by run_cases.py.
 """
 
 import contextlib

@@ -4,18 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from parallel_ranks import (
-    WIDTH,
-    Block,
-    Pair,
-    block_plan,
-    db,
-    full,
-    pair_plan,
-    parallel,
-    part,
-    rand,
-)
+from parallel_ranks import WIDTH, Block, Pair, block_plan, db, full, pair_plan, parallel, part, rand
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,26 +1,15 @@
-"""Trains with a monitor on one of two gloo ranks, with DDP and sharded; writes what it saw.
+"""Trains with a monitor on two ranks, with DDP and sharded; run by run_cases.py."""
 
-Started by tests/torch_fp8/monitor/test_fallback.py:
-``python monitor_cases.py <rank> <ranks> <store> <result>``.
-"""
-
-import json
-import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
@@ -32,31 +21,13 @@ from torch_fp8.distributed.tensor_parallel.styles import (
 from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8.nn.linear import is_paused
 
-RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 
-
-def main():
-    warnings.simplefilter("ignore", RuntimeWarning)
-    torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(sys.argv[3], WORLD), rank=RANK, world_size=WORLD
-    )
-    result = {**data_parallel(), "sharded": sharded(), "parallel": tensor_parallel()}
-    result |= {"outgrown": outgrown(), "gathered": gathered()}
-    Path(sys.argv[4]).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def data_parallel():
+def case_data_parallel():
     """An outlier comes on rank one alone."""
     config = FP8Config(
-        recipe="tensorwise",
-        opt_level="O1",
-        monitor=1,
-        on_alarm="bf16",
-        fallback_steps=2,
+        recipe="tensorwise", opt_level="O1", monitor=1, on_alarm="bf16", fallback_steps=2
     )
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -95,7 +66,7 @@ def data_parallel():
     }
 
 
-def sharded():
+def case_sharded():
     """The statistics of weights whose rows two ranks hold, beside those of the whole one."""
     config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1, communication="fp8")
     generator = torch.Generator().manual_seed(7)
@@ -107,7 +78,7 @@ def sharded():
         model[0].weight.data.copy_(whole)
         convert_to_float8(model, config)
         if how == "sharded":
-            fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+            fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
             connect_fsdp(model, config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         logged = {}
@@ -136,7 +107,7 @@ def _train(model, config, x, steps=1):
     return logged[steps], events
 
 
-def outgrown():
+def case_outgrown():
     """A weight that FSDP2 gathers in FP8, whole and sharded, of several recipes."""
     seen = {}
     for recipe in ("rowwise", "blockwise", "mxfp8", "delayed"):
@@ -147,14 +118,14 @@ def outgrown():
             model[0].weight.data.mul_(2.0 ** torch.randint(-9, 9, (208, 1)))
             convert_to_float8(model, config)
             if how == "sharded":
-                fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+                fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
                 connect_fsdp(model, config)
             x = torch.randn(16, 160)
             seen[f"{recipe} {how}"] = _train(model, config, x, 3 if recipe == "delayed" else 1)
     return seen
 
 
-def gathered():
+def case_gathered():
     """Inputs and gradients whose tokens two ranks gather in FP8, beside the whole ones."""
     seen = {}
     for recipe in ("tensorwise", "rowwise"):
@@ -167,8 +138,8 @@ def gathered():
                 of = {"input": Shard(0)} if style is Float8ColwiseParallel else {"output": Shard(0)}
                 layouts = {f"{name}_layouts": layout for name, layout in of.items()}
                 plan = {"0": style(**layouts)}
-                parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
-                x = x.chunk(WORLD, dim=0 if "input" in of else 1)[RANK]
+                parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+                x = x.chunk(RANKS, dim=0 if "input" in of else 1)[RANK]
             name = "whole" if style is None else style.__name__
             seen[f"{recipe} {name}"] = _train(model, config, x)[0]
     return seen
@@ -188,22 +159,18 @@ class MLP(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def tensor_parallel():
+def case_tensor_parallel():
     """The statistics of an MLP whose channels two ranks share, beside those of the whole one."""
     config = FP8Config(
         recipe="tensorwise", smooth_swiglu=True, opt_level="O1", monitor=1, on_alarm="bf16"
     )
-    plan = {
-        "gate": ColwiseParallel(),
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
-    }
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     seen = {}
     for how in ("whole", "parallel"):
         model = MLP()
         convert_to_float8(model, config)
         if how == "parallel":
-            parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+            parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         logged = {}
         monitor = Monitor(model, [optimizer], config, log=lambda s, _, to=logged: to.update(s))
@@ -217,7 +184,3 @@ def tensor_parallel():
         seen[how] = [logged, [n for n, m in model.named_modules() if is_paused(m)]]
         monitor.close()
     return seen
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,9 @@
-"""Runs cases of tensor, sequence and pipeline parallelism on one of several gloo ranks.
-
-``python parallel_ranks.py <rank> <number of ranks> <store> <result> <module,module ... of cases>``
-writes, as JSON, what each case returns or how it fails. What several modules of cases need is here,
-too.
-"""
+"""What several modules of cases of tensor, sequence and pipeline parallelism need."""
 
 import copy
-import datetime
-import importlib
-import inspect
-import itertools
-import json
-import os
-import sys
-import traceback
-import warnings
 
 import torch
-import torch.distributed as dist
+from run_cases import RANK, RANKS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,7 +17,6 @@ from torch_fp8.distributed.tensor_parallel.styles import (
 )
 from torch_fp8.quantization.metrics import sqnr_db
 
-RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
 WIDTH = 64
 
 
@@ -143,36 +128,3 @@ def message(call, *args):
     except ValueError as error:
         return str(error)
     return None
-
-
-def main():
-    store, output, modules = sys.argv[3:]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=RANK,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {}
-    members = [inspect.getmembers(importlib.import_module(name)) for name in modules.split(",")]
-    for name, case in itertools.chain(*members):
-        if not name.startswith("case_") or os.environ.get("ONLY", "") not in name:
-            continue
-        try:
-            results[name.removeprefix("case_")] = {"value": case()}
-        except Exception:
-            results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-            if "ONLY" not in os.environ:
-                break  # the other ranks may be elsewhere now
-    with open(output, "w") as file:
-        json.dump(results, file)
-    sys.stdout.flush()
-    os._exit(0)  # gloo may hang at exit
-
-
-if __name__ == "__main__":
-    sys.modules["parallel_ranks"] = sys.modules["__main__"]
-    main()

@@ -24,22 +24,15 @@ RANKS = pytest.mark.parametrize("ranks", [2, 4])
 
 
 @pytest.fixture(scope="module")
-def results(run_ranks):
+def results(run_cases):
     """Number of ranks -> what each case returned, by rank."""
-    script = "comm_hook_cases.py"
-    return {2: run_ranks(script, 2), 4: run_ranks(script, 4, *ON_FOUR)}
+    return {n: run_cases("comm_hook_cases", n, *names) for n, names in ((2, ()), (4, ON_FOUR))}
 
 
 @pytest.fixture
 def case(results):
     """``case(name, ranks)``: what it returned on each rank."""
-
-    def values(name, ranks=2):
-        for of_rank in results[ranks]:
-            assert "error" not in of_rank[name], of_rank[name]["error"]
-        return [of_rank[name]["value"] for of_rank in results[ranks]]
-
-    return values
+    return lambda name, ranks=2: results[ranks][name]
 
 
 @pytest.mark.parametrize("start", [0, 1, 65])

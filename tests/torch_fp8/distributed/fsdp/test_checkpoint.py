@@ -6,19 +6,19 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def runs(run_fsdp_cases, tmp_path_factory):
+def runs(run_cases, tmp_path_factory):
     """By number of ranks. Four load what two have saved, then two what four have."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
 
-    def run(ranks, cases):
-        return run_fsdp_cases("fsdp_checkpoint_cases", ranks, FSDP_FOLDER=folder, ONLY=cases)
+    def run(ranks, *parts):
+        return run_cases("fsdp_checkpoint_cases", ranks, *parts, FSDP_FOLDER=folder)
 
     saved = run(2, "save")
     return {
         "saved": saved,
         4: run(4, "resume"),
-        2: run(2, "resume,stock"),
-        1: run(1, "resume,alone"),
+        2: run(2, "resume", "stock"),
+        1: run(1, "resume", "alone"),
     }
 
 

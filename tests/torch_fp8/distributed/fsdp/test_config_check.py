@@ -6,8 +6,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def results(run_ranks):
-    return run_ranks("fsdp_agreement_cases.py", 2)
+def results(run_cases):
+    return run_cases("fsdp_agreement_cases", 2)["agreement"]
 
 
 SAID = {

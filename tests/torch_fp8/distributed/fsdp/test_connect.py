@@ -17,18 +17,18 @@ FREED = "the unsharded weight was freed by FSDP"
 
 
 @pytest.fixture(scope="module")
-def gathers(run_fsdp_cases):
-    return run_fsdp_cases("fsdp_gather_cases,fsdp_lifecycle_cases", 2)
+def gathers(run_cases):
+    return run_cases("fsdp_gather_cases,fsdp_lifecycle_cases", 2)
 
 
 @pytest.fixture(scope="module")
-def meshes(run_fsdp_cases):
-    return run_fsdp_cases("fsdp_mesh_cases", 4)
+def meshes(run_cases):
+    return run_cases("fsdp_mesh_cases", 4)
 
 
 @pytest.fixture(scope="module")
-def scatters(run_fsdp_cases):
-    return run_fsdp_cases("fsdp_scatter_cases", 2)
+def scatters(run_cases):
+    return run_cases("fsdp_scatter_cases", 2)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

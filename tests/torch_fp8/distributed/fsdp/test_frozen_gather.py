@@ -6,8 +6,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cases(run_fsdp_cases):
-    return run_fsdp_cases("fsdp_frozen_cases", 2)
+def cases(run_cases):
+    return run_cases("fsdp_frozen_cases", 2)
 
 
 @pytest.mark.parametrize("shape", ["aligned", "uneven"])

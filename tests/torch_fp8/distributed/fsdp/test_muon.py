@@ -6,8 +6,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def cases(run_fsdp_cases):
-    return run_fsdp_cases("muon_cases", 2)
+def cases(run_cases):
+    return run_cases("muon_cases", 2)
 
 
 def test_shards_train_as_one_rank_does(cases):

@@ -6,8 +6,8 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def replicas(run_fsdp_cases):
-    return run_fsdp_cases("fsdp_replica_cases", 4)
+def replicas(run_cases):
+    return run_cases("fsdp_replica_cases", 4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -11,11 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torch_fp8
 from torch_fp8 import FP8Config
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import (
-    join_sharded,
-    reshard,
-    split_sharded,
-)
+from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
 from torch_fp8.tensor.dtensor import with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_shard import SplitShard

@@ -5,22 +5,12 @@ import pytest
 pytestmark = pytest.mark.long
 
 
-GEMM_DB = 28.0  # style of the numerics ladder: the floor of (E4M3, E4M3), less half a dB
-MIXED_GEMM_DB = 24.0  # of (E5M2, E4M3)
+MIXED_GEMM_DB = 24.0  # the floor of a GEMM of (E5M2, E4M3), less half a dB
 
 
 @pytest.fixture(scope="module")
-def cases(run_parallel_cases):
-    return run_parallel_cases("tensor_parallel_cases", 2)
-
-
-def test_single_layers_are_at_the_floor_of_the_format(cases):
-    """One rank's own floors: ranks cast with one scale, their sums are in bfloat16."""
-    for result in cases["single_layers"]:
-        for name, (output, grad_input, grad_weight) in result.items():
-            assert output >= GEMM_DB, name
-            assert grad_input >= MIXED_GEMM_DB, name
-            assert grad_weight >= MIXED_GEMM_DB, name
+def cases(run_cases):
+    return run_cases("tensor_parallel_cases", 2)
 
 
 def test_a_block_is_as_far_from_bfloat16_as_on_one_rank(cases):
