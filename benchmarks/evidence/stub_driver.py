@@ -12,6 +12,7 @@ Import this before anything of ``torch_fp8``: the implementations are chosen as 
 
 import contextlib
 import importlib
+import pkgutil
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ CAPABILITY = (9, 0)
 
 
 def _cuda_implementations_on_cpu() -> None:
-    """Import ``torch_fp8`` with its operators' CUDA implementations registered for the CPU."""
+    """Import the operators with their CUDA implementations registered for the CPU."""
     assert "torch_fp8" not in sys.modules, "import benchmarks.evidence.stub_driver first"
     register = torch.library.Library.impl
 
@@ -38,7 +39,8 @@ def _cuda_implementations_on_cpu() -> None:
         return None if dispatch_key == "CPU" else register(self, name, function, dispatch_key)
 
     with mock.patch.object(torch.library.Library, "impl", registering):
-        importlib.import_module("torch_fp8")
+        for module in pkgutil.iter_modules(importlib.import_module("torch_fp8.ops").__path__):
+            importlib.import_module(f"torch_fp8.ops.{module.name}")
 
 
 _cuda_implementations_on_cpu()
