@@ -26,7 +26,7 @@ from tests import comm_counter
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops import messages
-from torch_fp8_tools.plan.fake_ranks import fake_ranks
+from torch_fp8_tools.plan.models import fake_ranks
 
 COLUMNS = (
     *("case", "model", "ranks", "bf16_bytes", "fp8_bytes", "ratio"),

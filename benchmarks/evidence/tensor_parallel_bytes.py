@@ -28,7 +28,7 @@ from torch_fp8.distributed.tensor_parallel.styles import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from torch_fp8_tools.plan.fake_ranks import fake_ranks
+from torch_fp8_tools.plan.models import fake_ranks
 
 TOKENS = 8192
 

@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "a planned step of FSDP2 scatters no gradients",
-        "torch_fp8_tools/plan/fake_ranks.py",
+        "torch_fp8_tools/plan/steps.py",
         "name.startswith((*_GATHERS, *_SCATTERS))",
         "name.startswith(_GATHERS)",
         f"{_TESTS}/plan/test_sharded_plan.py",

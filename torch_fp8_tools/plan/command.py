@@ -8,9 +8,8 @@ from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.wording import aligned
-from torch_fp8_tools.plan.cards import CARDS
 from torch_fp8_tools.plan.layouts import FAMILIES, PRESETS
-from torch_fp8_tools.plan.setup import LEVELS, METHODS, ROLES, make_setup
+from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS, ROLES, make_setup
 
 
 def add_parser(commands: Any) -> None:

@@ -95,7 +95,7 @@ def read_config(model: Any) -> Any:
         ImportError: transformers is missing.
     """
     config = model if hasattr(model, "to_dict") else _from_name(model)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_of(config)
     missing = [n for n in _SIZES if not isinstance(getattr(text, n, None), int)]
     if missing:
         raise ValueError(
@@ -149,14 +149,9 @@ def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -
     return model.train()
 
 
-def num_layers(config: Any) -> int:
-    """Return the number of layers of a configuration."""
-    return int(_text(config).num_hidden_layers)
-
-
 def period(config: Any) -> int:
     """Return the number of layers after which their kinds repeat; 1 if all are alike."""
-    kinds = getattr(_text(config), "layer_types", None)
+    kinds = getattr(text_of(config), "layer_types", None)
     if not kinds:
         return 1
     places, lengths = range(len(kinds)), range(1, len(kinds) + 1)
@@ -179,22 +174,23 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
             f"transformers has no tensor-parallel plan for {type(model).__name__}: use tensor=1 "
             "and shard it with fsdp"
         )
-    heads = _text(config).num_attention_heads
+    heads = text_of(config).num_attention_heads
     if heads % degree:
         raise ValueError(f"tensor={degree} does not divide the {heads} attention heads")
     for name, module in list(model.named_modules()):
-        style = _style(plan, name)
+        place = re.sub(r"\.\d+\b", ".*", f".{name}")  # a plan's * is a layer's number
+        style = next((style for end, style in plan.items() if place.endswith(f".{end}")), None)
         if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
             continue
-        rows, cols = module.weight.shape
-        if style == "colwise":
-            rows = _divided(rows, degree, name)
-        else:
-            cols = _divided(cols, degree, name)
+        shape, split = [*module.weight.shape], int(style == "rowwise")
+        if shape[split] % degree:
+            raise ValueError(
+                f"tensor={degree} does not divide the {shape[split]} features of {name!r}"
+            )
+        shape[split] //= degree
         with torch.device("meta"):
-            part = nn.Linear(cols, rows, bias=module.bias is not None)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, part)
+            part = nn.Linear(shape[1], shape[0], bias=module.bias is not None)
+        model.set_submodule(name, part)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -214,7 +210,11 @@ def layers_alike(config: Any) -> bool:
         few, same_rest = _contents(build(config, num_layers=2))
     except ValueError:  # such a model needs several kinds of layers
         return False
-    return rest == same_rest and len(full) == num_layers(config) and len({*full, *few}) == 1
+    return (
+        rest == same_rest
+        and len(full) == text_of(config).num_hidden_layers
+        and len({*full, *few}) == 1
+    )
 
 
 def _contents(model: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -277,25 +277,14 @@ def _transformers() -> Any:
     return imported("transformers", "transformers builds models")
 
 
-def _text(config: Any) -> Any:
+def text_of(config: Any) -> Any:
+    """Return the part of a configuration that describes the text model."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _set_layers(config: Any, number: int) -> None:
-    text = _text(config)
+    text = text_of(config)
     kinds = getattr(text, "layer_types", None)
     text.num_hidden_layers = number
     if kinds:
         text.layer_types = [kinds[i % len(kinds)] for i in range(number)]
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    """Return the style that a plan gives a module; its ``*`` stands for a layer's number."""
-    place = re.sub(r"\.\d+\b", ".*", f".{name}")
-    return next((style for end, style in plan.items() if place.endswith(f".{end}")), None)
-
-
-def _divided(size: int, degree: int, name: str) -> int:
-    if size % degree:
-        raise ValueError(f"tensor={degree} does not divide the {size} features of {name!r}")
-    return size // degree

@@ -6,7 +6,7 @@ peak can be counted without a GPU. It does not see memory that kernels allocate 
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         current: the live bytes by category.
         peak: the bytes by category when their sum was largest since `reset_peak`.
-        resized: a function that returns the tensors whose storages are freed and allocated again by
-            resizing, as FSDP2 does with gathered weights; no operator shows that.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -40,7 +38,6 @@ class MemoryTracker(TorchDispatchMode):
         self._parameters = list(parameters)
         self._hooks: list[Any] = []
         self._saving: Any = None
-        self.resized: Callable[[], Iterable[Tensor]] = tuple
 
     def __enter__(self) -> "MemoryTracker":
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -62,7 +59,6 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._see_resized()
         out = func(*args, **(kwargs or {}))
         map_tensors(out, self._created)
         return out
@@ -109,13 +105,12 @@ class MemoryTracker(TorchDispatchMode):
         """Start a new peak from the live bytes."""
         self.peak = dict(self.current)
 
-    def _see_resized(self) -> None:
-        for tensor in self.resized():
-            storage = tensor.untyped_storage()
-            known = self._known.get(id(storage))
-            if known is not None and known[1] != storage.nbytes():
-                self._known[id(storage)] = known[0], storage.nbytes()
-                self.current[known[0]] += storage.nbytes() - known[1]
+    def see_resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew that may have been resized, which no operator shows."""
+        known = self._known.get(id(storage))
+        if known is not None and known[1] != storage.nbytes():
+            self._known[id(storage)] = known[0], storage.nbytes()
+            self.current[known[0]] += storage.nbytes() - known[1]
 
     def _free(self, key: int) -> None:
         category, num_bytes = self._known.pop(key)

@@ -1,4 +1,4 @@
-"""The models of a run, built on the meta device and converted by this package."""
+"""The models of a run, built on the meta device, converted by this package, and sharded."""
 
 import contextlib
 import warnings
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
@@ -17,7 +18,7 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8_tools.host_models import imported
-from torch_fp8_tools.plan.layouts import blocks_of, build, num_layers, split_for_tensor_parallel
+from torch_fp8_tools.plan.layouts import blocks_of, build, split_for_tensor_parallel, text_of
 from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
 
@@ -52,33 +53,27 @@ def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None
     return model
 
 
-def optimizers_of(model: nn.Module, setup: Setup, role: str, level: str) -> list[AdamW]:
-    """Return an AdamW, converted at a level, for a model; none if the model is frozen."""
-    optimizers = _optimizers(model, role)
-    for optimizer in optimizers if level not in (BF16, "O1") else ():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            convert_optimizer(optimizer, setup.fp8_config(level), model=model)
-    return optimizers
-
-
-def sharded(
+def prepare(
     model: nn.Module, setup: Setup, role: str, level: str, mesh: DeviceMesh | None
 ) -> list[AdamW]:
-    """Shard a model with FSDP2, block by block; return its optimizers as `optimizers_of` does."""
-    if mesh is None:
-        return optimizers_of(model, setup, role, level)
-    shard(model, mesh)
-    optimizers = _optimizers(model, role)
-    if optimizers and level not in (BF16, "O1"):
-        split_sharded(model, optimizers, setup.fp8_config(level))
-    connect(model, setup, level)
-    return optimizers
-
-
-def _optimizers(model: nn.Module, role: str) -> list[AdamW]:
+    """Shard a model with FSDP2, and return an AdamW, converted at a level, if it is trained."""
+    if mesh is not None:
+        shard(model, mesh)
+    config = None if level == BF16 else setup.fp8_config(level)
     trained = [p for p in model.parameters() if p.requires_grad]
-    return [AdamW(trained)] if role in TRAINED else []
+    optimizers = [AdamW(trained)] if role in TRAINED else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if config is None or config.opt_level == "O1":
+            pass
+        elif mesh is None:
+            for optimizer in optimizers:
+                convert_optimizer(optimizer, config, model=model)
+        elif optimizers:
+            split_sharded(model, optimizers, config)
+    if config is not None and mesh is not None:
+        connect_fsdp(model, config)
+    return optimizers
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -88,45 +83,55 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def connect(model: nn.Module, setup: Setup, level: str) -> None:
-    """Connect FSDP2's collectives to FP8, as the level requires."""
-    if level != BF16:
-        connect_fsdp(model, setup.fp8_config(level))
-
-
 def stages(setup: Setup) -> list[tuple[str, int]]:
     """Return the kinds of pipeline stages that can be the fullest, with their number of layers."""
-    total = num_layers(setup.config)
+    total = text_of(setup.config).num_hidden_layers
     if setup.pipeline == 1:
         return [("whole", total)]
     most = -(-total // setup.pipeline)
     return [("first", most), ("last", total - most * (setup.pipeline - 1) or most)]
 
 
-@contextlib.contextmanager
-def only_stage(model: Any, stage: str) -> Iterator[None]:
-    """Leave out the output layer of a first stage, or the embedding of a last one, while counting.
+def leave_stage(model: Any, stage: str) -> None:
+    """Take the output layer out of a first stage, or the embedding out of a last one.
 
     A tied weight is in both stages.
     """
+    tied = model.get_output_embeddings()
+    if tied is not None and tied.weight is model.get_input_embeddings().weight:
+        return
     base = getattr(model, "base_model", model)
-    hidden = {
+    absent = {
         "first": [(base, "norm"), (model, "lm_head"), (model, "score")],
         "last": [(base, "embed_tokens"), (base, "embed_in")],
-    }.get(stage, [])
-    tied = model.get_input_embeddings().weight is getattr(
-        model.get_output_embeddings(), "weight", None
-    )
-    taken = []
-    for owner, name in hidden:
-        if not tied and isinstance(getattr(owner, name, None), nn.Module):
-            taken.append((owner, name, getattr(owner, name)))
+    }
+    for owner, name in absent.get(stage, []):
+        if isinstance(getattr(owner, name, None), nn.Module):
             setattr(owner, name, nn.Identity())
+
+
+@contextlib.contextmanager
+def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
+    """Enter a process group of `number` ranks as rank 0; collectives move nothing.
+
+    Yields:
+        The mesh of all ranks; None for one rank, which needs no group.
+    Raises:
+        ValueError: this process already is in a process group.
+    """
+    if number == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise ValueError(
+            "this process is already in a torch.distributed process group, and planning for "
+            "several GPUs needs its own: plan before init_process_group, or in another process"
+        )
+    dist.init_process_group("fake", rank=0, world_size=number)
     try:
-        yield
+        yield init_device_mesh("cpu", (number,))
     finally:
-        for owner, name, module in taken:
-            setattr(owner, name, module)
+        dist.destroy_process_group()
 
 
 def _adapted(model: nn.Module, rank: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""`Setup`: the run to plan, checked for contradictions."""
+"""`Setup`: the run to plan on a card, checked for contradictions."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ from torch_fp8.ops.hardware import check_card
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
-from torch_fp8_tools.plan.cards import Card, card_named
-from torch_fp8_tools.plan.layouts import layers_alike, num_layers, read_config
+from torch_fp8_tools.plan.layouts import layers_alike, read_config, text_of
 
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
@@ -23,8 +22,58 @@ ROLES = ("policy", "value", "reference", "reward")
 TRAINED = ("policy", "value")
 JUDGES = ("value", "reward")
 """The models whose head returns one number."""
+_DEGREES = ("data", "fsdp", "tensor", "pipeline")
 _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+        name: the common name.
+        capability: the CUDA compute capability.
+        memory: the size of its memory, GiB.
+        source: the page with these numbers; those of H100 and H200 are the SXM module's.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory: float
+    source: str
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+CARDS = {
+    card.name: card
+    for card in (
+        Card("h100", (9, 0), 80, _NVIDIA + "h100/"),
+        Card("h200", (9, 0), 141, _NVIDIA + "h200/"),
+        Card("b200", (10, 0), 180, _NVIDIA + "dgx-b200/"),
+        Card("l40s", (8, 9), 48, _NVIDIA + "l40s/"),
+        Card("rtx-4090", (8, 9), 24, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    )
+}
+_WITHOUT_FP8 = {
+    **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0)},
+    **{"a10": (8, 6), "a40": (8, 6), "a6000": (8, 6), "rtx-3090": (8, 6)},
+}
+
+
+def card_named(name: str) -> Card:
+    """Return a card by its name, in any case.
+
+    Raises:
+        ValueError: the card is unknown, or has no FP8 tensor cores.
+    """
+    card = CARDS.get(str(name).lower())
+    if card is None:
+        if str(name).lower() in _WITHOUT_FP8:
+            check_card(str(name), _WITHOUT_FP8[str(name).lower()], "tensorwise")
+        hint = suggestion(name, CARDS)
+        raise ValueError(f"card {name!r} is unknown; one of {', '.join(CARDS)}{hint}")
+    return card
 
 
 @dataclass(frozen=True)
@@ -86,10 +135,7 @@ class Setup:
 
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""
-        return FP8Config(
-            recipe=self.recipe,
-            opt_level=level,
-        )
+        return FP8Config(recipe=self.recipe, opt_level=level)
 
 
 def make_setup(
@@ -116,75 +162,62 @@ def make_setup(
     Raises:
         ValueError, TypeError, ImportError: see `torch_fp8.plan`.
     """
-    check_arguments(make_setup, locals(), "plan")
-    config = read_config(model)
+    options = locals()
+    check_arguments(make_setup, options, "plan")
+    config = read_config(options.pop("model"))
     chosen = card_named(card)
-    counts = {
-        "gpus": gpus, "micro_batch": micro_batch, "accumulate": accumulate,
-        "tensor": tensor, "pipeline": pipeline, "rank": rank,
-    }  # fmt: skip
-    given = {"data": data, "fsdp": fsdp, "sequence": sequence}
-    counts |= {name: value for name, value in given.items() if value is not None}
-    for name, value in counts.items():
-        if not 1 <= value < 2**31:
-            raise ValueError(f"{name} must be at least 1 and below 2**31, got {value}")
+    for name in (*_DEGREES, "gpus", "micro_batch", "accumulate", "rank", "sequence"):
+        if options[name] is not None and not 1 <= options[name] < 2**31:
+            raise ValueError(f"{name} must be at least 1 and below 2**31, got {options[name]}")
     memory = chosen.memory if memory is None else memory
     if not 0 < memory < math.inf:
         raise ValueError(f"memory must be finite and above 0 GiB, got {memory}")
     if data is None:
         data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
     others = data * tensor * pipeline
-    if fsdp is None:
-        if gpus % others:
-            raise ValueError(
-                f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
-            )
-        fsdp = gpus // others
+    if fsdp is None and gpus % others:
+        raise ValueError(
+            f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
+        )
+    fsdp = fsdp or gpus // others
     if fsdp * others != gpus:
         raise ValueError(
             f"data={data} x fsdp={fsdp} x tensor={tensor} x pipeline={pipeline} are "
             f"{fsdp * others} GPUs, but gpus={gpus}"
         )
-    if pipeline > num_layers(config):
+    text = text_of(config)
+    if pipeline > text.num_hidden_layers:
         raise ValueError(
-            f"pipeline={pipeline} has more stages than the model has layers, {num_layers(config)}"
+            f"pipeline={pipeline} has more stages than the model has layers, "
+            f"{text.num_hidden_layers}"
         )
+    roles = (roles,) if isinstance(roles, str) else tuple(dict.fromkeys(roles))
     _check_choice("recipe", recipe, ("auto", *RECIPES))
-    check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
+    planned = _AUTO if recipe == "auto" else recipe
+    check_card(chosen.name, chosen.capability, planned)
     _check_choice("method", method, METHODS)
-    if isinstance(roles, str):
-        roles = (roles,)
     for role in roles:
         _check_choice("roles", role, ROLES)
     if method == "rlhf" and "policy" not in roles:
         raise ValueError("roles: RLHF trains a policy; add it to the roles")
-    if pipeline > 1:
-        accumulate = max(accumulate, pipeline)  # so that each stage has a micro-batch
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
     if sequence is not None and isinstance(positions, int) and sequence > positions:
         raise ValueError(f"sequence={sequence} is longer than the model's {positions} positions")
-    return Setup(
-        config=config,
-        name=Path(model).resolve().name
-        if isinstance(model, (str, Path))
-        else type(config).__name__,
-        card=chosen,
-        gpus=gpus,
-        memory=float(memory),
-        sequence=min(4096, positions or 4096) if sequence is None else sequence,
-        micro_batch=micro_batch,
-        accumulate=accumulate,
-        data=data,
-        fsdp=fsdp,
-        tensor=tensor,
-        pipeline=pipeline,
-        recipe=_AUTO if recipe == "auto" else recipe,
-        recipe_is_auto=recipe == "auto",
-        checkpointing=checkpointing,
-        method=method,
-        roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
-        rank=rank,
-    )
+    is_named = isinstance(model, (str, Path))
+    options |= {
+        "config": config,
+        "name": Path(model).resolve().name if is_named else type(config).__name__,
+        "card": chosen,
+        "memory": float(memory),
+        "sequence": sequence or min(4096, positions or 4096),
+        "accumulate": max(accumulate, pipeline) if pipeline > 1 else accumulate,  # one each stage
+        "data": data,
+        "fsdp": fsdp,
+        "recipe": planned,
+        "recipe_is_auto": recipe == "auto",
+        "roles": roles if method == "rlhf" else ("policy",),
+    }
+    return Setup(**options)
 
 
 def _check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:

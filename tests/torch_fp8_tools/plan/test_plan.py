@@ -14,11 +14,12 @@ from transformers import AutoConfig
 from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, memory_report
 from torch_fp8_tools import cli
-from torch_fp8_tools.plan import counts, layouts
+from torch_fp8_tools.plan import layouts
 from torch_fp8_tools.plan.counts import standing_bytes
 from torch_fp8_tools.plan.layouts import layers_alike
 from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
+from torch_fp8_tools.plan.steps import StepBytes, run_step, step_bytes
 from torch_fp8_tools.plan.tables import advice, plain_text
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
@@ -87,8 +88,23 @@ def test_the_step_is_that_of_the_whole_model(level, gpus):
     config = config_of("llama")
     config.num_hidden_layers = 6
     setup = make_setup(config, **SMALL, gpus=gpus)
-    extrapolated = dataclasses.asdict(counts.step_bytes(setup, "policy", level))
-    assert extrapolated == dataclasses.asdict(counts._few_layers(setup, "policy", level, 6))
+    assert step_bytes(setup, "policy", level) == run_step(setup, "policy", level, 6).with_more(0)
+
+
+@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
+def test_a_step_is_counted_in_one_run_of_three_layers(level, gpus):
+    """Many runs of layers, at about 0.4 s each, made a plan take 42 s of processor time."""
+    config = config_of("llama")
+    config.num_hidden_layers = 6
+    layers = []
+
+    def enter(module, args):
+        if type(module).__name__.endswith("LlamaDecoderLayer"):  # FSDP2 puts a prefix before it
+            layers.append(module)
+
+    with torch.nn.modules.module.register_module_forward_pre_hook(enter):
+        plan(config, **SMALL, gpus=gpus, levels=(level,))
+    assert len(layers) == 3
 
 
 @pytest.mark.long
@@ -117,7 +133,7 @@ def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
     config = config_of("llama")
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
     # Steps hold nothing of what is counted here; those of O2 are run all the same.
-    idle = {(role, "bf16-mixed", 1): counts.StepBytes(*[0.0] * 5) for role in ROLES}
+    idle = {(role, "bf16-mixed", 1): StepBytes(*[0.0] * 5) for role in ROLES}
     levels = {**SMALL, "levels": ("bf16-mixed", "O2")}
     lora = plan_beside({**idle}, config, **levels, method="lora", rank=2).levels
     assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
@@ -319,11 +335,11 @@ def test_what_does_not_fit_is_planned_again_with_checkpointing(
 def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeypatch):
     steps = []
 
-    def step_bytes(setup, role, level):
+    def count(setup, role, level):
         steps.append(setup.gpus)
-        return counts.StepBytes(*[1e6] * 5)
+        return StepBytes(*[1e6] * 5)
 
-    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "step_bytes", step_bytes)
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "step_bytes", count)
     config_of("llama").save_pretrained(tmp_path)
     call = ["plan", str(tmp_path), "--sequence", "32", "--level", "O2", "--gpus"]
     assert cli.main([*call, "4", "8", "--fsdp", "4"]) == 0
@@ -382,8 +398,7 @@ def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
 def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     config = config_of("llama")
     one, three = (
-        counts.step_bytes(make_setup(config, **SMALL, micro_batch=n), "policy", "O2")
-        for n in (1, 3)
+        step_bytes(make_setup(config, **SMALL, micro_batch=n), "policy", "O2") for n in (1, 3)
     )
     assert three.saved == pytest.approx(3 * one.saved, rel=0.05)
     counted = {}
