@@ -18,4 +18,3 @@ def test_a_block_needs_no_more_than_recorded(variant):
         assert found[name] <= int(recorded[name]), name
     assert float(found["gb"]) <= float(recorded["gb"])
     assert found["skip_reason"] == recorded["skip_reason"] == ""
-
