@@ -64,6 +64,7 @@ MAY_IMPORT = {
         "pytorch_lightning",
         "lightning_fp8",
         "_fp8_autoload",
+        "_fp8_points",
     },
     "accelerate_fp8": {
         "torch",
