@@ -135,8 +135,6 @@ class HostPrecision(FP8Precision):
     def _setup_environment(self, strategy: Any) -> None:
         """Set up the environment as the strategy does, then compare the ranks' configurations.
 
-        Ranks can communicate afterwards, but have not yet.
-
         Raises:
             ValueError: ranks have different configurations.
         """
