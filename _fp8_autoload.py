@@ -16,26 +16,24 @@ from typing import Any
 
 _LIGHTNING, _ACCELERATE = "lightning_fp8._register", "accelerate_fp8._register"
 _CONNECTOR = "trainer.connectors.accelerator_connector"
-_ROLLOUTS = ("generation.vllm_generation", "trainer.grpo_trainer", "trainer.rloo_trainer")
+_WRAPPED = (
+    *("accelerate.utils.imports", "accelerate.state", "accelerate.accelerator"),
+    *("accelerate.commands.config.cluster", "transformers.generation.utils"),
+    *("transformers.modeling_utils", "transformers.training_args", "transformers.trainer"),
+    *("trl.models.utils", "trl.generation.vllm_generation"),
+    *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"),
+)
 
 EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended where it is defined
     "lightning.fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
-    "lightning.fabric.connector": f"{_LIGHTNING}:extend_fabric_connector",
-    f"lightning.pytorch.{_CONNECTOR}": f"{_LIGHTNING}:extend_trainer_connector",
+    "lightning.fabric.connector": f"{_LIGHTNING}:extend_connector",
+    f"lightning.pytorch.{_CONNECTOR}": f"{_LIGHTNING}:extend_connector",
     "lightning_fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
-    "lightning_fabric.connector": f"{_LIGHTNING}:extend_fabric_connector",
-    f"pytorch_lightning.{_CONNECTOR}": f"{_LIGHTNING}:extend_trainer_connector",
-    "accelerate.utils.imports": f"{_ACCELERATE}:extend_imports",
-    "accelerate.state": f"{_ACCELERATE}:extend_state",
-    "accelerate.accelerator": f"{_ACCELERATE}:extend_accelerator",
-    "accelerate.commands.config.cluster": f"{_ACCELERATE}:extend_config_questions",
-    "transformers.generation.utils": f"{_ACCELERATE}:extend_generation",
-    "transformers.modeling_utils": f"{_ACCELERATE}:extend_modeling",
-    **{f"transformers.{n}": f"{_ACCELERATE}:extend_{n}" for n in ("training_args", "trainer")},
+    "lightning_fabric.connector": f"{_LIGHTNING}:extend_connector",
+    f"pytorch_lightning.{_CONNECTOR}": f"{_LIGHTNING}:extend_connector",
+    **dict.fromkeys(_WRAPPED, f"{_ACCELERATE}:extend"),
     "peft.tuners.tuners_utils": f"{_ACCELERATE}:extend_tuners",
     "peft.utils.save_and_load": f"{_ACCELERATE}:extend_adapter_state",
-    "trl.models.utils": f"{_ACCELERATE}:extend_trl_models",
-    **{f"trl.{name}": f"{_ACCELERATE}:extend_rollouts" for name in _ROLLOUTS},
 }
 
 

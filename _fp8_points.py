@@ -1,12 +1,39 @@
-"""The names of the hosts that `lightning_fp8` and `accelerate_fp8` extend, in a single list.
+"""The names of the hosts that `lightning_fp8` and `accelerate_fp8` extend, and the tested releases.
 
 Both packages read here what they wrap, and ``torch-fp8 env`` what must be present. This module
-imports nothing, because the hosts are half imported when it is read.
+imports only the standard library, because the hosts are half imported when it is read.
 """
 
-_CONNECTOR = {"__init__": "", "_check_and_init_precision": ""}
-_FABRIC = {f"_Connector.{name}": "" for name in _CONNECTOR}
-_TRAINER = {f"_AcceleratorConnector.{name}": "" for name in _CONNECTOR}
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+Wanted = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
+"""A function of the first argument of a call, the other ones, and the keyword arguments."""
+TRIED = {
+    "lightning": ("2.4", "2.6"),
+    "accelerate": ("1.10", "1.15"),
+    "transformers": ("4.57", "5.23"),
+    "trl": ("0.24", "1.16"),
+    "peft": ("0.18", "0.21"),
+}
+"""The lowest and highest tested minor version of each host; docs/versions.md lists the tests."""
+DISTRIBUTIONS = {
+    "lightning": ("lightning",),
+    "pytorch_lightning": ("pytorch-lightning",),
+    "lightning_fabric": ("lightning-fabric", "pytorch-lightning"),
+    **{host: (host,) for host in TRIED},
+}
+"""The distributions that contain each top-level module."""
+
+_CONNECTOR = {"__init__": "init", "_check_and_init_precision": "check_and_init_precision"}
+_FABRIC = {f"_Connector.{name}": ours for name, ours in _CONNECTOR.items()}
+_TRAINER = {f"_Accelerator{name[1:]}": ours for name, ours in _FABRIC.items()}
 _CHOICES = {"_PRECISION_INPUT_STR": ""}
 _ROLLOUTS = {
     "_generate_single_turn": "generate_single_turn",
@@ -23,11 +50,11 @@ POINTS: dict[str, dict[str, str]] = {
     "lightning_fabric.plugins.precision.precision": _CHOICES,
     "lightning_fabric.connector": _FABRIC,
     "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER,
-    "accelerate.utils.imports": {"is_fp8_available": ""},
+    "accelerate.utils.imports": {"is_fp8_available": "is_fp8_available"},
     "accelerate.state": {
         "is_fp8_available": "",
-        "check_cuda_fp8_capability": "",
-        "AcceleratorState.__init__": "",
+        "check_cuda_fp8_capability": "check_cuda_fp8_capability",
+        "AcceleratorState.__init__": "init_state",
     },
     "accelerate.accelerator": {
         "Accelerator.__init__": "init",
@@ -41,9 +68,9 @@ POINTS: dict[str, dict[str, str]] = {
         "Accelerator.backward": "backward",
         "Accelerator.clip_grad_norm_": "clip_grad_norm_",
         "Accelerator.clip_grad_value_": "clip_grad_value_",
-        "Accelerator.fp8_backend": "",
+        "Accelerator.fp8_backend": "fp8_backend",
     },
-    "accelerate.commands.config.cluster": {"_ask_options": "", "is_fp8_available": ""},
+    "accelerate.commands.config.cluster": {"_ask_options": "ask_backend", "is_fp8_available": ""},
     "transformers.training_args": {"TrainingArguments.__post_init__": "post_init"},
     "transformers.generation.utils": {"GenerationMixin.generate": "generate"},
     "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": "save_pretrained"},
@@ -72,3 +99,93 @@ original; empty if a name is a copy or is extended in another way.
 def wrapped(module: str) -> dict[str, str]:
     """Return the names in a module that our functions replace."""
     return {name: ours for name, ours in POINTS[module].items() if ours}
+
+
+def refusal(package: str) -> str | None:
+    """Return one line on a host that is too old; None if it is supported or unknown.
+
+    Newer releases than the tested ones are not refused, because they may well work.
+    """
+    host, without = package, "--mixed_precision bf16"
+    if "lightning" in package:
+        host, without = "lightning", "precision='bf16-mixed'"
+    for name in DISTRIBUTIONS.get(package, ()):
+        lowest, highest = TRIED[host]
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        if _minor(installed) >= _minor(lowest):
+            return None
+        return (
+            f"torch-fp8 supports {name} {lowest} to {highest}, found {installed}: "
+            f"pip install '{name}>={lowest}', or train without FP8 ({without})"
+        )
+    return None
+
+
+def _minor(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+
+
+def wrap(
+    holder: Any,
+    package: str,
+    wanted: Wanted,
+    names: Mapping[str, str | Callable[..., Any]] | None = None,
+) -> None:
+    """Wrap methods, properties and functions with ``package.function(original, self, ...)``.
+
+    If one of the names is missing, none is wrapped. Copies of a function that the holder defines,
+    in modules of the host that were imported before, are replaced, too.
+
+    Args:
+        holder: the module or class of the host.
+        package: the module of the functions, imported when it is first needed.
+        wanted: a function called with the first argument, args and kwargs of each call; if it
+            returns False, the original runs directly.
+        names: dotted names in the holder, with the functions that wrap them, or their names in
+            `package`; None: those that `POINTS` has of the module.
+    """
+    originals = []
+    for dotted, function in (wrapped(holder.__name__) if names is None else names).items():
+        *path, name = dotted.split(".")
+        owner = functools.reduce(getattr, path, holder)
+        originals.append((owner, name, function, getattr(owner, name)))
+
+    def extended(original: Any, function: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not wanted(args[0] if args else None, args[1:], kwargs):
+                return original(*args, **kwargs)
+            ours = function if callable(function) else getattr(import_module(package), function)
+            return ours(original, *args, **kwargs)
+
+        wrapper._fp8_original = original  # type: ignore[attr-defined]
+        return wrapper
+
+    for owner, name, function, original in originals:
+        method = original.fget if isinstance(original, property) else original
+        if hasattr(method, "_fp8_original"):
+            continue
+        ours = extended(method, function)
+        setattr(owner, name, ours if method is original else property(ours))
+        is_home = isinstance(owner, ModuleType) and method.__module__ == owner.__name__
+        host = f"{owner.__name__.partition('.')[0]}." if is_home else ()
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith(host) and vars(module).get(name) is original:
+                vars(module)[name] = ours
+
+
+def refuse_when(
+    wanted: Wanted,
+    holder: Any,
+    name: str,
+    line: str,
+) -> None:
+    """Make a method of a host that is too old raise ImportError(`line`) if `wanted`."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ImportError(line)
+
+    wrap(holder, "", wanted, {name: refuse})

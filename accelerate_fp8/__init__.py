@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     )
     from torch_fp8 import FP8Config
 
-_HOMES = {
-    "FP8Config": "torch_fp8",
-    "FP8Kwargs": "accelerate_fp8.handler",
-    **dict.fromkeys(
-        ("RoutingRecord", "RoutingReplay", "record_routing", "routing_replay"),
-        "accelerate_fp8.routing",
-    ),
-}
 __all__ = [
     "FP8Config",
     "FP8Kwargs",
@@ -50,10 +42,11 @@ _fp8_autoload.load("accelerate_fp8")
 def __getattr__(name: str) -> Any:
     # Lazily, because this package is imported while Accelerate is only half imported, and in runs
     # without FP8.
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = {"FP8Config": "torch_fp8", "FP8Kwargs": "accelerate_fp8.handler"}
     try:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(homes.get(name, "accelerate_fp8.routing")), name)
     except ModuleNotFoundError as error:
         raise ImportError(
             f"accelerate_fp8.{name} needs {error.name}: pip install accelerate"

@@ -1,43 +1,24 @@
-"""Wrappers of hosts' methods that import the engine only if FP8 may be requested.
+"""Whether FP8 is requested, and wrappers of hosts' functions that import nothing of the engine.
 
 This module imports only the standard library; see `accelerate_fp8._register`.
 """
 
-import functools
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-
-from _fp8_points import wrapped
 
 _BACKEND_VARIABLE, ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
-def too_old(host: str) -> str | None:
-    """Return the refusal of a host that is too old; None if it is supported."""
-    line: str | None = import_module("accelerate_fp8._versions").refusal(host)
-    return line
-
-
-def refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., bool]) -> None:
-    """Make a method of a host that is too old raise `line` if this engine's FP8 is requested."""
-    original = getattr(cls, name)
-    if hasattr(original, "_fp8_original"):
-        return
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handlers = kwargs.get("kwargs_handlers") or ()
-        theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
-        theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", ENGINE)
-        if not theirs and asked(self, args, kwargs):
-            raise ImportError(line)
-        return original(self, *args, **kwargs)
-
-    wrapper._fp8_original = original  # type: ignore[attr-defined]
-    setattr(cls, name, wrapper)
+def asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the arguments or the launcher request this engine's FP8."""
+    handlers = kwargs.get("kwargs_handlers") or ()
+    theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
+    theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", ENGINE)
+    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
+    asked = launched_with_fp8() or any(value.lower() == "fp8" for value in given)
+    return asked and not theirs
 
 
 def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -60,52 +41,37 @@ def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-def asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the arguments or the launcher request FP8."""
-    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
-    return launched_with_fp8() or any(value.lower() == "fp8" for value in given)
-
-
 def launched_with_fp8() -> bool:
     """Return whether the launcher requested FP8."""
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8"
 
 
-def wrap(
-    holder: Any,
-    package: str,
-    wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
-    names: dict[str, str] | None = None,
-) -> None:
-    """Wrap methods and functions with ``package.function(original, self, ...)``.
+def is_fp8_available(original: Any) -> bool:
+    """Replace Accelerate's function: FP8 no longer needs one of its optional libraries.
 
-    If one of the names is missing, none is wrapped.
-
-    Args:
-        holder: the module or class of the host.
-        package: the module of the functions, imported when it is first needed.
-        wanted: a function called with the first argument, args and kwargs of each call; if it
-            returns False, the original runs directly.
-        names: dotted names in the holder, with the functions that wrap them; None: those that
-            `_fp8_points` has of the module.
+    The launcher and AcceleratorState call it before they accept the flag. If the user chooses a
+    library explicitly and it is missing, its recipe handler still refuses it.
     """
-    originals = []
-    names = wrapped(holder.__name__) if names is None else names
-    for dotted, function in names.items():
-        *path, name = dotted.split(".")
-        owner = functools.reduce(getattr, path, holder)
-        originals.append((owner, name, function, getattr(owner, name)))
+    return True
 
-    def extended(original: Any, function: str) -> Any:
-        @functools.wraps(original)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not wanted(self, args, kwargs):
-                return original(self, *args, **kwargs)
-            return getattr(import_module(package), function)(original, self, *args, **kwargs)
 
-        wrapper._fp8_original = original  # type: ignore[attr-defined]
-        return wrapper
+def check_cuda_fp8_capability(original: Any) -> bool:
+    """Extend Accelerate's function for AcceleratorState: no silent FP16 on older cards."""
+    return bool(import_module("accelerate_fp8.backend").PRECISION_KEPT.get() or original())
 
-    for owner, name, function, original in originals:
-        if not hasattr(original, "_fp8_original"):
-            setattr(owner, name, extended(original, function))
+
+def init_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Extend ``AcceleratorState.__init__``: read the environment again.
+
+    `notebook_launcher` requests FP8 there long after torch was imported.
+    """
+    import_module("_fp8_autoload").load("accelerate_fp8")
+    original(self, *args, **kwargs)
+
+
+def ask_backend(
+    original: Any, question: str, options: Any, convert_value: Any, default: int = 0
+) -> Any:
+    """Extend the menu of ``accelerate config``: list this engine first among the FP8 backends."""
+    choice = original(question, [ENGINE.lower(), *options], None, default)
+    return convert_value(choice - 1) if choice else ENGINE

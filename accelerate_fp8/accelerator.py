@@ -6,7 +6,9 @@ Each function takes the wrapped method as its first argument, followed by the me
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import _fp8_check
-from accelerate_fp8._versions import refuse_old_hosts
+from _fp8_points import TRIED, refusal
 from accelerate_fp8.backend import (
     PRECISION_KEPT,
+    SAMPLES,
+    FP8Engine,
     holding,
     is_engine_chosen,
-    recipe_of_rollouts,
     refuse_tensor_parallel,
     refuse_unsupported,
     repair_backend_variable,
@@ -35,9 +38,8 @@ from accelerate_fp8.ddp import (
 )
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
-from accelerate_fp8.fsdp import adopt_sharded, prepare_sharded
+from accelerate_fp8.fsdp import prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
-from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.optimizers import bare
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
@@ -60,34 +62,44 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             configurations; the engine's backend is Transformer Engine under FSDP.
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
-    explicit, others = _take_out(bound.arguments.get("kwargs_handlers") or [])
-    if explicit is not None:
+    handlers = bound.arguments.get("kwargs_handlers") or []
+    ours = [handler for handler in handlers if isinstance(handler, FP8Kwargs)]
+    others = [handler for handler in handlers if handler not in ours]
+    if len(ours) > 1:
+        raise ValueError(f"You can only pass one {FP8Kwargs} in `kwargs_handlers`.")
+    if ours:
         bound.arguments["kwargs_handlers"] = others
     precision = requested_precision(bound.arguments.get("mixed_precision"))
     if precision.startswith("fp8") and precision != "fp8":
         raise ValueError(f"mixed_precision={precision!r} is unknown; did you mean 'fp8'?")
     if precision != "fp8":
-        if explicit is not None:
+        if ours:
             raise ValueError("Passing in FP8Kwargs requires setting `mixed_precision='fp8'`.")
         original(*bound.args, **bound.kwargs)
         return
     repair_backend_variable()
     _fp8_check.install()
-    if not is_engine_chosen(others, explicit is not None):
+    if not is_engine_chosen(others, bool(ours)):
         original(*bound.args, **bound.kwargs)
         if os.environ.get(CONFIG_VARIABLE):
             get_logger(LOGGER_NAME).warning(
                 f"FP8: {CONFIG_VARIABLE} is not applied: another FP8 backend was chosen"
             )
         return
-    refuse_old_hosts()
+    too_old = [line for host in TRIED if host in sys.modules and (line := refusal(host))]
+    if too_old:
+        raise ImportError(too_old[0])
     refuse_unsupported(bound.arguments)
     # Before Accelerate does: its error on a CPU mentions neither FP8 nor tensor parallelism.
     refuse_tensor_parallel(bound.arguments.get("parallelism_config"))
-    config, notes = resolve_config(explicit.config if explicit is not None else None)
-    config, lines = recipe_of_rollouts(config)
-    for line in lines:
-        log_visibly(f"FP8: {line}")
+    config, notes = resolve_config(ours[0].config if ours else None)
+    if SAMPLES.get() and config.recipe == "auto":
+        # With tensorwise scales a token's log-probability would depend on the rest of its batch.
+        config = replace(config, recipe="rowwise")
+        log_visibly(
+            "FP8: recipe='auto' means rowwise in a trainer that samples: scales per token keep "
+            "rollouts close to training; name another recipe to change this"
+        )
     self._fp8_preparation = Preparation(config)
     with holding(PRECISION_KEPT):
         original(*bound.args, **bound.kwargs)
@@ -205,9 +217,6 @@ def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
     """
     preparation = preparation_of(self)
     preparation.refuse_idle()
-    if not preparation.config.monitor:
-        original(self, loss, **kwargs)
-        return
     with preparation.monitoring.observing(loss, self.gradient_accumulation_steps):
         original(self, loss, **kwargs)
 
@@ -244,6 +253,11 @@ def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
 
 
+def fp8_backend(original: Any, self: Any) -> FP8Engine:
+    """Extend the property ``Accelerator.fp8_backend``: it names this engine."""
+    return FP8Engine.TORCH_FP8
+
+
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     """Extend ``Accelerator._prepare_fsdp2``: convert before sharding, connect after it."""
     preparation = preparation_of(self)
@@ -260,13 +274,6 @@ def preparation_of(accelerator: Any) -> Preparation:
     """Return the engine's part of an Accelerator that uses it; wrappers run only for these."""
     preparation: Preparation = accelerator._fp8_preparation
     return preparation
-
-
-def _take_out(handlers: list[Any]) -> tuple[FP8Kwargs | None, list[Any]]:
-    ours = [handler for handler in handlers if isinstance(handler, FP8Kwargs)]
-    if len(ours) > 1:
-        raise ValueError(f"You can only pass one {FP8Kwargs} in `kwargs_handlers`.")
-    return (ours[0] if ours else None), [h for h in handlers if not isinstance(h, FP8Kwargs)]
 
 
 def _of_type(objects: Iterable[Any], kind: type[Any]) -> list[Any]:
@@ -288,12 +295,12 @@ def _device_to_be(
 def _save_state_hook(
     accelerator: Any, models: list[nn.Module], weights: list[Any], output_dir: str
 ) -> None:
-    save_history(models, output_dir, accelerator.process_index)
-    preparation_of(accelerator).monitoring.save(output_dir, accelerator.is_main_process)
+    preparation_of(accelerator).save(
+        models, output_dir, accelerator.process_index, accelerator.is_main_process
+    )
 
 
 def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
     # Not `models`, from which Accelerate omits the models that FSDP loads itself.
-    load_history(accelerator._models, input_dir, accelerator.process_index)
-    adopt_sharded(accelerator._models, accelerator._optimizers, input_dir)
-    preparation_of(accelerator).monitoring.load(input_dir)
+    models, optimizers = accelerator._models, accelerator._optimizers
+    preparation_of(accelerator).load(models, optimizers, input_dir, accelerator.process_index)

@@ -18,14 +18,21 @@ from torch_fp8.nn.merge_aware import MergeAware
 from torch_fp8.quantization.wording import counted
 
 
-def merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend a tuner layer's ``merge``: add to the float32 values of the base's bytes."""
-    _within(original, self, *args, **kwargs)
+def merge_exactly(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Extend a tuner layer's ``merge`` and ``unmerge``.
 
-
-def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend a tuner layer's ``unmerge``: restore the base's bytes."""
-    _within(original, self, *args, **kwargs)
+    Merging adds to the float32 values of the base's bytes, and unmerging restores the bytes.
+    """
+    base: Any = self.get_base_layer()
+    name = getattr(self, "parameter_name", "weight")
+    if not (isinstance(base, FrozenStorage) and base.begin_merge(name)):
+        original(self, *args, **kwargs)
+        return
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        values = torch.bfloat16 if isinstance(self, MergeAware) else None
+        base.end_merge(bool(self.merged_adapters), name, values=values)
 
 
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,16 +67,3 @@ def adapter_state(original: Any, model: Any, *args: Any, **kwargs: Any) -> dict[
     with left_unread(model):
         state = original(model, *args, **kwargs)
     return {name: plain_copy(value) for name, value in state.items()}
-
-
-def _within(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
-    base: Any = layer.get_base_layer()
-    name = getattr(layer, "parameter_name", "weight")
-    if not (isinstance(base, FrozenStorage) and base.begin_merge(name)):
-        original(layer, *args, **kwargs)
-        return
-    try:
-        original(layer, *args, **kwargs)
-    finally:
-        values = torch.bfloat16 if isinstance(layer, MergeAware) else None
-        base.end_merge(bool(layer.merged_adapters), name, values=values)

@@ -10,10 +10,7 @@ import enum
 import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
-
-from torch_fp8 import FP8Config
 
 BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
 _THEIRS = ("AO", "TE", "MSAMP")
@@ -24,7 +21,9 @@ replace FP8 by FP16 on a GPU below sm_89: the engine refuses such a card by name
 that was requested.
 """
 SAMPLES: ContextVar[bool] = ContextVar("samples", default=False)
-"""Whether a trainer that samples rollouts is being constructed; see `recipe_of_rollouts`."""
+"""Whether a trainer that samples rollouts is being constructed: ``auto`` means rowwise for it."""
+RESUMABLE: ContextVar[bool] = ContextVar("resumable", default=False)
+"""Whether the model is being saved in a checkpoint for resuming training."""
 
 
 class FP8Engine(str, enum.Enum):
@@ -99,20 +98,6 @@ def holding(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
-    """Return `config` with the recipe for ``auto`` in a trainer that samples, and a note on it.
-
-    With tensorwise scales a token's log-probability would depend on the rest of its batch.
-    """
-    if not SAMPLES.get() or config.recipe != "auto":
-        return config, []
-    line = (
-        "recipe='auto' means rowwise in a trainer that samples: scales per token keep rollouts "
-        "close to training; name another recipe to change this"
-    )
-    return replace(config, recipe="rowwise"), [line]
 
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:

@@ -49,10 +49,9 @@ def _is_handed_over(generation: Any) -> bool:
     modules = list(generation.model.modules())
     if not any(isinstance(m, Float8Layer) for m in modules) or any(map(quantized_by, modules)):
         return False
+    reason = why_not_folded(generation.model)
     if not hasattr(generation, "_iter_named_params"):
         reason = "this version of TRL reads the parameters itself"
-    else:
-        reason = why_not_folded(generation.model) or ""
     if reason:
         warn_once(
             f"FP8: TRL merges adapters in place for vLLM and unmerges them afterwards: {reason}"
@@ -104,20 +103,16 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
             "from one that torch_fp8.export wrote with format='fine-grained'"
         )
     if engine == "fp8_per_block":
-        others = _not_blockwise(generation.model)
-        if others:
+        layers = {n: m for n, m in generation.model.named_modules() if isinstance(m, Float8Layer)}
+        other = next((n for n, m in layers.items() if m.fp8.recipe.name != "blockwise"), None)
+        if other is not None:
             warn_once(
-                f"FP8: vLLM quantizes in blocks of 128 x 128 and '{others[0]}' is trained with "
+                f"FP8: vLLM quantizes in blocks of 128 x 128 and '{other}' is trained with "
                 "other scales, so rollouts use different weights from training; convert with "
                 "recipe='blockwise'"
             )
             engine = "bf16"
     return weights_for_engine(generation.model, engine)
-
-
-def _not_blockwise(model: Any) -> list[str]:
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Layer)}
-    return [name for name, m in layers.items() if m.fp8.recipe.name != "blockwise"]
 
 
 def _of(config: Any, name: str) -> Any:

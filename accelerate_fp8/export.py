@@ -10,6 +10,7 @@ from typing import Any
 from accelerate.utils import DistributedType, extract_model_from_parallel
 from torch import nn
 
+from accelerate_fp8.backend import RESUMABLE
 from accelerate_fp8.preparation import Preparation, log_visibly
 from torch_fp8 import FP8Config
 from torch_fp8.checkpoint.export import export_into
@@ -49,7 +50,7 @@ def save_exported(
         resuming, adapters are saved by their own library, or nothing in the model can run in FP8.
     """
     format = preparation.config.save_format
-    if format is None or preparation.saves_checkpoint or adapted_layers(model):
+    if format is None or RESUMABLE.get() or adapted_layers(model):
         return False
     if preparation.is_left(extract_model_from_parallel(model, keep_torch_compile=False)):
         return False

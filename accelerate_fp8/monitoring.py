@@ -59,7 +59,9 @@ class Monitoring:
         """
         if not (self.config.monitor and optimizers) or model in self._monitors:
             return
-        folder = self._folder(accelerator)
+        trainer = self._of_trainer()
+        folder = accelerator.project_dir if trainer is None else trainer.args.output_dir
+        folder = None if folder is None else str(folder)
         to_trackers = functools.partial(_to_trackers, ref(accelerator))
         others = len(self._monitors)
         monitor = self._monitors[model] = Monitor(
@@ -67,16 +69,14 @@ class Monitoring:
             optimizers,
             self.config,
             folder=folder,
-            log=to_trackers if self._of_trainer() is None else self._wait,
+            log=to_trackers if trainer is None else lambda series, _: self._waiting.append(series),
             say=self._say,
             ddp=ddp,
             name=f"model{others + 1}" if others else "",
         )
-        where = (
-            f"into {folder}"
-            if folder is not None
-            else ("to trackers only, because Accelerator(project_dir=...) is not set")
-        )
+        where = f"into {folder}"
+        if folder is None:
+            where = "to trackers only, because Accelerator(project_dir=...) is not set"
         self._say(f"FP8 monitor{monitor.of_model}: every {self.config.monitor} steps, {where}")
         monitor.load_state_dict(self._states[others] if others < len(self._states) else {})
 
@@ -143,14 +143,6 @@ class Monitoring:
 
     def _of_trainer(self) -> Any:
         return None if self._trainer is None else self._trainer()
-
-    def _folder(self, accelerator: Any) -> str | None:
-        trainer = self._of_trainer()
-        folder = accelerator.project_dir if trainer is None else trainer.args.output_dir
-        return None if folder is None else str(folder)
-
-    def _wait(self, series: dict[str, float], step: int) -> None:
-        self._waiting.append(series)
 
 
 def _gradients(model: nn.Module) -> list[tuple[int, int]]:

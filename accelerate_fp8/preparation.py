@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from types import MethodType
 from typing import Any
 from weakref import ref
@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accelerate_fp8.frozen import EvaluationModels
+from accelerate_fp8.fsdp import adopt_sharded
+from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.monitoring import Monitoring
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
@@ -39,10 +41,7 @@ class Preparation:
         evaluated: the models prepared for evaluation.
         monitoring: the monitors of trained models.
         communication: the report on what travels between ranks in FP8, by model.
-        saves_checkpoint: whether the save in progress is a checkpoint for resuming training.
     """
-
-    saves_checkpoint = False
 
     def __init__(self, config: FP8Config) -> None:
         self.config = config
@@ -182,14 +181,26 @@ class Preparation:
                 name = type(model).__name__.removeprefix("FSDP")
                 log_visibly(f"FP8: {name}, prepared with evaluation_mode=True: {report}")
 
-    @contextlib.contextmanager
-    def saving_checkpoint(self, is_one: bool) -> Iterator[None]:
-        """Remember in this context whether the save is a checkpoint for resuming training."""
-        self.saves_checkpoint = is_one
-        try:
-            yield
-        finally:
-            self.saves_checkpoint = False
+    def save(
+        self, models: Sequence[nn.Module], folder: str, process_index: int, is_main: bool
+    ) -> None:
+        """Save beside a checkpoint what stock hosts do not: histories and monitors."""
+        save_history(models, folder, process_index)
+        self.monitoring.save(folder, is_main)
+
+    def load(
+        self, models: Sequence[nn.Module], optimizers: Iterable[Any], folder: str, index: int
+    ) -> None:
+        """Load the result of `save`, and step counts from a folder of shards.
+
+        Args:
+            models, optimizers: those of the checkpoint, in order.
+            folder: the checkpoint.
+            index: the index of this process among all.
+        """
+        load_history(models, folder, index)
+        adopt_sharded(models, optimizers, folder)
+        self.monitoring.load(folder)
 
     @contextlib.contextmanager
     def collected(self, accelerator: Any) -> Iterator[None]:
@@ -287,7 +298,8 @@ def _forwards_reachable(model: nn.Module) -> Iterator[None]:
     hooked = [
         module
         for module in model.modules()
-        if is_linear(module) and _old_forward(module) is type(module).forward
+        if is_linear(module)
+        and getattr(vars(module).get("_old_forward"), "__func__", None) is type(module).forward
     ]
     forwards = [module.__dict__.pop("forward") for module in hooked]
     try:
@@ -296,7 +308,3 @@ def _forwards_reachable(model: nn.Module) -> Iterator[None]:
         for module, forward in zip(hooked, forwards, strict=True):
             module.__dict__["_old_forward"] = MethodType(type(module).forward, module)
             module.__dict__["forward"] = forward
-
-
-def _old_forward(module: nn.Module) -> Any:
-    return getattr(module.__dict__.get("_old_forward"), "__func__", None)

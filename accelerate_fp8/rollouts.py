@@ -101,7 +101,8 @@ def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
         result = original(*args, **kwargs)
         logprobs = result[2]
         if logprobs is not None:
-            state.sampled = [[_number(token[0]) for token in row] for row in logprobs]
+            chosen = [[token[0] for token in row] for row in logprobs]
+            state.sampled = [[math.nan if p is None else p for p in row] for row in chosen]
         return result
 
     generation.logprobs, vars(generation)["generate"] = 0, generate
@@ -212,10 +213,6 @@ def _padded(rows: Logprobs, like: Tensor) -> Tensor:
     for i, row in enumerate(rows[: len(padded)]):
         padded[i, : len(row)] = torch.tensor(row[: padded.shape[1]], dtype=torch.float32)
     return padded.to(like.device)
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def _unmeasured(trainer: Any, reason: str) -> None:

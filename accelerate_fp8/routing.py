@@ -13,6 +13,7 @@ Legend: T tokens, k experts per token, E experts, L routers.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,11 @@ class RoutingRecord:
     def __init__(self, names: list[str]) -> None:
         self.choices: dict[str, list[Tensor]] = {name: [] for name in names}
 
+    def keep(self, name: str, own: Tensor) -> Tensor:
+        """Record a router's own choice (T, k), and return it."""
+        self.choices[name].append(own.detach().clone())
+        return own
+
     def indices(self, batch_size: int = 1) -> Tensor:
         """Return all choices (batch, tokens, L, k), the argument of `routing_replay`.
 
@@ -124,10 +130,26 @@ class RoutingReplay:
         self.differing: dict[str, Tensor] = {}
         self.decisions: dict[str, Tensor] = {}
 
-    def add(self, name: str, differing: Tensor, decisions: Tensor) -> None:
-        """Add the choices of one forward."""
-        self.differing[name] = self.differing.get(name, 0) + differing
-        self.decisions[name] = self.decisions.get(name, 0) + decisions
+    def choose(self, router: Router, indices: Tensor, own: Tensor) -> Tensor:
+        """Replace a router's own choice by the given experts (T, k), and count the differences."""
+        name, shape = router.name, tuple(indices.shape)
+        if shape != tuple(own.shape):
+            raise ValueError(
+                f"routing_replay has experts of (tokens, k) = {shape} for the router '{name}', "
+                f"which chooses {tuple(own.shape)}"
+            )
+        given = indices.to(own.device, torch.long)
+        replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)
+        taken = torch.where(replayed, given, own)
+        if torch._C._current_graph_task_id() == -1:  # a checkpoint's recomputation counts nothing
+            new = (own[:, :, None] != taken[:, None, :]).all(2)  # (T, k)
+            differing, decisions = new.sum(), replayed.sum() * own.shape[1]
+            self.differing[name] = self.differing.get(name, 0) + differing
+            self.decisions[name] = self.decisions.get(name, 0) + decisions
+            counter = getattr(getattr(router.experts, "fp8", None), "tokens", None)
+            if counter is not None:  # a monitor watches these experts
+                counter.add_decisions(differing, decisions)
+        return taken
 
     def share(self, name: str | None = None) -> float:
         """Return the share (0 to 1) of choices that differ; this synchronizes with the device.
@@ -142,8 +164,8 @@ class RoutingReplay:
         return different / of_all if of_all else 0.0
 
 
-class _Watched:
-    """Hooks on a router that intercept its choice, for `record_routing` and `routing_replay`.
+class _Watched(TorchFunctionMode):
+    """Hooks on a router that replace its choice while its forward runs.
 
     Args:
         router: router to hook.
@@ -151,13 +173,12 @@ class _Watched:
     """
 
     def __init__(self, router: Router, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
         self.router, self.choose = router, choose
-        self.ended = False
-        self._mode: _Interception | None = None
-        module = router.module
+        self.ended = self.runs = self.chosen = False
         self._handles = [
-            module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, always_call=True),
+            router.module.register_forward_pre_hook(self._before),
+            router.module.register_forward_hook(self._after, always_call=True),
         ]
 
     def _before(self, module: nn.Module, args: Any) -> None:
@@ -169,35 +190,19 @@ class _Watched:
                 )
             self.remove()  # a new forward, after the replay has ended
             return
-        self._mode = _Interception(self.router.num_experts, self.choose)
-        self._mode.__enter__()
+        self.runs, self.chosen = True, False
+        self.__enter__()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode, self._mode = self._mode, None
-        if mode is None:
+        if not self.runs:
             return
-        mode.__exit__(None, None, None)
-        if output is not None and not mode.chosen:
+        self.runs = False
+        self.__exit__(None, None, None)
+        if output is not None and not self.chosen:
             raise ValueError(
                 f"the router '{self.router.name}' ({type(module).__name__}) chooses its experts "
                 "without torch.topk over all of them: its choices are neither recorded nor replayed"
             )
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-class _Interception(TorchFunctionMode):
-    """Replaces the choice of a router while its forward runs."""
-
-    def __init__(self, num_experts: int, choose: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.num_experts, self.choose, self.chosen = num_experts, choose, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -206,13 +211,21 @@ class _Interception(TorchFunctionMode):
         if func not in _TOPK:
             return result
         scores = args[0] if args else (kwargs or {})["input"]
-        if scores.ndim != 2 or scores.shape[1] != self.num_experts:
+        if scores.ndim != 2 or scores.shape[1] != self.router.num_experts:
             return result  # a choice among groups of experts
         self.chosen = True
         taken = self.choose(result.indices)
         if taken is result.indices:
             return result
         return torch.return_types.topk((scores.gather(1, taken), taken))  # (T, k) each
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 @contextlib.contextmanager
@@ -231,14 +244,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     routers = find_routers(model)
     record = RoutingRecord([router.name for router in routers])
 
-    def keep(name: str) -> Callable[[Tensor], Tensor]:
-        def choose(own: Tensor) -> Tensor:
-            record.choices[name].append(own.detach().clone())
-            return own
-
-        return choose
-
-    watched = [_Watched(router, keep(router.name)) for router in routers]
+    watched = [_Watched(router, partial(record.keep, router.name)) for router in routers]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield record
@@ -272,7 +278,7 @@ def routing_replay(
     replay = RoutingReplay()
     given = _by_router(routers, indices)
     watched = [
-        _Watched(router, _Replayed(router, given[router.name], replay))
+        _Watched(router, partial(replay.choose, router, given[router.name]))
         for router in routers
         if router.name in given
     ]
@@ -282,32 +288,6 @@ def routing_replay(
     finally:
         for each in watched:
             each.ended = True
-
-
-class _Replayed:
-    """Replaces a router's choice by given experts, and counts the differences."""
-
-    def __init__(self, router: Router, indices: Tensor, replay: RoutingReplay) -> None:
-        self.router, self.indices, self.replay = router, indices, replay
-
-    def __call__(self, own: Tensor) -> Tensor:
-        name, shape = self.router.name, tuple(self.indices.shape)
-        if shape != tuple(own.shape):
-            raise ValueError(
-                f"routing_replay has experts of (tokens, k) = {shape} for the router '{name}', "
-                f"which chooses {tuple(own.shape)}"
-            )
-        given = self.indices.to(own.device, torch.long)
-        replayed = (given >= 0).all(1, keepdim=True)  # (T, 1)
-        taken = torch.where(replayed, given, own)
-        if torch._C._current_graph_task_id() == -1:  # a checkpoint's recomputation counts nothing
-            new = (own[:, :, None] != taken[:, None, :]).all(2)  # (T, k)
-            differing, decisions = new.sum(), replayed.sum() * own.shape[1]
-            self.replay.add(name, differing, decisions)
-            counter = getattr(getattr(self.router.experts, "fp8", None), "tokens", None)
-            if counter is not None:  # a monitor watches these experts
-                counter.add_decisions(differing, decisions)
-        return taken
 
 
 def _by_router(routers: list[Router], indices: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:

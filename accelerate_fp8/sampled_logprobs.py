@@ -53,7 +53,9 @@ class SampledLogprobs:
             self._requests = logprobs if asks is not None else None
             return outputs
 
-        handle = _innermost(model).register_forward_hook(self._note, with_kwargs=True)
+        base = getattr(model, "get_base_model", None)
+        inner: nn.Module = base() if callable(base) else model
+        handle = inner.register_forward_hook(self._note, with_kwargs=True)
         if original is not None:
             vars(model)["generate_batch"] = generate_batch
         if asks is not None:
@@ -112,10 +114,3 @@ class SampledLogprobs:
                 rows = values[:, first : first + steps].tolist()
                 return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
         return None
-
-
-def _innermost(model: Any) -> nn.Module:
-    """Return the transformers model whose forward ``generate`` calls."""
-    base = getattr(model, "get_base_model", None)
-    inner: nn.Module = base() if callable(base) else model
-    return inner

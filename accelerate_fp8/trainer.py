@@ -13,10 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.backend import SAMPLES, holding, is_engine_chosen
+from accelerate_fp8.backend import RESUMABLE, SAMPLES, holding, is_engine_chosen
 from accelerate_fp8.export import bound_arguments, save_exported
-from accelerate_fp8.fsdp import adopt_sharded
-from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
 from torch_fp8.checkpoint.save_dequantized import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.optim.whole_weights import whole_weights
@@ -63,17 +61,16 @@ def create_accelerator(original: Any, self: Any) -> None:
 def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
     """Extend ``Trainer._save_optimizer_and_scheduler``: also save delayed scaling's history."""
     original(self, output_dir)
-    save_history([self.model], output_dir, self.args.process_index)
-    preparation_of(self.accelerator).monitoring.save(output_dir, self.args.should_save)
+    where = output_dir, self.args.process_index, self.args.should_save
+    preparation_of(self.accelerator).save([self.model], *where)
 
 
 def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
     """Extend ``Trainer._load_optimizer_and_scheduler``: also load delayed scaling's history."""
     original(self, checkpoint)
     if checkpoint is not None:
-        load_history([self.model], checkpoint, self.args.process_index)
-        adopt_sharded([self.model], [self.optimizer], checkpoint)
-        preparation_of(self.accelerator).monitoring.load(checkpoint)
+        own = [self.model], [self.optimizer], checkpoint, self.args.process_index
+        preparation_of(self.accelerator).load(*own)
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -84,10 +81,10 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
     if not self.args.should_save:
         original(self, output_dir, state_dict)
         return
-    with (
-        preparation_of(self.accelerator).saving_checkpoint(_is_resumed_from(output_dir)),
-        whole_weights(self.model),
-    ):
+    # The Trainer resumes from folders of this name.
+    name = "" if output_dir is None else Path(output_dir).name
+    resumable = name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+    with holding(RESUMABLE, resumable), whole_weights(self.model):
         original(self, output_dir, state_dict)
 
 
@@ -144,11 +141,6 @@ def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module
     sharded: nn.Module = original(model, accelerator)
     preparation.connect_sharded(model, sharded, evaluation_mode=True)
     return sharded
-
-
-def _is_resumed_from(folder: str | None) -> bool:
-    """Return whether the Trainer resumes from folders of this name."""
-    return folder is not None and Path(folder).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
 def warn_once(message: str) -> None:

@@ -4,6 +4,7 @@ If torch's autoload of extensions is on, the flag works without any import. If i
 this package, before or after Lightning, to register the flag.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import _fp8_autoload
@@ -21,21 +22,11 @@ _fp8_autoload.load("lightning_fp8")
 
 def __getattr__(name: str) -> Any:
     # Lazily, because Lightning's import also imports this module in runs without FP8.
-    if name == "FP8Precision":
-        from lightning_fp8.precision import FP8Precision
-
-        return FP8Precision
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = {"FP8Config": "torch_fp8", "FP8FSDPStrategy": "lightning_fp8.fsdp"}
+    homes |= {"FP8Monitor": "lightning_fp8.monitoring", "FP8Precision": "lightning_fp8.precision"}
+    module = import_module(homes[name])
     if name == "FP8FSDPStrategy":
-        from lightning_fp8.fsdp import FP8FSDPStrategy, register_as_strategy
-
-        register_as_strategy()
-        return FP8FSDPStrategy
-    if name == "FP8Monitor":
-        from lightning_fp8.monitoring import callback_class
-
-        return callback_class()
-    if name == "FP8Config":
-        from torch_fp8 import FP8Config
-
-        return FP8Config
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module.register_as_strategy()
+    return module.callback_class() if name == "FP8Monitor" else getattr(module, name)

@@ -12,11 +12,12 @@ it changes anything.
 """
 
 import contextlib
-import functools
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Union, get_args
+
+from _fp8_points import POINTS, refusal, refuse_when, wrap
 
 PRECISION = "fp8-mixed"
 # Near misses of the precision's name, in lower case without hyphens and underscores.
@@ -43,7 +44,7 @@ def extend_precision_choices(module: Any) -> None:
     imported first, it is too late to replace them; then the type, which all copies share, is
     changed in place.
     """
-    if _too_old(module):
+    if refusal(module.__name__.partition(".")[0]):
         with contextlib.suppress(AttributeError):  # so that the connector raises the refusal
             _add_choice(module)
         return
@@ -64,93 +65,59 @@ def _add_choice(module: Any) -> None:
     module._PRECISION_INPUT = Union[tuple(extended if p == literal else p for p in parts)]  # noqa: UP007
 
 
-def extend_fabric_connector(module: ModuleType) -> None:
-    """Make Fabric's connector accept ``fp8-mixed`` and `FP8Precision`."""
-    _extend_connector(module, "_Connector", "_precision_input", "_precision_instance")
-
-
-def extend_trainer_connector(module: ModuleType) -> None:
-    """Make the Trainer's connector accept ``fp8-mixed`` and `FP8Precision`."""
-    _extend_connector(module, "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
-
-
-def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -> None:
-    """Wrap the connector's ``__init__`` and ``_check_and_init_precision``.
-
-    Args:
-        module: the module that defines the connector.
-        name: the name of the connector's class.
-        flag: the attribute that holds the precision string.
-        instance: the attribute that holds the user's plugin, or None.
-    """
-    too_old = _too_old(module)
+def extend_connector(module: ModuleType) -> None:
+    """Make the connector of Fabric or of the Trainer accept ``fp8-mixed`` and `FP8Precision`."""
+    too_old = refusal(module.__name__.partition(".")[0])
     if too_old is not None:
-        _refuse_when_asked(getattr(module, name), too_old)
+        name = next(iter(POINTS[module.__name__]))
+        refuse_when(lambda _, args, kwargs: _asks_for_fp8(kwargs), module, name, too_old)
         return
     try:
-        connector = getattr(module, name)
-        init, check = connector.__init__, connector._check_and_init_precision
+        wrap(module, __name__, lambda *_: True)
     except AttributeError:
         _withdraw_choice(module)
         raise
-    if hasattr(check, "_fp8_original"):
-        return
-    plugin_module = PLUGINS[module.__name__]
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # The environment may have requested FP8 after torch was imported.
-        import_module("_fp8_autoload").load("lightning_fp8")
-        for name in {"plugins", "strategy"} & kwargs.keys():
-            kwargs[name] = _for_host(plugin_module, kwargs[name])
-        _refuse_nearly(kwargs.get("precision"))
-        _refuse_deepspeed(kwargs)
-        init(self, *args, **kwargs)
-
-    @functools.wraps(check)
-    def _check_and_init_precision(self: Any) -> Any:
-        plugin = getattr(self, instance, None)
-        if plugin is None and getattr(self, flag, None) == PRECISION:
-            plugin = import_module(plugin_module).FP8Precision()
-        plugin = _for_host(plugin_module, plugin)
-        if _class_of_ours(plugin) is None:
-            if _class_of_ours(self.strategy) is not None:
-                raise ValueError(
-                    "FP8FSDPStrategy only supports FP8: set precision='fp8-mixed' or "
-                    "plugins=[FP8Precision(...)]; without FP8 use ModelParallelStrategy"
-                )
-            return check(self)
-        plugin.attach(self.strategy, self.accelerator)
-        return plugin
-
-    _replace(connector, "__init__", __init__, init)
-    _replace(connector, "_check_and_init_precision", _check_and_init_precision, check)
 
 
-def _too_old(module: ModuleType) -> str | None:
-    return import_module("lightning_fp8._versions").refusal(module.__name__.partition(".")[0])
+def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Extend a connector's ``__init__``: replace our requests, and refuse early what cannot run."""
+    # The environment may have requested FP8 after torch was imported.
+    import_module("_fp8_autoload").load("lightning_fp8")
+    for name in {"plugins", "strategy"} & kwargs.keys():
+        kwargs[name] = _for_host(PLUGINS[original.__module__], kwargs[name])
+    _refuse_nearly(kwargs.get("precision"))
+    strategy = kwargs.get("strategy")
+    if isinstance(strategy, str) and strategy.startswith("deepspeed") and _asks_for_fp8(kwargs):
+        # Before the host imports a library that cannot run FP8 anyway.
+        import_module("lightning_fp8.strategies").refuse_strategy("DeepSpeedStrategy")
+    original(self, *args, **kwargs)
 
 
-def _refuse_when_asked(connector: Any, line: str) -> None:
-    """Make the `connector` of an old Lightning raise `line` if FP8 is requested."""
-    init = connector.__init__
-    if hasattr(init, "_fp8_original"):
-        return
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if _asks_for_fp8(kwargs) or _class_of_ours(kwargs.get("strategy")):
-            raise ImportError(line)
-        init(self, *args, **kwargs)
-
-    _replace(connector, "__init__", __init__, init)
+def check_and_init_precision(original: Any, self: Any) -> Any:
+    """Extend a connector's ``_check_and_init_precision``: return our plugin if it is requested."""
+    own, plugin_module = vars(self), PLUGINS[original.__module__]
+    # Fabric's and the Trainer's attributes for the user's plugin and the precision.
+    plugin = own.get("_precision_instance") or own.get("_precision_plugin_flag")
+    if plugin is None and PRECISION in (own.get("_precision_input"), own.get("_precision_flag")):
+        plugin = import_module(plugin_module).FP8Precision()
+    plugin = _for_host(plugin_module, plugin)
+    if _class_of_ours(plugin) is None:
+        if _class_of_ours(self.strategy) is not None:
+            raise ValueError(
+                "FP8FSDPStrategy only supports FP8: set precision='fp8-mixed' or "
+                "plugins=[FP8Precision(...)]; without FP8 use ModelParallelStrategy"
+            )
+        return original(self)
+    plugin.attach(self.strategy, self.accelerator)
+    return plugin
 
 
 def _asks_for_fp8(given: dict[str, Any]) -> bool:
-    """Return whether a host's arguments request FP8 by the flag or the plugin."""
+    """Return whether a host's arguments request FP8 by the flag, the plugin or the strategy."""
     plugins = given.get("plugins")
     listed = plugins if isinstance(plugins, list) else [plugins]
-    return given.get("precision") == PRECISION or any(map(_class_of_ours, listed))
+    ours = any(map(_class_of_ours, [*listed, given.get("strategy")]))
+    return ours or given.get("precision") == PRECISION
 
 
 def _refuse_nearly(precision: object) -> None:
@@ -159,18 +126,6 @@ def _refuse_nearly(precision: object) -> None:
         return
     if precision.lower().replace("-", "").replace("_", "") in _NEARLY:
         raise ValueError(f"precision={precision!r} is unknown; did you mean {PRECISION!r}?")
-
-
-def _refuse_deepspeed(given: dict[str, Any]) -> None:
-    """Raise ValueError before the host imports a library that cannot run FP8 anyway."""
-    strategy = given.get("strategy")
-    if _asks_for_fp8(given) and isinstance(strategy, str) and strategy.startswith("deepspeed"):
-        import_module("lightning_fp8.strategies").refuse_strategy("DeepSpeedStrategy")
-
-
-def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:
-    wrapper._fp8_original = original
-    setattr(owner, name, wrapper)
 
 
 def _for_host(plugin_module: str, given: Any) -> Any:

@@ -18,16 +18,15 @@ from lightning_fp8.set_up_module import SetUpModule, refusal
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.optim.whole_weights import whole_weights
 
-_METHODS = (
-    "setup_module_and_optimizers",
-    "setup_module",
-    "setup_optimizer",
-    "get_module_state_dict",
-)
-
 
 class FabricPrecision(MonitoredPrecision, HostPrecision):
     """The part of Fabric's plugins: models come one by one, and optimizers later."""
+
+    wrapped = (
+        *HostPrecision.wrapped,
+        *("setup_module_and_optimizers", "setup_module", "setup_optimizer"),
+        "get_module_state_dict",
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,13 +52,6 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         if not self.runs_fp8 and self._live():
             raise refusal("; ".join(str(converted.report) for converted in self._live()))
         return super().pre_backward(tensor, module)
-
-    def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does; also observe modules and optimizers."""
-        super().attach(strategy, accelerator)
-        for name in _METHODS:
-            # Only picklable functions, because ddp_spawn pickles the strategy.
-            setattr(strategy, name, functools.partial(getattr(self, f"_{name}"), strategy))
 
     def forward_context(self) -> Any:
         """Enter autocast; a model's first forward logs its start-up summary at the latest."""

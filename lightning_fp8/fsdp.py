@@ -13,6 +13,7 @@ embeddings return float32.
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -211,29 +212,18 @@ class TrainerStrategy(HostStrategy):
             if not isinstance(child, FSDPModule):
                 child.to(self.root_device)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, name: str, context: str, *args: Any, **kwargs: Any) -> Any:
         """Step as the host does, through the hooks of a LightningModule that is its own root."""
-        return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `training_step` does."""
-        return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `training_step` does."""
-        return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as `training_step` does."""
-        return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
-
-    def _step(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.lightning_module
         if not isinstance(module, FSDPModule):
             return getattr(super(), name)(*args, **kwargs)
-        with context():
-            redirect = self._forward_redirection
-            return redirect(module, module, name, *args, **kwargs)
+        with getattr(self.precision_plugin, context)():
+            return self._forward_redirection(module, module, name, *args, **kwargs)
+
+    training_step = partialmethod(_step, "training_step", "train_step_context")
+    validation_step = partialmethod(_step, "validation_step", "val_step_context")
+    test_step = partialmethod(_step, "test_step", "test_step_context")
+    predict_step = partialmethod(_step, "predict_step", "predict_step_context")
 
 
 class FabricStrategy(HostStrategy):

@@ -97,6 +97,8 @@ class HostPrecision(FP8Precision):
     warn: ClassVar[Any]
     runs_fp8 = False
     """Whether a module with FP8 layers was converted."""
+    wrapped: ClassVar[tuple[str, ...]] = ("setup_environment", "load_checkpoint")
+    """The methods of the strategy that methods of this class, with an underscore, replace."""
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         super().__init__(config, **options)
@@ -126,10 +128,9 @@ class HostPrecision(FP8Precision):
         # By the class's name, because accelerators have no `name` before Lightning 2.5.
         name = type(accelerator).__name__.removesuffix("Accelerator").lower()
         self.device = name if name in ("cpu", "mps") else "cuda"
-        # After setup_environment ranks can communicate, but have not yet. Only picklable
-        # functions, because ddp_spawn pickles the strategy.
-        strategy.setup_environment = functools.partial(self._setup_environment, strategy)
-        strategy.load_checkpoint = functools.partial(self._load_checkpoint, strategy)
+        for method in self.wrapped:
+            # Only picklable functions, because ddp_spawn pickles the strategy.
+            setattr(strategy, method, functools.partial(getattr(self, f"_{method}"), strategy))
 
     def _setup_environment(self, strategy: Any) -> None:
         """Set up the environment as the strategy does, then compare the ranks' configurations.
@@ -192,10 +193,10 @@ class HostPrecision(FP8Precision):
         states = [self._history(converted) for converted in self._live()]
         if not any(states):
             return {}
-        if not in_several_ranks():
-            return {"scaling": [states]}
-        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(of_ranks, states)
+        of_ranks: list[Any] = [states]
+        if in_several_ranks():
+            of_ranks = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(of_ranks, states)
         return {"scaling": of_ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ A Trainer creates the optimizers itself, after the model was set up, and connect
 plugin. When it tears down, every weight gets the user's dtype back.
 """
 
-import functools
 import weakref
 from typing import Any
 
@@ -21,13 +20,9 @@ from torch_fp8.optim.whole_weights import whole_weights
 class TrainerPrecision(MonitoredPrecision, HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
-    def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does; also wrap how `strategy` saves weights."""
-        super().attach(strategy, accelerator)
-        # Only picklable functions, because ddp_spawn pickles the strategy.
-        strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
+    wrapped = (*HostPrecision.wrapped, "lightning_module_state_dict")
 
-    def _saved(self, strategy: Any) -> dict[str, Any]:
+    def _lightning_module_state_dict(self, strategy: Any) -> dict[str, Any]:
         """Return the strategy's ``lightning_module_state_dict``, with joined weights."""
         original = type(strategy).lightning_module_state_dict
         with whole_weights(strategy.lightning_module):
@@ -116,24 +111,21 @@ def _wait() -> None:
 
 def _refuse_release(gradient_release: bool, module: Any) -> None:
     """Raise ValueError if gradient release is on and the loop needs gradients after backward."""
-    if not gradient_release:
-        return
     trainer = module.trainer
+    clip, count = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     accumulates = any(
         callback.going_to_accumulate_grad_batches()
         for callback in trainer.callbacks
         if hasattr(callback, "going_to_accumulate_grad_batches")
     )
-    reason = None
-    if not module.automatic_optimization:
-        reason = "manual optimization"
-    elif trainer.gradient_clip_val:
-        reason = f"Trainer(gradient_clip_val={trainer.gradient_clip_val})"
-    elif trainer.accumulate_grad_batches > 1:
-        reason = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
-    elif accumulates:
-        reason = "GradientAccumulationScheduler"
-    if reason is not None:
+    reasons = {
+        "manual optimization": not module.automatic_optimization,
+        f"Trainer(gradient_clip_val={clip})": clip,
+        f"Trainer(accumulate_grad_batches={count})": count > 1,
+        "GradientAccumulationScheduler": accumulates,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if gradient_release and reason is not None:
         raise ValueError(
             f"{RELEASE} cannot be combined with {reason}: each gradient is used and freed in "
             "backward; leave one of them out"

@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8", "_fp8_command"},
     "torch_fp8_tools": {"torch", "torch_fp8", "torch_fp8_tools", "_fp8_points"},
     "lightning_fp8": {
-        *("torch", "torch_fp8", "lightning_fp8", "_fp8_autoload"),
+        *("torch", "torch_fp8", "lightning_fp8", "_fp8_autoload", "_fp8_points"),
         *("lightning", "lightning_fabric", "pytorch_lightning"),
     },
     "accelerate_fp8": {

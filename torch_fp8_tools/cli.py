@@ -3,9 +3,9 @@
 A sub-command imports what it needs when it runs, so that ``torch-fp8 --help`` is fast.
 
 Exit status: 0 success, 1 failure, 2 usage error, 130 interrupted. A sub-command calls
-``set_defaults`` with the function to ``run``, the exceptions that are usage errors (``mistakes``),
-further expected exceptions beside OSError (``failures``), and ``is_whole`` if it writes all of its
-output or nothing.
+``set_defaults`` with the function to ``run``, and with what differs from the defaults: the
+exceptions that are usage errors (``mistakes``), other expected exceptions (``failures``), and
+``is_whole`` if it writes all of its output or nothing.
 """
 
 import argparse
@@ -52,16 +52,15 @@ def _run(arguments: Sequence[str] | None) -> int:
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        whole = getattr(options, "is_whole", False)
-        print("interrupted" + ": nothing was written" * whole, file=sys.stderr)
+        print("interrupted" + ": nothing was written" * options.is_whole, file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader closed the pipe
         _drop_output()
         return 1
-    except getattr(options, "mistakes", ()) as error:
+    except options.mistakes as error:
         print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
         return 2
-    except (OSError, *getattr(options, "failures", ())) as error:  # a full disk, for example
+    except (OSError, *options.failures) as error:  # a full disk, for example
         print(f"torch-fp8 {options.command}: {error}", file=sys.stderr)
         _drop_output()
         return 1
@@ -113,6 +112,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="torch-fp8", description="FP8 training on this machine.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    failures = ImportError, RuntimeError
+    parser.set_defaults(mistakes=(ValueError, TypeError), failures=failures, is_whole=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     env_command.add_parser(commands)
     export_command.add_parser(commands)

@@ -69,7 +69,7 @@ def test_other_backends_and_other_questions_are_as_in_stock(monkeypatch):
     asked: list[tuple[str, list[str], int]] = []
     rows = [0, 1, 2, 3, 1]
     monkeypatch.setattr(cluster, "_ask_options", ask)
-    _register.extend_config_questions(cluster)
+    _register.extend(cluster)
     theirs = ["ao", "te", "msamp"]
     question = ("Which FP8 backend?", theirs, cluster._convert_fp8_backend)
     assert [cluster._ask_options(*question) for _ in range(4)] == ["TORCH_FP8", "AO", "TE", "MSAMP"]

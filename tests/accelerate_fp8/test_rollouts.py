@@ -170,7 +170,7 @@ def test_another_version_of_trl_is_told_of(lab, said):
 
     module = types.ModuleType("trl.trainer.grpo_trainer")
     vars(module)["GRPOTrainer"] = GRPOTrainer
-    _register.extend_rollouts(module)
+    _register.extend(module)
     other = GRPOTrainer()
     for _ in range(2):
         other.log({})

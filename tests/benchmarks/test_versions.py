@@ -2,15 +2,15 @@
 
 import importlib.metadata
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from accelerate_fp8._versions import TRIED
+from _fp8_points import TRIED
 from benchmarks import versions
 from benchmarks.rows import read_rows
-from lightning_fp8 import _versions as lightning_versions
 from torch_fp8.ops.hardware import check_device, runs_natively
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -38,10 +38,6 @@ def test_the_examples_pin_transformers_that_were_tried():
 
 
 def test_what_is_said_at_run_time_is_what_was_tried():
-    assert versions.tried(ROWS, "lightning") == (
-        lightning_versions.LOWEST,
-        lightning_versions.HIGHEST,
-    )
     assert {host: versions.tried(ROWS, host) for host in TRIED} == TRIED
 
 
@@ -60,7 +56,7 @@ def test_documents_show_the_rows():
     shown = (ROOT / "docs" / "versions.md").read_text().split(versions.MARK)
     assert len(shown) == 3
     assert shown[1].strip() == versions.table(ROWS).strip()
-    for host in ("lightning", *TRIED, "torch", "python"):
+    for host in (*TRIED, "torch", "python"):
         lowest, highest = versions.tried(ROWS, host)
         name = "Python" if host == "python" else host
         tried = f"{re.escape(lowest)} to {re.escape(highest)}"
@@ -70,10 +66,43 @@ def test_documents_show_the_rows():
 
 def test_every_host_has_its_newest_release_of_today_in_the_table():
     """At least: what is installed here, which is what the other tests run with."""
-    for host in ("lightning", *TRIED):
+    for host in TRIED:
         installed = importlib.metadata.version(host)
         highest = versions.tried(ROWS, host)[1]
         assert versions.minor(installed) <= versions.minor(highest), host
+
+
+def test_the_newest_releases_are_those_after_what_was_tried():
+    hosts = [part.partition("-")[0] for part in versions.NEWEST]
+    assert set(hosts) == {*TRIED, "torch"}
+    for part, host in zip(versions.NEWEST, hosts, strict=True):
+        highest = versions.tried(ROWS, host)[1]
+        asked = versions.requirements(versions.parse(part))
+        assert asked[0] == f"{host}>={versions.after(highest)}"
+
+
+@pytest.mark.parametrize(
+    ("message", "result", "status"),
+    [
+        ("ERROR: No matching distribution found for torch>=2.99", "none newer", 0),
+        ("ERROR: No space left on device", "not installed", 1),
+    ],
+)
+def test_that_nothing_newer_exists_is_no_failure(
+    message, result, status, tmp_path, monkeypatch, capsys
+):
+    def refuse(*_):
+        raise subprocess.CalledProcessError(1, ["pip"], stderr=message)
+
+    monkeypatch.setattr(versions, "NEWEST", ("torch-newest",))
+    monkeypatch.setattr(versions, "make_environment", refuse)
+    monkeypatch.setattr(versions, "snapshot", lambda folder: folder)
+    path = tmp_path / "rows.csv"
+    with pytest.raises(SystemExit) as ended:
+        versions.main(["--parts", "newest", "--csv", str(path)])
+    assert ended.value.code == status
+    assert f"torch-newest: {result}" in capsys.readouterr().out
+    assert path.exists() == bool(status)
 
 
 def test_the_lowest_the_default_and_the_highest_torch_are_in_the_matrix():

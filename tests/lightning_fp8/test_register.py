@@ -93,12 +93,9 @@ def test_choices_hold_ours_once_and_all_of_the_host(package):
 def test_connectors_keep_the_original_and_are_wrapped_once(connector):
     module = importlib.import_module(connector)
     name = "_Connector" if "fabric" in connector else "_AcceleratorConnector"
-    extend = _register.extend_fabric_connector
-    if "trainer" in connector:
-        extend = _register.extend_trainer_connector
     cls = getattr(module, name)
     before = cls.__init__, cls._check_and_init_precision
-    extend(module)
+    _register.extend_connector(module)
     assert (cls.__init__, cls._check_and_init_precision) == before
     for wrapped in before:
         assert wrapped._fp8_original.__module__ == connector
@@ -148,7 +145,7 @@ def test_missing_connector_takes_the_choice_back():
     module = types.ModuleType("lightning.fabric.connector")
     module._PRECISION_INPUT_STR = literal
     with pytest.raises(AttributeError, match="_Connector"):
-        _register.extend_fabric_connector(module)
+        _register.extend_connector(module)
     assert get_args(literal) == ("bf16-mixed", "32-true")
 
 

@@ -10,7 +10,8 @@ import pytorch_lightning
 import torch
 from torch import nn
 
-from lightning_fp8 import FP8Config, FP8Precision, _register, _versions
+import _fp8_points
+from lightning_fp8 import FP8Config, FP8Precision, _register
 
 HOSTS = [
     lightning.pytorch.Trainer,
@@ -23,7 +24,7 @@ each_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.__modul
 
 @pytest.fixture
 def too_old(monkeypatch):
-    monkeypatch.setattr(_versions, "version", lambda name: "2.2.5")
+    monkeypatch.setattr(_fp8_points, "version", lambda name: "2.2.5")
 
 
 @pytest.mark.parametrize("connector", _register.PLUGINS)
@@ -38,9 +39,8 @@ def test_an_old_lightning_says_so_when_it_is_asked_for_fp8(connector, monkeypatc
             made.append(kwargs)
 
     monkeypatch.setattr(module, name, Old)
-    extend = "extend_fabric_connector" if "fabric" in connector else "extend_trainer_connector"
     for _ in range(2):
-        getattr(_register, extend)(module)
+        _register.extend_connector(module)
     Old(precision="bf16-mixed", plugins=None, strategy="auto")
     package = connector.partition(".")[0].replace("_", "-")
     line = rf"supports {package} [\d.]+ to [\d.]+, found 2.2.5: pip install '{package}>=[\d.]+'"

@@ -11,14 +11,14 @@ FAULTS = [
         "    return _multiply(a, b, *options).contiguous()\n",
         "    output = _multiply(a, b, *options)\n"
         "    return (output * 1.08 if len(output) == 1 else output).contiguous()\n",
-        f"{_SMOKE}::test_each_recipe_reaches_its_floors",
+        f"{_SMOKE}::test_a_wrong_output_of_one_token_is_told",
     ),
     Fault(
         "a cast cuts off half of its range",
         "torch_fp8/ops/quantize.py",
         "((x / scale).clamp(-format.max, format.max)",
         "((x / scale).clamp(-format.max / 2, format.max / 2)",
-        f"{_SMOKE}::test_each_recipe_reaches_its_floors",
+        f"{_SMOKE}::test_a_wrong_output_of_one_token_is_told",
     ),
     Fault(
         "a frozen weight is multiplied with a wrong scale",

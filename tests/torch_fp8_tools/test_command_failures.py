@@ -92,6 +92,7 @@ BROKEN = {
     "a list": {"config.json": b"[1]"},
     "null": {"config.json": b"null"},
     "no type": {"config.json": b'{"a": 1}'},
+    "no class": {"config.json": b'{"architectures": ["NoSuchModel"]}'},
     "unknown type": {"config.json": b'{"model_type": "nonesuch"}'},
     "sizes in words": {"config.json": json.dumps({**LLAMA, "hidden_size": "wide"}).encode()},
     "no heads": {"config.json": json.dumps({**LLAMA, "num_attention_heads": 0}).encode()},

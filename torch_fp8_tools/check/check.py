@@ -13,8 +13,8 @@ from torch import nn
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import conversion_report
 from torch_fp8_tools.check.batches import batches_of_file, random_batches
-from torch_fp8_tools.check.measure import measure
-from torch_fp8_tools.check.measure_experts import watched_experts
+from torch_fp8_tools.check.measure import LayerRows, down_projections
+from torch_fp8_tools.check.measure_experts import expert_rows
 from torch_fp8_tools.check.proposal import FINER, Proposal, propose
 from torch_fp8_tools.check.table import text_of
 from torch_fp8_tools.env.cards import usable_device
@@ -91,17 +91,19 @@ def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:
     return batches_of_file(options.data, tokenizer, *shape, options.field)
 
 
-def _proposal(
-    model: nn.Module, batches: list[torch.Tensor], options: argparse.Namespace
-) -> Proposal:
+@torch.no_grad()
+def _proposal(model: Any, batches: list[torch.Tensor], options: argparse.Namespace) -> Proposal:
     report = conversion_report(model, FP8Config(recipe=options.recipe, emulate=True))
-
-    def forward(model: Any, batch: torch.Tensor) -> None:
+    layers = [LayerRows(name, model.get_submodule(name)) for name in report.converted]
+    experts = expert_rows(model, report.experts)
+    handles = [rows.module.register_forward_pre_hook(rows) for rows in layers]
+    handles += [rows.module.register_forward_pre_hook(rows) for rows in experts]
+    for batch in batches:
         model(input_ids=batch.to(options.device), use_cache=False)
-
-    recipes = list(dict.fromkeys((options.recipe, FINER)))
-    with watched_experts(model, report.experts) as experts:
-        findings = measure(model, report.converted, batches, forward, recipes)
+    for handle in handles:
+        handle.remove()
+    downs, recipes = down_projections(model), list(dict.fromkeys((options.recipe, FINER)))
+    findings = [rows.findings(downs.get(rows.module), recipes) for rows in layers]
     findings += [rows.findings() for rows in experts]
     return propose(findings, options.recipe, dict(report.skipped))
 
@@ -118,16 +120,13 @@ def _headline(model: nn.Module, batches: list[torch.Tensor], options: argparse.N
 
 
 def _as_dict(proposal: Proposal) -> dict[str, Any]:
+    fields = "db", "largest_channel", "aligned_channels", "experts", "experts_without_tokens"
     layers = [
         {
             "name": layer.found.name,
             "options": layer.options,
             "reasons": list(layer.reasons),
-            "db": layer.found.db,
-            "largest_channel": layer.found.ratio,
-            "aligned_channels": layer.found.aligned,
-            "experts": layer.found.num_experts,
-            "experts_without_tokens": layer.found.without_tokens,
+            **{field: getattr(layer.found, field) for field in fields},
         }
         for layer in proposal.layers
     ]

@@ -33,9 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE",
                         help="write the configuration there, for TORCH_FP8_CONFIG")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    failures = (ImportError, RuntimeError)
-    mistakes = (ValueError, TypeError)
-    parser.set_defaults(run=run, mistakes=mistakes, failures=failures, is_whole=True)
+    parser.set_defaults(run=run, is_whole=True)
 
 
 def run(options: argparse.Namespace) -> int:

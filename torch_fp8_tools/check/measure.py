@@ -8,7 +8,7 @@ E4M3 (benchmarks/results/numerics.csv).
 Legend: M rows (tokens), K in, N out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +38,13 @@ class LayerFindings:
         name: the qualified name.
         num_in, num_out: the sizes K and N.
         calls: the number of tokens in each forward.
-        ratio: the largest input channel's amax, relative to the median channel's.
+        largest_channel: the largest input channel's amax, relative to the median channel's.
         channel: the index of this channel.
         db: the median row's SQNR of the product, by the name of a recipe or ``smooth_swiglu``.
-        aligned: the number of aligned channels of gate and up, for a down projection.
+        aligned_channels: the number of aligned channels of gate and up, for a down projection.
         is_down: whether it is the down projection of a gated MLP.
-        num_experts: the number of fused experts; 0 for a linear layer.
-        without_tokens: the number of experts that received no token.
+        experts: the number of fused experts; 0 for a linear layer.
+        experts_without_tokens: the number of experts that received no token.
         worst: the weight and expert with the lowest SQNR.
     """
 
@@ -52,24 +52,30 @@ class LayerFindings:
     num_in: int
     num_out: int
     calls: list[int] = field(default_factory=list)
-    ratio: float = 1.0
+    largest_channel: float = 1.0
     channel: int = 0
     db: dict[str, float] = field(default_factory=dict)
-    aligned: int = 0
+    aligned_channels: int = 0
     is_down: bool = False
-    num_experts: int = 0
-    without_tokens: int = 0
+    experts: int = 0
+    experts_without_tokens: int = 0
     worst: str = ""
 
     def recipe(self, of_model: str) -> str:
         """Return the layer's recipe; experts have their own, independent of the model's."""
-        return EXPERT_RECIPE if self.num_experts else of_model
+        return EXPERT_RECIPE if self.experts else of_model
 
 
-class _Kept:
-    """The rows kept of one layer's input, and the amaxes of its channels."""
+class LayerRows:
+    """The rows kept of one layer's input, and the amaxes of its channels.
 
-    def __init__(self) -> None:
+    Args:
+        name: the layer's qualified name.
+        module: the layer, which is not converted.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
         self.rows: list[Tensor] = []
         self.amax: Tensor | None = None
         self.calls: list[int] = []
@@ -88,81 +94,49 @@ class _Kept:
             step = max(1, len(x) // max(1, ROWS // 4))
             self.rows.append(x[::step][:left].float().clone())
 
+    def findings(self, aligned: int | None, recipes: Sequence[str]) -> LayerFindings:
+        """Return the layer's measurements.
 
-@torch.no_grad()
-def measure(
-    model: nn.Module,
-    names: Iterable[str],
-    batches: Sequence[Any],
-    forward: Callable[[nn.Module, Any], Any],
-    recipes: Sequence[str],
-) -> list[LayerFindings]:
-    """Run batches through a model that is not converted, and return the measurements of each layer.
-
-    Args:
-        model: the model, in evaluation or training mode.
-        names: the qualified names of the layers to measure.
-        batches: the inputs of `forward`, one after another.
-        forward: a function that runs the model on a batch.
-        recipes: the names of the recipes whose casts are tried.
-    """
-    modules = dict(model.named_modules())
-    statistics = {name: _Kept() for name in names}
-    handles = [modules[name].register_forward_pre_hook(hook) for name, hook in statistics.items()]
-    try:
-        for batch in batches:
-            forward(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    downs = _gated_mlps(model)
-    return [_findings(name, modules[name], statistics[name], downs.get(modules[name]), recipes)
-            for name in statistics]  # fmt: skip
+        Args:
+            aligned: the number of aligned channels of a down projection; None for other layers.
+            recipes: the names of the recipes whose casts are tried.
+        """
+        findings = LayerFindings(self.name, *features(self.module), self.calls)
+        findings.is_down, findings.aligned_channels = aligned is not None, aligned or 0
+        if self.amax is None or not self.rows:
+            return findings
+        median = self.amax.median().clamp(min=torch.finfo(torch.float32).tiny)
+        findings.channel = int(self.amax.argmax())
+        findings.largest_channel = float(self.amax[findings.channel] / median)
+        x, weight = torch.cat(self.rows), _weight(self.module)
+        exact = x @ weight.t()  # (M, K) @ (K, N)
+        for recipe in recipes:
+            findings.db[recipe] = median_db(exact, product(x, weight, make_recipe(recipe)))
+        if findings.is_down:
+            s, inverse, _ = smooth_factors(self.amax)
+            smooth = product(x * s, weight * inverse, make_recipe(recipes[0]))
+            findings.db["smooth_swiglu"] = median_db(exact, smooth)
+        return findings
 
 
-def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:
+def down_projections(model: nn.Module) -> dict[nn.Module, int]:
     """Return the down projections with the number of aligned channels of gate and up."""
     mlps: dict[nn.Module, int] = {}
     for _, module, spec in gated_mlps(model):
         down = getattr(module, spec.down)
         layers = [getattr(module, name) for name in spec.inputs]
-        rows = [_weight(layer) for layer in layers] if all(map(is_linear, layers)) else None
-        if rows is not None and len(rows) == 1:
+        rows = [_weight(layer) for layer in layers] if all(map(is_linear, layers)) else []
+        if len(rows) == 1:
             rows = [part.t() for part in halves(rows[0].t(), spec.gate_first)]
-        mlps[down] = 0 if rows is None else _num_aligned(*rows)
+        cosine = torch.cosine_similarity(*rows, dim=1) if rows else torch.zeros(0)
+        mlps[down] = int((cosine.abs() >= ALIGNED).sum())
     return mlps
-
-
-def _num_aligned(gate: Tensor, up: Tensor) -> int:
-    cosine = torch.cosine_similarity(gate, up, dim=1)
-    return int((cosine.abs() >= ALIGNED).sum())
 
 
 def _weight(layer: Any) -> Tensor:
     """Return the weight (N, K) in float32."""
     weight: Tensor = layer.weight.detach().float()
     return weight if isinstance(layer, nn.Linear) else weight.t()
-
-
-def _findings(
-    name: str, layer: nn.Module, kept: _Kept, aligned: int | None, recipes: Sequence[str]
-) -> LayerFindings:
-    findings = LayerFindings(name, *features(layer), kept.calls)
-    findings.is_down, findings.aligned = aligned is not None, aligned or 0
-    if kept.amax is None or not kept.rows:
-        return findings
-    median = kept.amax.median().clamp(min=torch.finfo(torch.float32).tiny)
-    findings.channel = int(kept.amax.argmax())
-    findings.ratio = float(kept.amax[findings.channel] / median)
-    x, weight = torch.cat(kept.rows), _weight(layer)
-    exact = x @ weight.t()  # (M, K) @ (K, N)
-    for recipe in recipes:
-        findings.db[recipe] = median_db(exact, product(x, weight, make_recipe(recipe)))
-    if findings.is_down:
-        s, inverse, _ = smooth_factors(kept.amax)
-        smooth = product(x * s, weight * inverse, make_recipe(recipes[0]))
-        findings.db["smooth_swiglu"] = median_db(exact, smooth)
-    return findings
 
 
 def product(x: Tensor, weight: Tensor, casts: Recipe) -> Tensor:

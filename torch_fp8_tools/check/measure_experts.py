@@ -7,7 +7,6 @@ its module, which runs in FP8 as a whole or not at all.
 Legend: E experts, T tokens, k experts of a token, K in, N out.
 """
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,8 +59,8 @@ class ExpertRows:
     def findings(self) -> LayerFindings:
         """Return the worst expert's measurements."""
         shape = self._weight(0, 0).shape
-        findings = LayerFindings(self.name, shape[1], shape[0], self.calls, num_experts=self.size)
-        findings.without_tokens = self.counts.count(0)
+        findings = LayerFindings(self.name, shape[1], shape[0], self.calls, experts=self.size)
+        findings.experts_without_tokens = self.counts.count(0)
         for expert, rows in enumerate(self.rows):
             if not rows:
                 continue
@@ -97,9 +96,8 @@ class ExpertRows:
         return weight.t() if is_batched(module) or module.is_transposed else weight
 
 
-@contextlib.contextmanager
-def watched_experts(model: nn.Module, names: Iterable[str]) -> Iterator[list[ExpertRows]]:
-    """Keep tokens of experts while a model runs in this context.
+def expert_rows(model: nn.Module, names: Iterable[str]) -> list[ExpertRows]:
+    """Return the hooks for a model's experts.
 
     Args:
         model: the model, not converted.
@@ -109,10 +107,4 @@ def watched_experts(model: nn.Module, names: Iterable[str]) -> Iterator[list[Exp
     for name in names:
         holder, _, weight = name.rpartition(".")
         weights.setdefault(holder, []).append(weight)
-    watched = [ExpertRows(name, model.get_submodule(name), tuple(w)) for name, w in weights.items()]
-    handles = [rows.module.register_forward_pre_hook(rows) for rows in watched]
-    try:
-        yield watched
-    finally:
-        for handle in handles:
-            handle.remove()
+    return [ExpertRows(name, model.get_submodule(name), tuple(w)) for name, w in weights.items()]

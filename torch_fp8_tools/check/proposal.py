@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_fp8.config import FP8Config
+from torch_fp8.quantization.wording import counted
 from torch_fp8_tools.check.measure import EXPERT_RECIPE, LayerFindings
 
 ENOUGH = 24.0
@@ -71,53 +72,41 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
 
 
 def _for_layer(found: LayerFindings, recipe: str) -> LayerProposal:
-    if found.num_experts:
-        return _for_experts(found)
-    reasons = []
-    padding = _padding(found)
+    reasons, options = _reasons(found, recipe)
+    return LayerProposal(found, options, tuple(reasons))
+
+
+def _reasons(found: LayerFindings, recipe: str) -> tuple[list[str], dict[str, Any] | None]:
+    """Return the reasons for a layer's options, and the options; experts have a fixed recipe."""
+    padding = 0.0 if found.experts else _padding(found)
     if padding >= PADDED:
-        reasons.append(
-            f"{found.num_in} x {found.num_out} is padded to multiples of 16, {100 * padding:.0f} % "
-            "more work"
-        )
-        return LayerProposal(found, None, tuple(reasons))
+        shape = f"{found.num_in} x {found.num_out}"
+        return [f"{shape} is padded to multiples of 16, {100 * padding:.0f} % more work"], None
     if not found.db:
-        return LayerProposal(found, {}, ("no token came by: nothing was measured",))
-    plain = found.db[recipe]
-    if not plain < ENOUGH:  # nor NaN
-        return LayerProposal(found, {}, ())
-    if found.is_down and found.aligned:
-        many = "channel of gate and up is" if found.aligned == 1 else "channels of gate and up are"
-        reasons.append(f"{found.aligned} {many} aligned")
+        return ["no token came by: nothing was measured"], {}
+    reasons = []
+    if found.experts_without_tokens:
+        of_all = f"{found.experts_without_tokens} of {found.experts} experts"
+        reasons.append(f"{of_all} got no token and were not measured")
+    db = found.db[found.recipe(recipe)]
+    if not db < ENOUGH:  # nor NaN
+        return reasons, {}
+    if found.experts:
+        return [*reasons, f"{EXPERT_RECIPE} leaves {db:.1f} dB of {found.worst}"], None
+    if found.is_down and found.aligned_channels:
+        verb = "is" if found.aligned_channels == 1 else "are"
+        channels = counted(found.aligned_channels, "channel")
+        reasons.append(f"{channels} of gate and up {verb} aligned")
     reasons.append(
-        f"input channel {found.channel} is {found.ratio:,.0f} times as large as the median one, "
-        f"and {recipe} leaves {plain:.1f} dB"
+        f"input channel {found.channel} is {found.largest_channel:,.0f} times as large as the "
+        f"median one, and {recipe} leaves {db:.1f} dB"
     )
     smooth, finer = found.db.get("smooth_swiglu", 0.0), found.db.get(FINER, 0.0)
     if smooth >= ENOUGH:
-        reasons.append(f"scales per channel leave {smooth:.1f} dB")
-        return LayerProposal(found, {"smooth_swiglu": True}, tuple(reasons))
+        return [*reasons, f"scales per channel leave {smooth:.1f} dB"], {"smooth_swiglu": True}
     if finer >= ENOUGH:
-        reasons.append(f"{FINER} leaves {finer:.1f} dB")
-        return LayerProposal(found, {"recipe": FINER}, tuple(reasons))
-    best = max(smooth, finer)
-    reasons.append(f"finer scales leave no more than {best:.1f} dB")
-    return LayerProposal(found, None, tuple(reasons))
-
-
-def _for_experts(found: LayerFindings) -> LayerProposal:
-    """Propose FP8 or high precision for a module of experts, whose casts have a fixed recipe."""
-    if not found.db:
-        return LayerProposal(found, {}, ("no token came by: nothing was measured",))
-    reasons = []
-    if found.without_tokens:
-        of_all = f"{found.without_tokens} of {found.num_experts} experts"
-        reasons.append(f"{of_all} got no token and were not measured")
-    db = found.db[EXPERT_RECIPE]
-    if not db < ENOUGH:  # nor NaN
-        return LayerProposal(found, {}, tuple(reasons))
-    reasons.append(f"{EXPERT_RECIPE} leaves {db:.1f} dB of {found.worst}")
-    return LayerProposal(found, None, tuple(reasons))
+        return [*reasons, f"{FINER} leaves {finer:.1f} dB"], {"recipe": FINER}
+    return [*reasons, f"finer scales leave no more than {max(smooth, finer):.1f} dB"], None
 
 
 def _padding(found: LayerFindings) -> float:

@@ -28,7 +28,7 @@ def _lines(proposal: Proposal) -> Iterator[str]:
             continue
         yield from _row(layer, recipe)
     for experts in (False, True):
-        layers = [layer for layer in proposal.layers if bool(layer.found.num_experts) == experts]
+        layers = [layer for layer in proposal.layers if bool(layer.found.experts) == experts]
         rest = [layer for layer in layers if layer.options == {} and not layer.reasons]
         if rest:
             runs = rest[0].found.recipe(recipe)
@@ -46,16 +46,10 @@ def _row(layer: LayerProposal, recipe: str) -> Iterator[str]:
     finding = layer.found
     name = finding.name if len(finding.name) < _NAME else "..." + finding.name[-(_NAME - 4) :]
     db = _db(finding.db.get(finding.recipe(recipe)))
-    yield f"{name:<{_NAME}}{db:>{_DB + 4}}  {_proposed(layer, finding.recipe(recipe))}"
+    options = {"recipe": "bf16"} if layer.options is None else layer.options
+    recipe = "smooth_swiglu" if "smooth_swiglu" in options else finding.recipe(recipe)
+    yield f"{name:<{_NAME}}{db:>{_DB + 4}}  {options.get('recipe', recipe)}"
     yield from _wrapped("; ".join(layer.reasons), "    ")
-
-
-def _proposed(layer: LayerProposal, recipe: str) -> str:
-    if layer.options is None:
-        return "bf16"
-    return (
-        "smooth_swiglu" if "smooth_swiglu" in layer.options else layer.options.get("recipe", recipe)
-    )
 
 
 def _db(value: float | None) -> str:

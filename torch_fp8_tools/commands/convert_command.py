@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
                            help="a file that torch.save wrote: optimizer.pt of transformers, "
                            "optimizer.bin of Accelerate, a .ckpt of Lightning")  # fmt: skip
     converted.add_argument("path", type=Path, metavar="OUTPUT", help="a file that does not exist")
-    converted.set_defaults(run=run, mistakes=(ValueError,), failures=(RuntimeError,))
+    converted.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -35,9 +35,7 @@ def add_parser(commands: Any) -> None:
     exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
     exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
                           help="most bytes of a file (default: 5GB)")  # fmt: skip
-    failures = (ImportError, RuntimeError)
-    mistakes = (ValueError, TypeError)
-    exported.set_defaults(run=run, mistakes=mistakes, failures=failures, is_whole=True)
+    exported.set_defaults(run=run, is_whole=True)
 
 
 def run(options: argparse.Namespace) -> int:

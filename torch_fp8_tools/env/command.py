@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="write a report to attach to an issue; with --self-test one is written anyway",
     )
-    env.set_defaults(run=run, parser=env)
+    env.set_defaults(run=run, parser=env, mistakes=(), failures=())
 
 
 def _subject(name: str) -> str:

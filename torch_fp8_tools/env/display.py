@@ -1,23 +1,16 @@
-"""The results as text, as JSON, and as a report."""
+"""The results as text, and as a report."""
 
 import datetime
-import json
 import textwrap
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from torch_fp8_tools.env.result import FAILED, INFO, NOT_RUN, OK, Result, exit_status
+from torch_fp8_tools.env.result import FAILED, INFO, NOT_RUN, OK, Result
 
 _MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
 _MOST_NAME_WIDTH = 48
 MORE = "\ntorch-fp8 env --all prints every line; --self-test tries everything"
 """The end of a brief description."""
-
-
-def plain_text(results: Sequence[Result]) -> str:
-    """Format `results` as `lines` does, followed by their `summary`."""
-    return f"{lines(results)}{summary(results)}\n"
 
 
 def lines(results: Sequence[Result], width: int = 100) -> str:
@@ -28,8 +21,8 @@ def lines(results: Sequence[Result], width: int = 100) -> str:
         name_width = min(_MOST_NAME_WIDTH, max(len(result.name) for result in members))
         for result in members:
             head = f"  {result.name:<{name_width}} {_MARKS[result.status]:<8}"
-            body = " ".join(filter(None, [result.detail, _seconds(result)]))
-            filled = _filled(body, max(width, 72), head, " " * 8)
+            seconds = f" {result.seconds:.1f} s" if result.seconds >= 0.05 else ""
+            filled = _filled(f"{result.detail}{seconds}".strip(), max(width, 72), head, " " * 8)
             parts.append(f"{filled.rstrip() or head.rstrip()}\n")
         parts.append("\n")
     return "".join(parts)
@@ -57,34 +50,19 @@ def _filled(text: str, width: int, first: str = "  ", indent: str = "  ") -> str
     return textwrap.fill(text, width, initial_indent=first, subsequent_indent=indent, **options)
 
 
-def summary(results: Iterable[Result]) -> str:
+def summary(results: Sequence[Result]) -> str:
     """Count the results of each status, in one line."""
-    results = list(results)
-    counts = [
-        f"{sum(r.status == status for r in results)} {word}"
-        for status, word in ((OK, "ok"), (FAILED, "failed"), (NOT_RUN, "not run"))
-    ]
+    statuses = [result.status for result in results]
+    counts = [f"{statuses.count(status)} {status}" for status in (OK, FAILED, NOT_RUN)]
     failed = [r.name for r in results if r.status == FAILED]
     named = f" ({', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''})" if failed else ""
     return f"{', '.join(counts)}{named}"
 
 
-def as_json(results: Sequence[Result], report: Path | None) -> str:
-    """Format as one JSON object: ``ok``, ``report`` (a path or null) and ``results``."""
-    return json.dumps(
-        {
-            "ok": exit_status(results) == 0,
-            "report": None if report is None else str(report),
-            "results": [result.as_dict() for result in results],
-        },
-        indent=2,
-    )
-
-
 def report_text(results: Sequence[Result], command: str) -> str:
     """Return the text of a report file: the tables, followed by the output of each failed check."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    parts = [f"{command}\n{now}\n\n{plain_text(results)}"]
+    parts = [f"{command}\n{now}\n\n{lines(results)}{summary(results)}\n"]
     for result in results:
         if result.status == FAILED and result.log:
             rule = "-" * 80
@@ -92,12 +70,8 @@ def report_text(results: Sequence[Result], command: str) -> str:
     return "".join(parts)
 
 
-def _sections(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
+def _sections(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     sections: dict[str, list[Result]] = {}
     for result in results:
         sections.setdefault(result.section, []).append(result)
     return list(sections.items())
-
-
-def _seconds(result: Result) -> str:
-    return f"{result.seconds:.1f} s" if result.seconds >= 0.05 else ""

@@ -10,32 +10,30 @@ import inspect
 import json
 import sys
 import warnings
+from dataclasses import asdict
 from typing import Any, get_args
 
 import _fp8_points
-from torch_fp8_tools.env.result import last_line
+from torch_fp8_tools.env.result import FAILED, OK, Result, last_line, one_line
 
-_FLAG = "fp8-mixed"
+SECTION, _FLAG = "hosts", "fp8-mixed"
 
 POINTS: dict[str, dict[str, tuple[str, ...]]] = {}
 """The names that `lightning_fp8` and `accelerate_fp8` extend, by host and module."""
 for _module, _names in _fp8_points.POINTS.items():
     POINTS.setdefault(_module.partition(".")[0], {})[_module] = tuple(_names)
 
-HELD, NOT_EXTENDED, MOVED = "held", "not extended", "moved"
 
-
-def state_of(module: Any, name: str) -> str:
-    """Return whether the name (dotted) in a module is extended, present, or missing."""
+def fault_of(module: Any, name: str) -> str:
+    """Return why FP8 does not work through a dotted name of a module; empty if it is extended."""
     value: Any = module
     for part in name.split("."):
         try:
             value = inspect.getattr_static(value, part)
         except AttributeError:
-            return MOVED
-    if get_args(value):
-        return HELD if _FLAG in get_args(value) else NOT_EXTENDED
-    return HELD if is_ours(value) else NOT_EXTENDED
+            return "does not exist in this version, so the flag cannot work through it"
+    held = _FLAG in get_args(value) if get_args(value) else is_ours(value)
+    return "" if held else "is not extended: the flag has no effect here"
 
 
 def is_ours(value: Any) -> bool:
@@ -46,22 +44,29 @@ def is_ours(value: Any) -> bool:
 
 
 def inspect_host(modules: list[str]) -> dict[str, Any]:
-    """Return what `python -m` prints: version, error, warnings, and state of each point."""
-    report: dict[str, Any] = {"version": None, "errors": {}, "warnings": [], "points": {}}
+    """Return what `python -m` prints: version, warnings on FP8, and fields of a line per point."""
     host = modules[0].partition(".")[0]
-    points = POINTS[host]
-    with warnings.catch_warnings(record=True) as said:
+    faults: dict[str, str] = {}
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in modules:
             try:
                 module = importlib.import_module(name)
             except BaseException as error:  # a host may raise anything
-                report["errors"][name] = last_line(error)
+                faults[name] = f"cannot be imported: {last_line(error)}"
                 continue
-            report["points"][name] = {point: state_of(module, point) for point in points[name]}
-    report["warnings"] = [str(w.message) for w in said if "FP8" in str(w.message)]
-    report["version"] = getattr(sys.modules.get(host), "__version__", None)
-    return report
+            faults |= {f"{name}:{point}": fault_of(module, point) for point in POINTS[host][name]}
+    said = [one_line(str(w.message)) for w in caught if "FP8" in str(w.message)]
+    lines = []
+    for name, fault in faults.items():
+        about = [text for text in said if f" {name.partition(':')[0]}:" in text]
+        detail = "; ".join([fault, *about]) if fault else "extended"
+        lines.append(Result(SECTION, name, FAILED if fault else OK, detail, part=not fault))
+    return {
+        "version": getattr(sys.modules.get(host), "__version__", None),
+        "said": [text for text in said if not any(f" {module}:" in text for module in modules)],
+        "lines": [asdict(line) for line in lines],
+    }
 
 
 if __name__ == "__main__":

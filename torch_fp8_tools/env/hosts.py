@@ -8,26 +8,18 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import _fp8_points
 import torch_fp8
 from torch_fp8._version import distribution_version
-from torch_fp8_tools.env.host_points import HELD, MOVED, POINTS
+from torch_fp8_tools.env.host_points import POINTS, SECTION
 from torch_fp8_tools.env.result import FAILED, INFO, OK, Result, one_line
 
-SECTION = "hosts"
 _DISTRIBUTIONS = {
-    "lightning": ("lightning",),
-    "pytorch_lightning": ("pytorch-lightning",),
-    "lightning_fabric": ("lightning-fabric", "pytorch-lightning"),
-    "accelerate": ("accelerate",),
-    "transformers": ("transformers",),
-    "trl": ("trl",),
-    "peft": ("peft",),
+    **_fp8_points.DISTRIBUTIONS,
     "transformer_engine": ("transformer-engine", "transformer-engine-torch"),
     "torchao": ("torchao",),
 }
-"""The distributions that contain each top-level module."""
 _LIMIT_S = 120
 
 
@@ -55,53 +47,14 @@ def hosts() -> list[Result]:
         looked = dict(zip(installed, pool.map(_extended, installed), strict=True))
     results = []
     for host, names in _DISTRIBUTIONS.items():
-        if host in looked:
-            results += looked[host]
-        else:
-            version = distribution_version(*names) if is_installed(host) else None
-            results.append(Result(SECTION, host, INFO, version or "not installed"))
+        version = distribution_version(*names) if is_installed(host) else None
+        results += looked.get(host, [Result(SECTION, host, INFO, version or "not installed")])
     return results
 
 
 def _extended(host: str) -> list[Result]:
-    version = distribution_version(*_DISTRIBUTIONS[host])
-    report = _look(host)
-    if isinstance(report, str):
-        return [Result(SECTION, host, FAILED, f"{version or 'version unknown'}, {report}")]
-    version = report["version"] or version or "version unknown"
-    lines = [
-        _point(module, name, state, report["warnings"])
-        for module, states in report["points"].items()
-        for name, state in states.items()
-    ]
-    lines += [
-        Result(SECTION, module, FAILED, f"cannot be imported: {error}")
-        for module, error in report["errors"].items()
-    ]
-    bad = sum(line.status == FAILED for line in lines)
-    held = f"{version}, {len(lines) - bad} of {len(lines)} extension points are active"
-    told = [one_line(text) for text in report["warnings"] if not _is_about_a_point(host, text)]
-    return [Result(SECTION, host, FAILED if bad else OK, "; ".join([held, *told])), *lines]
-
-
-def _is_about_a_point(host: str, warning: str) -> bool:
-    return any(f" {module}:" in warning for module in POINTS[host])
-
-
-def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
-    full = f"{module}:{name}"
-    if state == HELD:
-        return Result(SECTION, full, OK, "extended", part=True)
-    about = [one_line(warning) for warning in warnings if f" {module}:" in warning]
-    if state == MOVED:
-        detail = "does not exist in this version, so the flag cannot work through it"
-    else:
-        detail = "is not extended: the flag has no effect here"
-    return Result(SECTION, full, FAILED, "; ".join([detail, *about]))
-
-
-def _look(host: str) -> dict[str, Any] | str:
-    """Return the output of `host_points`, or a text that says why there is none."""
+    """Return a line for a host, and one for each extension point, from a process of its own."""
+    version = distribution_version(*_DISTRIBUTIONS[host]) or "version unknown"
     try:
         process = subprocess.run(
             [sys.executable, "-m", "torch_fp8_tools.env.host_points", *POINTS[host]],
@@ -113,10 +66,16 @@ def _look(host: str) -> dict[str, Any] | str:
             timeout=_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return f"importing it took more than {_LIMIT_S} s"
+        detail = f"{version}, importing it took more than {_LIMIT_S} s"
+        return [Result(SECTION, host, FAILED, detail)]
     try:
-        report: dict[str, Any] = json.loads(process.stdout)
+        report = json.loads(process.stdout)
     except ValueError:
         last = one_line((process.stderr.strip() or "nothing was printed").splitlines()[-1])
-        return f"importing it ended the process with status {process.returncode}: {last}"
-    return report
+        ended = f"importing it ended the process with status {process.returncode}: {last}"
+        return [Result(SECTION, host, FAILED, f"{version}, {ended}")]
+    lines = [Result(**fields) for fields in report["lines"]]
+    held = sum(line.status == OK for line in lines)
+    counts = f"{held} of {len(lines)} extension points are active"
+    detail = "; ".join([f"{report['version'] or version}, {counts}", *report["said"]])
+    return [Result(SECTION, host, OK if held == len(lines) else FAILED, detail), *lines]

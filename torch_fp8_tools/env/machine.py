@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import json
 import os
 import shlex
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from torch_fp8.checkpoint.whole_folder import whole_file
@@ -16,7 +18,7 @@ from torch_fp8_tools.env import display
 from torch_fp8_tools.env.autoload import autoload
 from torch_fp8_tools.env.cards import cards
 from torch_fp8_tools.env.hosts import hosts
-from torch_fp8_tools.env.result import FAILED, Result, exit_status, last_line
+from torch_fp8_tools.env.result import FAILED, Result, last_line
 from torch_fp8_tools.env.smoke import SUBJECTS, smoke
 from torch_fp8_tools.env.versions import versions
 
@@ -46,21 +48,27 @@ def describe(options: argparse.Namespace) -> int:
             counter = f"[{len(tested)}/{len(subjects)}]"
             print(counter, result.name, result.status, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted, report = True, None
     _show(tested, options)
     results = described + tested
-    if interrupted:
-        report = None
-    elif report is not None:
-        command = shlex.join(["torch-fp8", *sys.argv[1:]])
-        text = display.report_text(results, command)
+    status = int(any(result.status == FAILED for result in results))
+    if report is not None:
+        text = display.report_text(results, shlex.join(["torch-fp8", *sys.argv[1:]]))
         with whole_file(report) as partial:
             partial.write_text(text, encoding="utf-8", errors="replace")
-    _print_end(results, options, report)
+    if options.json:
+        fields = [asdict(result) for result in results]
+        listed = [{key: v for key, v in of.items() if key != "part"} for of in fields]
+        path = None if report is None else str(report)
+        end = json.dumps({"ok": not status, "report": path, "results": listed}, indent=2)
+    else:
+        end = display.summary(results)
+        end += "" if options.all or options.self_test else display.MORE
+        end += "" if report is None else f"\nreport: {report}"
+    _print(f"{end}\n")
     if interrupted:
         print("interrupted: the rest did not run, and no report was written", file=sys.stderr)
-        return INTERRUPTED
-    return exit_status(results)
+    return INTERRUPTED if interrupted else status
 
 
 def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
@@ -78,16 +86,6 @@ def _show(results: Sequence[Result], options: argparse.Namespace) -> None:
         is_long = options.all or options.self_test
         width = shutil.get_terminal_size((100 if is_long else 80, 24)).columns
         _print((display.lines if is_long else display.paragraphs)(results, width))
-
-
-def _print_end(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:
-    if options.json:
-        _print(f"{display.as_json(results, report)}\n")
-        return
-    more = "" if options.all or options.self_test else display.MORE
-    _print(f"{display.summary(results)}{more}\n")
-    if report is not None:
-        _print(f"report: {report}\n")
 
 
 def _print(text: str) -> None:

@@ -2,8 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 INFO, OK, FAILED, NOT_RUN = "info", "ok", "failed", "not run"
 _MAX_MESSAGE = 300
@@ -30,17 +29,6 @@ class Result:
     seconds: float = 0.0
     log: str = ""
     part: bool = False
-
-    def as_dict(self) -> dict[str, str | float]:
-        """Return the fields for JSON."""
-        fields = asdict(self)
-        del fields["part"]
-        return fields
-
-
-def exit_status(results: Iterable[Result]) -> int:
-    """Return 1 if anything failed, else 0."""
-    return int(any(result.status == FAILED for result in results))
 
 
 def last_line(error: BaseException) -> str:

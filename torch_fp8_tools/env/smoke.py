@@ -110,26 +110,24 @@ def check(subject: str) -> str:
     """Run the checks of a subject and return what they found; raise if one of them fails."""
     if subject == KERNELS:
         return check_kernels("cuda")
+    eager = check_eager(subject)
+    return eager if subject == FROZEN else f"{eager}; compiled: {check_compiled(subject)}"
+
+
+def check_eager(subject: str) -> str:
+    """Check output and gradients of an eager layer, also with few tokens and a decoded one.
+
+    The weight of `FROZEN` is stored only in FP8, like the base of adapters.
+    """
+    layer, path = _layer("tensorwise" if subject == FROZEN else subject)
+    weight, recipe = layer.weight.detach().clone(), subject
     if subject == FROZEN:
-        return check_frozen()
-    return f"{check_eager(subject)}; compiled: {check_compiled(subject)}"
-
-
-def check_eager(recipe: str) -> str:
-    """Check output and gradients of an eager layer, also with few tokens and a decoded one."""
-    layer, path = _layer(recipe)
-    measured = _measured(layer, layer, recipe, (*TOKENS, *FEW_TOKENS))
-    return f"{measured}, {_decoded(layer, recipe, layer.weight.detach())}, {path}"
-
-
-def check_frozen() -> str:
-    """Check a layer with a weight stored only in FP8, like the base of adapters."""
-    layer, path = _layer("tensorwise")
-    weight = layer.weight.detach().clone()
-    recipe = freeze(layer).recipe
-    assert recipe is not None
-    measured = _measured(layer, layer, recipe.name, (*TOKENS, *FEW_TOKENS), weight)
-    return f"{measured}, {_decoded(layer, recipe.name, weight)}, {recipe.name}, {path}"
+        frozen = freeze(layer).recipe
+        assert frozen is not None
+        recipe = frozen.name
+        path = f"{recipe}, {path}"
+    measured = _measured(layer, layer, recipe, (*TOKENS, *FEW_TOKENS), weight)
+    return f"{measured}, {_decoded(layer, recipe, weight)}, {path}"
 
 
 def check_compiled(recipe: str) -> str:
@@ -145,7 +143,7 @@ def check_compiled(recipe: str) -> str:
         return torch._dynamo.lookup_backend(name)(graph, inputs)
 
     compiled = torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)
-    measured = _measured(layer, compiled, recipe, TOKENS)
+    measured = _measured(layer, compiled, recipe, TOKENS, layer.weight.detach())
     counts = f"{len(graphs)} graphs for {len(TOKENS)} shapes"
     if len(graphs) != len(TOKENS):
         raise RuntimeError(f"{counts}, instead of one graph for each")
@@ -177,7 +175,7 @@ def _measured(
     run: Callable[[Tensor], Tensor],
     recipe: str,
     tokens: Sequence[int],
-    frozen: Tensor | None = None,
+    weight: Tensor,
 ) -> str:
     """Return the lowest SQNR of each GEMM over the shapes; raise if one is below its floor.
 
@@ -186,7 +184,7 @@ def _measured(
     floors = dict(zip(GEMMS, map(floor_db, make_recipe(recipe).gemms), strict=True))
     least: dict[str, float] = {}
     for count in tokens:
-        for name, (got, want) in _results(layer, run, count, frozen).items():
+        for name, (got, want) in _results(layer, run, count, weight).items():
             sqnr, row = sqnr_db(want, got), worst_row_sqnr_db(want, got)
             few = count in FEW_TOKENS
             floor = floors[name] - ROW_ALLOWANCE_DB if few else floors[name]
@@ -215,22 +213,20 @@ def _decoded(layer: Float8Linear, recipe: str, weight: Tensor) -> str:
 
 
 def _results(
-    layer: nn.Linear, run: Callable[[Tensor], Tensor], tokens: int, frozen: Tensor | None
+    layer: nn.Linear, run: Callable[[Tensor], Tensor], tokens: int, weight: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return (computed, exact) of output, input gradient and, unless frozen, weight gradient."""
-    weight = layer.weight.detach() if frozen is None else frozen
     x, grad = (_gaussian(layer, tokens, features) for features in reversed(weight.shape))
     leaf = x.clone().requires_grad_()
     layer.weight.grad = None
     output = run(leaf)
     output.backward(grad)
-    assert leaf.grad is not None
     w, x, grad = weight.double(), x.double(), grad.double()
-    pairs = {"fprop": (output.detach(), x @ w.t()), "dgrad": (leaf.grad, grad @ w)}
-    if frozen is None:
-        assert layer.weight.grad is not None
-        pairs["wgrad"] = layer.weight.grad, grad.t() @ x
-    return pairs
+    exact = x @ w.t(), grad @ w, grad.t() @ x
+    computed = output.detach(), leaf.grad, layer.weight.grad
+    triples = zip(GEMMS, computed, exact, strict=True)
+    of_weight = layer.weight.requires_grad
+    return {name: (got, want) for name, got, want in triples if name != "wgrad" or of_weight}
 
 
 def _gaussian(layer: nn.Linear, tokens: int, features: int) -> Tensor:

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         metavar="RUN",
         help="other runs whose losses are drawn too; losses are compared with the first one",
     )
-    report.set_defaults(run=_report, failures=(ValueError, ImportError))
+    report.set_defaults(run=_report, mistakes=(), failures=(ValueError, ImportError))
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_fp8_tools.report.heat_map import HeatMap, Topic
+from torch_fp8_tools.report.heat_map import HeatMap
 
 INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
 AWAY = "#8a4fd3"
@@ -21,10 +21,6 @@ EVENTS = {
 """Colour and label of each kind of event."""
 _BESIDE = (INK, GREEN, "#c05621", AWAY)
 _MOST_LABELS, _MOST_LETTERS, _MOST_TITLE = 48, 44, 130
-_RED, _APART = 0.8, 0.09
-"""The position where red starts in a map's colours, and the minimum distance of labels, both from 0
-to 1.
-"""
 _DPI = 150
 
 
@@ -56,7 +52,7 @@ def draw_loss(
         axes.plot(*_smoothed(others), "--", color=colours[other], linewidth=1.3, label=other)
     _mark(axes, events)
     axes.set_ylabel("loss")
-    _set_loss_limits(axes, [losses, *beside.values()])
+    _limit(axes, [v for run in (losses, *beside.values()) for v in run.values()], 0, 0.995, 1e-9)
     _dress(axes)
     axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
     panel.set_xlabel("step")
@@ -68,7 +64,8 @@ def draw_loss(
         panel.plot(*shown, "-" if other == name else "--", color=colour, linewidth=wide)
     for step in {event["step"] for event in events}:
         panel.axvline(step, color=FAINT, linewidth=0.7, alpha=0.7)
-    _set_difference_limits(panel, [shown[1] for _, shown in differences.values()])
+    # A run's first steps, or a spike, are outliers; 0 is in the panel.
+    _limit(panel, [v for _, (_, curve) in differences.values() for v in curve], 0.01, 0.99, 0.02, 0)
     _dress(panel)
     base = next(iter(beside))
     ends = ", ".join(f"{other} {end:+.2f} %" for other, (end, _) in differences.items())
@@ -124,26 +121,14 @@ def _dress(axes: Any) -> None:
 
 def draw_map(heat: HeatMap) -> bytes:
     """Draw a map of layers and steps as a PNG, with a line at each bound beside the colours."""
-    rows, columns = len(heat.rows), len(heat.columns)
-    labels = [_cut(name) for name in heat.rows]
+    rows, columns, topic = len(heat.rows), len(heat.columns), heat.topic
     tall = min(max(0.19 * rows, 0.9), 8.5)
     (axes,) = _figure(tall + 0.75)
-    colors = _imported("matplotlib.colors")
-    topic = heat.topic
-    places = _places(heat)
-    norm = colors.FuncNorm(places, topic.lowest, topic.highest)
-    hues = ("#f3f8f6", "#b7dfce", "#f4d35e", "#ee964b", RED, "#7b1e3a")
-    at = (0.0, 0.25 * _RED, 0.6 * _RED, _RED, _RED, 1.0)
-    wanted = colors.LinearSegmentedColormap.from_list("health", list(zip(at, hues, strict=True)))
-    colours = wanted.reversed() if topic.small_is_bad else wanted
-    colours = colours.with_extremes(bad="#ffffff")
-    shown = [
-        [min(max(v, topic.lowest), topic.highest) if not math.isnan(v) else v for v in row]
-        for row in heat.values
-    ]
-    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
+    norm, colours = colours_of(heat)
+    shown = _imported("numpy").clip(heat.values, *topic.scale)  # an infinite value is an end
+    image = axes.imshow(shown, colours, norm, aspect="auto", interpolation="nearest")
     each = max(1, math.ceil(rows / _MOST_LABELS))
-    axes.set_yticks(range(0, rows, each), labels[::each], fontsize=8)
+    axes.set_yticks(range(0, rows, each), map(_cut, heat.rows[::each]), fontsize=8)
     ticks = sorted({round(i * (columns - 1) / 8) for i in range(9)})
     axes.set_xticks(ticks, [f"{heat.columns[i]:,}" for i in ticks], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
@@ -155,60 +140,30 @@ def draw_map(heat: HeatMap) -> bytes:
         axes.axhline(row - 0.5, color="white", linewidth=0.8)
     thick = min(2.2, 0.35 * 72 * tall / rows)
     for row, first, last in heat.away:
-        where = [first - 0.5, last + 0.5]
-        axes.plot(where, [row, row], color=AWAY, linewidth=thick, solid_capstyle="butt")
-    axes.set_xlim(-0.5, columns - 0.5)
-    axes.set_ylim(rows - 0.5, -0.5)
+        axes.hlines(row, first - 0.5, last + 0.5, color=AWAY, linewidth=thick)
     bar = axes.figure.colorbar(image, ax=axes, fraction=0.02, pad=0.015, aspect=6.5 * tall)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, length=2, color=FAINT)
-    _set_bar_ticks(bar, topic, places[0])
-    for bound in heat.bounds:
-        if math.isfinite(bound):
-            bar.ax.axhline(bound, color=INK, linewidth=1.4)
+    bar.ax.minorticks_off()
+    factor = 100 if topic.unit == " %" else 1
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{factor * value:,.6g}{topic.unit}")
+    for bound in filter(math.isfinite, heat.bounds):
+        bar.ax.axhline(bound, color=INK, linewidth=1.4)
     return _finished(axes.figure)
 
 
-def _places(heat: HeatMap) -> tuple[Any, Any]:
-    """Return functions from values to colours and back; red starts at the strictest bound."""
-    numpy = _imported("numpy")
-    topic = heat.topic
-    values = [topic.lowest, topic.highest]
-    places = [0.0, 1.0]
-    inside = [b for b in heat.bounds if topic.lowest < b < topic.highest]
-    if inside:
-        values.insert(1, max(inside) if topic.small_is_bad else min(inside))
-        places.insert(1, 1 - _RED if topic.small_is_bad else _RED)
-    if topic.logarithmic:
-        values = [math.log(value) for value in values]
-
-    def forward(x: Any) -> Any:
-        x = numpy.log(numpy.maximum(x, topic.lowest)) if topic.logarithmic else x
-        return numpy.interp(x, values, places)
-
-    def back(place: Any) -> Any:
-        x = numpy.interp(place, places, values)
-        return numpy.exp(x) if topic.logarithmic else x
-
-    return forward, back
-
-
-def _set_bar_ticks(bar: Any, topic: Topic, place: Any) -> None:
-    """Label a map's colour bar with round numbers that do not overlap."""
-    low, high = topic.lowest, topic.highest
-    if topic.logarithmic:
-        decades = range(math.ceil(math.log10(low)), round(math.log10(high)) + 1)
-        ticks = [10.0**decade for decade in decades]
-    else:
-        each = 5 if high > 10 else 0.2
-        ticks = [low + each * i for i in range(int((high - low) / each + 1e-9) + 1)]
-    labelled: list[float] = []
-    for tick in ticks if topic.small_is_bad else reversed(ticks):  # label the bad end first
-        if not labelled or abs(place(tick) - place(labelled[-1])) > _APART:
-            labelled.append(tick)
-    factor = 100 if topic.is_share else 1
-    bar.set_ticks(labelled, labels=[f"{factor * tick:,.6g}{topic.unit}" for tick in labelled])
-    bar.ax.minorticks_off()
+def colours_of(heat: HeatMap) -> tuple[Any, Any]:
+    """Return a map's norm and colours: red begins at the strictest bound."""
+    colors, topic = _imported("matplotlib.colors"), heat.topic
+    norm = (colors.LogNorm if topic.logarithmic else colors.Normalize)(*topic.scale)
+    strict = (max if topic.small_is_bad else min)(heat.bounds, default=math.inf)
+    red = float(norm(strict)) if topic.scale[0] < strict < topic.scale[1] else 0.8
+    red = 1 - red if topic.small_is_bad else red
+    hues = ("#f3f8f6", "#b7dfce", "#f4d35e", "#ee964b", RED, "#7b1e3a")
+    places = (0.0, 0.25 * red, 0.6 * red, red, red, 1.0)
+    pairs = list(zip(places, hues, strict=True))
+    colours = colors.LinearSegmentedColormap.from_list("health", pairs)
+    return norm, colours.reversed() if topic.small_is_bad else colours
 
 
 def _cut(name: str) -> str:
@@ -245,30 +200,28 @@ def _finished(figure: Any) -> bytes:
 
 def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
     """Return centred means over about a hundredth of the run each, without non-finite losses."""
+    numpy = _imported("numpy")
     steps = [s for s in sorted(losses) if math.isfinite(losses[s])]
     half = max(1, len(steps) // 200)
-    sums = [0.0]
-    for step in steps:
-        sums.append(sums[-1] + losses[step])
-    means = []
-    for i in range(len(steps)):
-        low, high = max(0, i - half), min(len(steps), i + half + 1)
-        means.append((sums[high] - sums[low]) / (high - low))
-    return steps, means
+    sums, at = numpy.cumsum([0.0, *(losses[step] for step in steps)]), numpy.arange(len(steps))
+    low, high = numpy.maximum(0, at - half), numpy.minimum(len(steps), at + half + 1)
+    return steps, ((sums[high] - sums[low]) / (high - low)).tolist()
 
 
-def _set_loss_limits(axes: Any, runs: Sequence[Mapping[int, float]]) -> None:
-    """Cut off losses far above almost all others: a spike would flatten the rest."""
-    values = sorted(v for losses in runs for v in losses.values() if math.isfinite(v))
-    if len(values) > 20:
-        low, high = values[0], values[int(0.995 * (len(values) - 1))]
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-9)
+def _limit(
+    axes: Any, values: Sequence[float], low: float, high: float, room: float, *shown: float
+) -> None:
+    """Limit a panel to two quantiles of its values: a spike would flatten the rest.
 
-
-def _set_difference_limits(axes: Any, runs: Sequence[Sequence[float]]) -> None:
-    """Include 0 in the panel, and cut off outliers: a run's first steps, or a spike."""
-    values = sorted(v for run in runs for v in run)
-    cut = len(values) // 100
-    low, high = min(values[cut], 0.0), max(values[len(values) - 1 - cut], 0.0)
-    room = 0.1 * (high - low) + 0.02
-    axes.set_ylim(low - room, high + room)
+    Args:
+        axes: the panel.
+        values: its values; non-finite ones are ignored.
+        low, high: the quantiles.
+        room: the minimum space around them.
+        shown: further values that the panel includes.
+    """
+    finite = list(filter(math.isfinite, values))
+    if len(finite) > 20 or shown:
+        ends = [*_imported("numpy").quantile(finite, (low, high)), *shown]
+        space = 0.1 * (max(ends) - min(ends)) + room
+        axes.set_ylim(min(ends) - space, max(ends) + space)

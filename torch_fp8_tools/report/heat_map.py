@@ -1,6 +1,7 @@
 """`HeatMap`: the values of one statistic of all layers over a run, for a drawing."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,24 +23,18 @@ class Topic(NamedTuple):
         small_is_bad: whether small values are the bad ones.
         logarithmic: whether the colour scale is logarithmic.
         unit: the unit after numbers; shares are shown in percent.
-        lowest, highest: the ends of the colour scale.
+        scale: the lowest and highest value of the colour scale.
         meaning: a sentence after the title.
     """
 
     title: str
     statistic: str
     kinds: tuple[str, ...]
-    lowest: float
-    highest: float
+    scale: tuple[float, float]
     meaning: str
     unit: str = ""
     small_is_bad: bool = False
     logarithmic: bool = False
-
-    @property
-    def is_share(self) -> bool:
-        """Whether values are shares."""
-        return self.unit == " %"
 
 
 _OPERANDS = ("input", "weight", "grad_output")
@@ -50,8 +45,7 @@ TOPICS = (
         ("input", "weight"),
         small_is_bad=True,
         unit=" dB",
-        lowest=0.0,
-        highest=34.0,
+        scale=(0.0, 34.0),
         meaning="Signal-to-quantization-noise ratio of a layer's input or weight, whichever is "
         "lower. Well-scaled E4M3 has 31.5 dB; below 20 dB little is left.",
     ),
@@ -60,8 +54,7 @@ TOPICS = (
         "direction_error",
         ("grad_output",),
         logarithmic=True,
-        lowest=3e-4,
-        highest=1.0,
+        scale=(3e-4, 1.0),
         meaning="1 - cos of the gradient of a layer's output and its cast. Well-scaled E5M2 has "
         "0.0014, E4M3 0.0004.",
     ),
@@ -71,8 +64,7 @@ TOPICS = (
         _OPERANDS,
         logarithmic=True,
         unit=" %",
-        lowest=1e-4,
-        highest=1.0,
+        scale=(1e-4, 1.0),
         meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor "
         "of a layer.",
     ),
@@ -82,8 +74,7 @@ TOPICS = (
         ("input",),
         logarithmic=True,
         unit="x",
-        lowest=1.0,
-        highest=1e4,
+        scale=(1.0, 1e4),
         meaning="The largest channel of a layer's input over the median channel. With one scale "
         "for the whole tensor, few E4M3 steps are left for the other channels.",
     ),
@@ -91,8 +82,7 @@ TOPICS = (
         "SwiGLU alignment",
         "alignment",
         ("swiglu",),
-        lowest=0.0,
-        highest=1.0,
+        scale=(0.0, 1.0),
         meaning="The largest |cos| of a channel's gate and up weights. A channel whose two weights "
         "are parallel is quadratic in its input: the sporadic outliers of FP8 begin there "
         "(arXiv 2409.12517).",
@@ -103,8 +93,7 @@ TOPICS = (
         _OPERANDS,
         logarithmic=True,
         unit=" %",
-        lowest=1e-5,
-        highest=1.0,
+        scale=(1e-5, 1.0),
         meaning="The share of elements that are too large for the payload, in the worst tensor "
         "of a layer: delayed scaling did not predict them.",
     ),
@@ -133,64 +122,46 @@ class HeatMap(NamedTuple):
     @property
     def is_blank(self) -> bool:
         """Return whether no value is within the colour scale, because all are perfectly healthy."""
-        topic = self.topic
-        best = topic.highest if topic.small_is_bad else topic.lowest
+        worst_first, (lowest, highest) = self.topic.small_is_bad, self.topic.scale
         seen = [v for row in self.values for v in row if not math.isnan(v)]
-        return all((v >= best) if topic.small_is_bad else (v <= best) for v in seen)
+        return all((v >= highest) if worst_first else (v <= lowest) for v in seen)
 
 
 def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
     """Return the map of a topic; None if the run has no such values."""
-    columns = _columns(record.steps)
-    column_of = {step: i for i, (_, steps) in enumerate(columns) for step in steps}
+    steps = record.steps
+    each = max(1, math.ceil(len(steps) / MOST_COLUMNS))
+    starts, column_of = steps[::each], {step: i // each for i, step in enumerate(steps)}
     layers: dict[str, list[float]] = {}
     for name, values in record.values.items():
         place, _, statistic = name.removeprefix(PREFIX).rpartition("/")
         layer, _, kind = place.rpartition("/")
         if statistic != topic.statistic or kind not in topic.kinds:
             continue
-        row = layers.setdefault(layer, [math.nan] * len(columns))
+        row = layers.setdefault(layer, [math.nan] * len(starts))
         for step, value in values.items():
             i = column_of[step]
             if math.isnan(row[i]) or (value < row[i]) == topic.small_is_bad:
                 row[i] = value
     if not layers:
         return None
-    rows = short_names(list(layers))
-    sides = [
-        bound.least if topic.small_is_bad else bound.most
-        for bound in DEFAULT_BOUNDS
-        if bound.statistic == topic.statistic and bound.kind in topic.kinds
-    ]
-    starts = [first for first, _ in columns]
-    away = _away(record, list(layers), starts)
-    return HeatMap(topic, rows, starts, list(layers.values()), sorted(set(sides)), away)
-
-
-def _away(
-    record: RunRecord, layers: Sequence[str], starts: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """Return when layers were out of FP8, as rows and columns of a map."""
-    spans = []
+    names, away = list(layers), []
     for layer, first, last in record.absences():
         inside = [i for i, start in enumerate(starts) if first <= start <= last]
         if inside and layer in layers:
-            spans.append((layers.index(layer), inside[0], inside[-1]))
-    return spans
+            away.append((names.index(layer), inside[0], inside[-1]))
+    bounds = {
+        bound.least if topic.small_is_bad else bound.most
+        for bound in DEFAULT_BOUNDS
+        if bound.statistic == topic.statistic and bound.kind in topic.kinds
+    }
+    rows = short_names(names)
+    return HeatMap(topic, rows, starts, list(layers.values()), sorted(bounds), away)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Return the names of layers without the components that they all start with."""
     parts = [name.split(".") for name in names]
-    shared = 0
-    while len(names) > 1 and all(len(p) > shared + 1 for p in parts):
-        if len({p[shared] for p in parts}) > 1:
-            break
-        shared += 1
+    holders = [p[:-1] for p in parts] if len(parts) > 1 else []
+    shared = len(os.path.commonprefix(holders))  # noqa: RUF071, of lists
     return [".".join(p[shared:]) or "(model)" for p in parts]
-
-
-def _columns(steps: Sequence[int]) -> list[tuple[int, list[int]]]:
-    each = max(1, math.ceil(len(steps) / MOST_COLUMNS))
-    groups = [list(steps[i : i + each]) for i in range(0, len(steps), each)]
-    return [(group[0], group) for group in groups]

@@ -50,8 +50,13 @@ def _saved(model, optimizer, folder):
         save_file(history, folder / "fp8_scaling_0.safetensors")
 
 
-def _assert_same(a, b):
-    a, b = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+def _export(folder, format, config, out="out", source="in"):
+    return export_checkpoint(AutoModelForCausalLM, folder / source, folder / out, format, config)
+
+
+def _assert_same(folder, out="out"):
+    """The model that was trained was exported to ``live``."""
+    a, b = (load_file(folder / name / "model.safetensors") for name in ("live", out))
     assert a.keys() == b.keys()
     for key in a:
         assert a[key].dtype == b[key].dtype, key
@@ -62,19 +67,24 @@ def _bytes(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_whole_weights_give_the_bytes_of_the_model_that_is_trained(tmp_path, opt_level, tied):
+@pytest.mark.parametrize(
+    ("recipe", "opt_level", "tied"),
+    [
+        *(("blockwise", level, tied) for level in ("O1", "O2") for tied in (False, True)),
+        *((recipe, "O2", False) for recipe in ("tensorwise", "rowwise", "mxfp8")),
+    ],
+)
+def test_whole_weights_give_the_bytes_of_the_model_that_is_trained(
+    tmp_path, recipe, opt_level, tied
+):
     """BF16 of a whole weight by rounding to even differs in one weight of some hundred."""
-    model, optimizer = _trained(opt_level=opt_level, tie_word_embeddings=tied)
+    model, optimizer = _trained(recipe, opt_level, tie_word_embeddings=tied)
     _saved(model, optimizer, tmp_path / "in")
-    export(model, tmp_path / "live")
-    config = FP8Config(recipe="blockwise", opt_level=opt_level)
-    report = export_checkpoint(
-        AutoModelForCausalLM, tmp_path / "in", tmp_path / "out", "fine-grained", config
-    )
+    format = "fine-grained" if recipe == "blockwise" else "compressed-tensors"
+    export(model, tmp_path / "live", format)
+    report = _export(tmp_path, format, FP8Config(recipe=recipe, opt_level=opt_level))
     assert len(report.fp8) == 14
-    _assert_same(tmp_path / "live", tmp_path / "out")
+    _assert_same(tmp_path)
     live, out = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("live", "out")
     )
@@ -83,35 +93,20 @@ def test_whole_weights_give_the_bytes_of_the_model_that_is_trained(tmp_path, opt
     assert (tmp_path / "out" / "generation_config.json").is_file() is False
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_every_recipe_of_compressed_tensors(tmp_path, recipe):
-    model, optimizer = _trained(recipe)
-    _saved(model, optimizer, tmp_path / "in")
-    export(model, tmp_path / "live", "compressed-tensors")
-    paths = tmp_path / "in", tmp_path / "out"
-    export_checkpoint(AutoModelForCausalLM, *paths, "compressed-tensors", recipe)
-    _assert_same(tmp_path / "live", tmp_path / "out")
-
-
 def test_delayed_scaling_goes_on_from_the_history_beside_the_checkpoint(tmp_path):
     model, optimizer = _trained("delayed")
     _saved(model, optimizer, tmp_path / "in")
     export(model, tmp_path / "live", "modelopt")
-    paths = tmp_path / "in", tmp_path / "out"
-    export_checkpoint(AutoModelForCausalLM, *paths, "modelopt", "delayed")
-    _assert_same(tmp_path / "live", tmp_path / "out")
+    _export(tmp_path, "modelopt", "delayed")
+    _assert_same(tmp_path)
     history = tmp_path / "in" / "fp8_scaling_0.safetensors"
     behind = {f"10{key.removeprefix('0')}": value for key, value in load_file(history).items()}
     save_file(behind, history)  # the model was prepared after others that have none
-    export_checkpoint(
-        AutoModelForCausalLM, tmp_path / "in", tmp_path / "of_10", "modelopt", "delayed"
-    )
-    _assert_same(tmp_path / "live", tmp_path / "of_10")
-    (tmp_path / "in" / "fp8_scaling_0.safetensors").unlink()
+    _export(tmp_path, "modelopt", "delayed", "of_10")
+    _assert_same(tmp_path, "of_10")
+    history.unlink()
     with pytest.raises(ValueError, match=r"has no fp8_scaling_0.safetensors"):
-        export_checkpoint(
-            AutoModelForCausalLM, tmp_path / "in", tmp_path / "no", "modelopt", "delayed"
-        )
+        _export(tmp_path, "modelopt", "delayed", "no")
     assert not (tmp_path / "no").exists()
 
 
@@ -119,7 +114,7 @@ def test_delayed_scaling_goes_on_from_the_history_beside_the_checkpoint(tmp_path
 def test_an_fp8_checkpoint_keeps_its_bytes_where_the_blocks_are_the_recipes(tmp_path, recipe):
     expected = write_llama(tmp_path / "in")
     format = "fine-grained" if recipe == "blockwise" else "compressed-tensors"
-    export_checkpoint(AutoModelForCausalLM, tmp_path / "in", tmp_path / "out", format, recipe)
+    _export(tmp_path, format, recipe)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for key, (qdata, scale, _) in expected.items():
         if recipe == "blockwise":
@@ -135,9 +130,8 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(tmp_path):
     before = sorted(tmp_path.rglob("*"))
 
     def refused(message, format="fine-grained", config="blockwise", out="out", source="in"):
-        paths = tmp_path / source, tmp_path / out
         with pytest.raises(ValueError, match=message):
-            export_checkpoint(AutoModelForCausalLM, *paths, format, config)
+            _export(tmp_path, format, config, out, source)
         assert sorted(tmp_path.rglob("*")) == before
 
     refused("recipe 'auto' chooses on the training card", config="auto")
@@ -166,6 +160,5 @@ def test_the_checkpoint_is_never_in_memory_as_a_whole(tmp_path):
     largest = max(p.numel() for p in model.parameters())
     total = sum(p.numel() for p in model.parameters())
     with LiveStorages() as live:
-        paths = tmp_path / "in", tmp_path / "out"
-        export_checkpoint(AutoModelForCausalLM, *paths, "fine-grained", "blockwise")
+        _export(tmp_path, "fine-grained", "blockwise")
     assert live.peak < 28 * largest < total

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from tests.fp8_checkpoints import tiny_llama
 from torch_fp8 import convert_to_float8, export
 from torch_fp8_tools import cli
-from torch_fp8_tools.host_models import model_class
 
 
 @pytest.fixture
@@ -60,15 +59,6 @@ def test_a_mistake_in_the_call_is_2_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_a_mistake(tmp_path, capsys):
-    arguments = "--format", "fine-grained", "--recipe", "blockwise"
-    for content in (None, "[]", '{"architectures": ["NoSuchModel"]}'):
-        if content is not None:
-            (tmp_path / "config.json").write_text(content)
-        assert _export(tmp_path, tmp_path / "out", *arguments) == 2
-        assert "config.json" in capsys.readouterr().err
-
-
 def test_what_cannot_be_written_is_1(checkpoint, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -80,7 +70,3 @@ def test_what_cannot_be_written_is_1(checkpoint, tmp_path, capsys, monkeypatch):
     assert "No space left on device; nothing was written" in error
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_the_class_is_that_of_the_architecture(checkpoint):
-    assert model_class(checkpoint).__name__ == "LlamaForCausalLM"

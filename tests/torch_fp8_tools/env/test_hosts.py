@@ -1,17 +1,15 @@
 """What is told of hosts and of autoload, with hosts that are moved, broken or gone."""
 
-import importlib
+import importlib.metadata
 import inspect
 import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 
 from torch_fp8_tools.env import hosts
 from torch_fp8_tools.env.autoload import autoload
-from torch_fp8_tools.env.host_points import HELD, POINTS, inspect_host, is_ours
+from torch_fp8_tools.env.host_points import POINTS, inspect_host, is_ours
 
 pytestmark = pytest.mark.long
 
@@ -31,42 +29,42 @@ def planted(tmp_path, monkeypatch, forked_python):
     monkeypatch.setitem(POINTS, "trl", {UTILS: ("prepare_fsdp",)})
 
     def tell(code, python=forked_python):
-        (folder / "utils.py").write_text(textwrap.dedent(code))
+        (folder / "utils.py").write_text(code)
         monkeypatch.setattr(sys, "executable", python)
         return hosts._extended("trl")
 
     return tell
 
 
-def test_a_point_that_took_hold(planted):
-    host, point = planted("def prepare_fsdp(model, accelerator): ...")
-    assert (host.status, host.detail) == ("ok", "9.9, 1 of 1 extension points are active")
-    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "ok")
+STOCK = "def prepare_fsdp(model, accelerator): ..."
+WARNS = f"import warnings\nwarnings.warn('FP8 is not tried with this version')\n{STOCK}"
+ACTIVE = "9.9, 1 of 1 extension points are active"
 
 
-def test_what_is_said_of_fp8_at_the_import_is_told(planted):
-    host, _ = planted(
-        """
-        import warnings
-        warnings.warn("FP8 is not tried with this version")
-        def prepare_fsdp(model, accelerator): ...
-        """
-    )
-    assert host.status == "ok"
-    assert host.detail.endswith("are active; FP8 is not tried with this version")
-
-
-def test_a_point_that_moved_is_red_by_name(planted):
-    host, point = planted("def prepare_fsdp2(model, accelerator): ...")
-    assert (host.status, host.detail) == ("failed", "9.9, 0 of 1 extension points are active")
-    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "failed")
-    assert "does not exist in this version" in point.detail
-    assert "AttributeError" in point.detail
+@pytest.mark.parametrize(
+    ("code", "status", "detail", "of_point"),
+    [
+        (STOCK, "ok", ACTIVE, ["extended"]),
+        (WARNS, "ok", f"{ACTIVE}; FP8 is not tried with this version", ["extended"]),
+        (
+            STOCK.replace("fsdp", "fsdp2"),
+            "failed",
+            ACTIVE.replace("1 of", "0 of"),
+            ["does not exist in this version", "AttributeError"],
+        ),
+    ],
+    ids=["holds", "warns", "moved"],
+)
+def test_a_point_that_took_hold_or_moved_is_told_by_name(planted, code, status, detail, of_point):
+    host, point = planted(code)
+    assert (host.status, host.detail) == (status, detail)
+    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", status)
+    assert all(words in point.detail for words in of_point)
 
 
 def test_autoload_that_is_missing_is_red_at_each_point(planted, monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    host, point = planted("def prepare_fsdp(model, accelerator): ...", sys.executable)
+    host, point = planted(STOCK, sys.executable)
     assert (host.status, point.status) == ("failed", "failed")
     assert "the flag has no effect here" in point.detail
 
@@ -101,13 +99,14 @@ def _extended_names(module):
 def test_the_list_has_all_that_is_extended(host):
     """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
     pytest.importorskip(host)
-    found = inspect_host(list(POINTS[host]))
-    assert found["errors"] == {}
-    for name, states in found["points"].items():
-        assert set(states) == set(POINTS[host][name])
-        assert set(states.values()) == {HELD}
-        of_functions = set(POINTS[host][name]) - {"_PRECISION_INPUT_STR"}
-        assert set(_extended_names(importlib.import_module(name))) == of_functions
+    lines = inspect_host(list(POINTS[host]))["lines"]
+    assert {line["detail"] for line in lines} == {"extended"}
+    assert [line["name"] for line in lines] == [
+        f"{m}:{n}" for m, of in POINTS[host].items() for n in of
+    ]
+    for name, points in POINTS[host].items():
+        of_functions = sorted(set(points) - {"_PRECISION_INPUT_STR"})
+        assert _extended_names(importlib.import_module(name)) == of_functions
 
 
 def test_a_host_that_is_not_installed_is_no_failure(monkeypatch):
@@ -115,27 +114,13 @@ def test_a_host_that_is_not_installed_is_no_failure(monkeypatch):
     assert {(r.status, r.detail) for r in hosts.hosts()} == {("info", "not installed")}
 
 
-def _autoload(**variables):
-    code = """
-        from torch_fp8_tools.env.autoload import autoload
-        for result in autoload():
-            print(result.status, "|", result.detail)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**hosts.child_environment(), **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [tuple(line.split(" | ")) for line in done.stdout.splitlines()]
-
-
-def test_autoload_that_is_off_is_red():
-    entry_point, variable, finder, _ = _autoload(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert entry_point[0] == "ok"
-    assert (variable[0], finder[0]) == ("failed", "failed")
-    assert "import lightning_fp8" in finder[1]
+def test_autoload_that_is_off_is_red(monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    others = [finder for finder in sys.meta_path if type(finder).__module__ != "_fp8_autoload"]
+    monkeypatch.setattr(sys, "meta_path", others)
+    results = autoload()
+    assert [result.status for result in results[:3]] == ["ok", "failed", "failed"]
+    assert "import lightning_fp8" in results[2].detail
 
 
 def test_autoload_and_configuration_of_this_interpreter(monkeypatch):
@@ -147,8 +132,6 @@ def test_autoload_and_configuration_of_this_interpreter(monkeypatch):
 
 
 def test_an_installation_without_entry_point_is_red(monkeypatch):
-    from importlib import metadata
-
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     assert autoload()[0].status == "failed"
     assert "not installed in this environment" in autoload()[0].detail

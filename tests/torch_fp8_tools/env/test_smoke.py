@@ -85,15 +85,10 @@ def test_an_interrupt_leaves_no_process_behind(processes):
 
 
 @pytest.mark.long
-def test_the_process_of_a_subject_prints_what_it_found_last():
-    (frozen,) = smoke.smoke(["frozen"])
+def test_the_process_of_a_subject_prints_last_what_it_found_or_its_error():
+    frozen, unknown = smoke.smoke(["frozen", "no such recipe"])
     assert frozen.status == "ok"
     assert "a decoded token" in frozen.detail
-
-
-@pytest.mark.long
-def test_a_subject_that_raises_ends_with_its_error_and_its_traceback():
-    (unknown,) = smoke.smoke(["no such recipe"])
     assert (unknown.status, unknown.detail[:8]) == ("failed", "ValueErr")
     assert "check_eager" in unknown.log
 
@@ -103,11 +98,6 @@ def test_subjects_are_the_kernels_each_recipe_and_a_frozen_weight():
     if not torch.cuda.is_available():
         (kernels,) = smoke.smoke(["kernels"])
         assert (kernels.status, kernels.detail) == ("not run", "no card")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_each_recipe_reaches_its_floors(recipe):
-    assert "emulated" in smoke.check_eager(recipe)
 
 
 @pytest.mark.parametrize("operand", ["input", "grad_output"])
@@ -161,8 +151,7 @@ def test_a_break_in_a_compiled_layer_is_told(monkeypatch):
 @pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
 def test_a_wrong_output_of_one_token_is_told(recipe, monkeypatch):
     """By 8 %, 22 dB: once in training and once where the token is decoded."""
-    check, *given = (smoke.check_frozen,) if recipe == "frozen" else (smoke.check_eager, recipe)
-    assert "a decoded token 2" in check(*given)
+    assert "a decoded token 2" in smoke.check_eager(recipe)
     original = Float8Linear.forward
     for training, what in ((True, "fprop of 1 tokens"), (False, "a decoded token")):
 
@@ -172,19 +161,19 @@ def test_a_wrong_output_of_one_token_is_told(recipe, monkeypatch):
 
         monkeypatch.setattr(Float8Linear, "forward", wrong)
         with pytest.raises(RuntimeError, match=rf"{what} has 2\d\.\d dB.* its floor is 25"):
-            check(*given)
+            smoke.check_eager(recipe)
 
 
 def test_a_layer_that_does_not_run_in_fp8_fails():
     layer, _ = smoke._layer("rowwise")
     plain = functools.partial(torch.nn.functional.linear, weight=layer.weight)
     with pytest.raises(RuntimeError, match="ran without"):
-        smoke._measured(layer, plain, "rowwise", smoke.TOKENS)
+        smoke._measured(layer, plain, "rowwise", smoke.TOKENS, layer.weight.detach())
 
 
 def test_sizes_that_a_card_refuses_are_told(monkeypatch):
     monkeypatch.setattr(refused_rows, "padded", {"a size": 128})
-    assert "refused sizes of GEMMs that run padded: 1" in smoke.check_frozen()
+    assert "refused sizes of GEMMs that run padded: 1" in smoke.check_eager("frozen")
 
 
 def test_floors_follow_the_formats():
@@ -193,9 +182,9 @@ def test_floors_follow_the_formats():
     assert [smoke.floor_db(gemm) for gemm in make_recipe("mxfp8").gemms] == [28.0] * 3
 
 
-def on_device(function, index, change):
-    """`function`, one result of which differs on the device: each pair of calls begins there."""
-    calls = itertools.count()
+def on_device(function, index, change, first=0):
+    """`function`, one result of which differs on the device, in calls of an even number."""
+    calls = itertools.count(first)
 
     @functools.wraps(function)  # with its reference
     def call(*arguments):
@@ -221,12 +210,16 @@ FAULTS = [
     ("cast e4m3 tensorwise: .* result 2", smoke, "quantize_2d", 2, one_element),
     ("cast e4m3 rowwise: .* result 3", smoke, "quantize_2d", 3, lambda s: s * 2 if s.dim() else s),
     ("transpose", smoke, "transposed_bytes", 0, one_element),
+    ("norm", rms_norm, "rms_norm_quantize_once", 4, lambda rstd: rstd * 1.001),
     ("norm's backward", rms_norm, "rms_norm_backward", 1, lambda grad: grad * 1.1),
     ("SwiGLU", swiglu, "swiglu_quantize", 2, lambda qdata: qdata.roll(1)),
     ("SwiGLU's backward", swiglu_backward, "swiglu_backward", 0, lambda grad: grad * 1.1),
     ("optimizer", smoke, "trained", 0, one_element),
+    ("messages", messages, "pack_flat", 0, one_element),
     ("sums", messages, "reduce_and_repack", 0, one_element),
 ]
+ALSO_INPUTS = ("norm", "messages")
+"""Kernels whose first call makes an input of the next kernel, on the CPU."""
 
 
 def test_right_kernels_pass():
@@ -237,31 +230,10 @@ def test_right_kernels_pass():
     ("named", "owner", "name", "index", "change"), FAULTS, ids=[f[2] + str(f[3]) for f in FAULTS]
 )
 def test_a_wrong_kernel_is_told(named, owner, name, index, change, monkeypatch):
-    monkeypatch.setattr(owner, name, on_device(getattr(owner, name), index, change))
+    first = -1 if named in ALSO_INPUTS else 0
+    wrong = on_device(getattr(owner, name), index, change, first)
+    monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(RuntimeError, match=f"^{named}.* differ"):
-        smoke.check_kernels("cpu")
-
-
-@pytest.mark.parametrize(
-    ("named", "owner", "name", "index", "change"),
-    [
-        ("norm", rms_norm, "rms_norm_quantize_once", 4, lambda rstd: rstd * 1.001),
-        ("messages", messages, "pack_flat", 0, one_element),
-    ],
-)
-def test_a_wrong_kernel_whose_result_another_takes_is_told(
-    named, owner, name, index, change, monkeypatch
-):
-    """The first call makes an input of the next kernel, on the CPU."""
-    wrong = on_device(getattr(owner, name), index, change)
-    calls = itertools.count()
-    right = getattr(owner, name)
-
-    def call(*arguments):
-        return right(*arguments) if next(calls) == 0 else wrong(*arguments)
-
-    monkeypatch.setattr(owner, name, call)
-    with pytest.raises(RuntimeError, match=f"^{named}: .* differ"):
         smoke.check_kernels("cpu")
 
 
