@@ -128,7 +128,9 @@ def down_projections(model: nn.Module) -> dict[nn.Module, int]:
         rows = [_weight(layer) for layer in layers] if all(map(is_linear, layers)) else []
         if len(rows) == 1:
             rows = [part.t() for part in halves(rows[0].t(), spec.gate_first)]
-        cosine = torch.cosine_similarity(*rows, dim=1) if rows else torch.zeros(0)
+        cosine = (
+            torch.cosine_similarity(*rows, dim=1) if rows else torch.zeros(0, dtype=torch.float32)
+        )
         mlps[down] = int((cosine.abs() >= ALIGNED).sum())
     return mlps
 
