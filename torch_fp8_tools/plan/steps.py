@@ -49,7 +49,9 @@ class StepBytes:
 def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     """Count the bytes that a model's step holds and sends beyond the persistent ones."""
     unit = period(setup.config)
-    few = 3 * unit if setup.fsdp > 1 else max(3, 2 * unit)
+    few = max(3, (3 if setup.fsdp > 1 else 2) * unit)
+    if setup.fsdp > 1 and setup.checkpointing:  # what it scatters is freed one layer later
+        few = max(4, few)
     layers = few if setup.layers_alike else 5 * unit
     step = run_step(setup, role, level, layers)
     return step.with_more((stages(setup)[0][1] - layers) / unit)

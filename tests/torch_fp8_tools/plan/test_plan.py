@@ -82,13 +82,16 @@ def test_models_whose_layers_differ_are_counted_in_full(kind, sizes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
-def test_the_step_is_that_of_the_whole_model(level, gpus):
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("bf16-mixed", 4), ("O2", 4)])
+def test_the_step_is_that_of_the_whole_model(level, gpus, checkpointing):
     """What a few layers say of six is what six layers say."""
     config = config_of("llama")
     config.num_hidden_layers = 6
-    setup = make_setup(config, **SMALL, gpus=gpus)
-    assert step_bytes(setup, "policy", level) == run_step(setup, "policy", level, 6).with_more(0)
+    setup = make_setup(config, **SMALL, gpus=gpus, checkpointing=checkpointing)
+    few, whole = step_bytes(setup, "policy", level), run_step(setup, "policy", level, 6).with_more(0)
+    assert few.saved == pytest.approx(whole.saved, rel=2e-3)  # scales of tensors
+    assert few == dataclasses.replace(whole, saved=few.saved)
 
 
 @pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
