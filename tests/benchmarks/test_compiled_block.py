@@ -13,8 +13,8 @@ RECORDED = {
 @pytest.mark.long
 @pytest.mark.parametrize("variant", ["BF16", "tensorwise"])
 def test_a_block_needs_no_more_than_recorded(variant):
-    found, recorded = row_of("8B", variant), RECORDED["8B", variant]
+    row, recorded = row_of("8B", variant), RECORDED["8B", variant]
     for name in ("opaque", "launches", "assertions"):
-        assert found[name] <= int(recorded[name]), name
-    assert float(found["gb"]) <= float(recorded["gb"])
-    assert found["skip_reason"] == recorded["skip_reason"] == ""
+        assert row[name] <= int(recorded[name]), name
+    assert float(row["gb"]) <= float(recorded["gb"])
+    assert row["skip_reason"] == recorded["skip_reason"] == ""
