@@ -80,8 +80,8 @@ def test_extending_twice_changes_nothing(module):
     host = importlib.import_module(module)
 
     def wrapped():
-        own = [value for value in vars(host).values() if isinstance(value, type)]
-        holders = [host, *(cls for cls in own if cls.__module__ == module)]
+        classes = [value for value in vars(host).values() if isinstance(value, type)]
+        holders = [host, *(cls for cls in classes if cls.__module__ == module)]
         return [
             value
             for holder in holders

@@ -52,7 +52,7 @@ _SCALING: dict[str, list[int]] = {
 _SWIZZLE: list[int] = [SwizzleType.SWIZZLE_32_4_4.value]
 _NO_SWIZZLE: list[int] = []
 _ROWS_NEVER_REFUSED = 512
-"""Rows with which every product that cuBLASLt is known to refuse has been accepted."""
+"""More rows than any product has that cuBLASLt is known to refuse."""
 
 
 def scaled_matmul(
@@ -91,7 +91,7 @@ def scaled_matmul(
 
 
 def _is_visible(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> bool:
-    """Return whether a GEMM in a graph is ``aten::_scaled_mm``; sizes may be symbolic."""
+    """Return whether a (R, C) times b (S, C)^T in a graph is ``aten::_scaled_mm``."""
     (rows, width), (cols, width_b) = a.qdata.shape, b.qdata.shape
     known_rows = rows if isinstance(rows, int) else 2  # Dynamo's least symbolic size
     if a.granularity == "rowwise":
