@@ -21,7 +21,7 @@ FLOORS = [
     {"config", "kernels", "autograd"},
     {"ops"},
     {"tensor"},
-    {"compile", "nn"},
+    {"nn"},
     {"optim"},
     {"distributed"},
     {"conversion"},
@@ -288,7 +288,7 @@ def test_importing_the_package_imports_nothing_slow(imported):
     with_torch, with_ours, _ = map(set, imported)
     assert set(_SLOW_IMPORTS) & (with_ours - with_torch) == set()
     rooms = {name.split(".")[1] for name in with_ours if name.startswith("torch_fp8.")}
-    assert not {"nn", "optim", "distributed", "conversion", "compile"} & rooms
+    assert not {"nn", "optim", "distributed", "conversion"} & rooms
 
 
 def test_the_command_imports_no_host_by_being_imported(imported):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-import torch_fp8.compile.quantize_fusion  # noqa: F401, where there are producers
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
 from torch_fp8.conversion.detect_rms_norm import find_rms_norm

@@ -40,7 +40,7 @@ from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.formats import CAST_DTYPES
-from torch_fp8.tensor.base import Payloads
+from torch_fp8.tensor.base import Payloads, with_source
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.quantizer import Quantizer
 from torch_fp8.tensor.scale_source import OF_TENSOR
@@ -212,11 +212,12 @@ class _SwiGLUFunction(torch.autograd.Function):
             ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
             ctx.readers = options.gradients
-        if options.in_graph:
-            return swiglu(gate, up, None).view(shape)  # (R, C) -> (..., C)
         production = Product(gate.detach(), up.detach(), amax).source(options.name)
         if payloads is not None and ahead is not None:
             production.keep(ahead, payloads)
+        if options.in_graph:
+            product = swiglu(gate, up, None).view(shape)  # (R, C) -> (..., C)
+            return with_source(product, production)
         return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod
@@ -233,13 +234,14 @@ class _SwiGLUFunction(torch.autograd.Function):
         if ctx.joined:
             gradients = JoinedGradient(inputs, ctx.gate_first)
         else:
-            gradients = Gradients(inputs, ctx.readers)
+            gradients = Gradients(inputs, ctx.readers, ctx.plain)
         grads: list[Tensor | None] = []
         for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:
                 grads.append(None)
             elif ctx.plain:
-                grads.append(gradients.dense(i).view(ctx.shape))
+                plain_grad = gradients.dense(i).view(ctx.shape)
+                grads.append(with_source(plain_grad, gradients.production(i, ctx.name)))
             else:
                 grads.append(
                     LazyQuantizedTensor(gradients.production(i, ctx.name), ctx.shape, ctx.dtype)

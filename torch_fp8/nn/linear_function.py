@@ -149,9 +149,7 @@ def linear_in_graph(
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
     written_in_backward(buffers[-1:])
-    rows = x.reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
-    y = linear(rows, weight, bias, rows.shape, options, *buffers)
-    return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
+    return linear(x, weight, bias, x.shape, options, *buffers)
 
 
 @torch.compiler.allow_in_graph
@@ -173,10 +171,9 @@ def served_in_graph(
     out_dtype = output_dtype(x)
     if only_shape_matters(x):
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
-    rows = x.reshape(-1, x.shape[-1])  # (..., K) -> (M, K)
     text, ready = casts
     options = _options(text, x.dtype, out_dtype, False, ready)
-    a, _, _ = options.quantizers_of(buffers).input(rows, rowwise=True, columnwise=False)
+    a, _, _ = options.quantizers_of(buffers).input(x, rowwise=True, columnwise=False)
     assert a is not None
     b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum
     y = scaled_matmul(a, b, out_dtype, bias=bias, fast_accum=fast_accum, emulate=options.emulate)

@@ -51,7 +51,7 @@ from torch_fp8.ops.rms_norm import (
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.base import Payloads
+from torch_fp8.tensor.base import Payloads, with_source
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.producer import LazySource, Producer
 from torch_fp8.tensor.quantizer import Quantizer
@@ -189,7 +189,7 @@ class Float8RMSNorm(RunsFP8):
 class _RMSNormFunction(torch.autograd.Function):
     """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; plain in a compiled graph.
 
-    Casts in a compiled graph find this producer (`torch_fp8.compile.quantize_fusion`).
+    In a compiled graph, casts find this producer on the plain tensor (`with_source`).
     """
 
     @staticmethod
@@ -208,8 +208,9 @@ class _RMSNormFunction(torch.autograd.Function):
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
-        if options.on_read is None:
-            return reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
+        if options.on_read is None:  # in a graph, or with a weight that FSDP2 frees
+            y = reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
+            return y if options.quantizer is None else with_source(y, produced.production())
         return LazyQuantizedTensor(produced.production(), x.shape, out_dtype)
 
     @staticmethod
@@ -326,7 +327,8 @@ class _Produced(_Unread):
         options = self.options
         quantizer = options.reader or options.quantizer
         inputs = self._inputs
-        production = LazySource(options.name, inputs[:2], self, options.on_read, inputs.weight)
+        parameter = None if options.on_read is None else inputs.weight
+        production = LazySource(options.name, inputs[:2], self, options.on_read, parameter)
         if self.made is not None and quantizer is not None:
             production.keep(quantizer, self.made)
         return production

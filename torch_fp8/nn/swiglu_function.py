@@ -19,6 +19,7 @@ from torch_fp8.ops.swiglu_backward import (
     swiglu_backward_amax,
     swiglu_backward_quantize,
 )
+from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.producer import LazySource, Producer
 from torch_fp8.tensor.quantizer import Quantizer
@@ -93,10 +94,16 @@ class Gradients:
     Args:
         inputs: arguments of the backward operators.
         readers: quantizers of the two layers that read the gradients, if their scales are known.
+        in_graph: whether torch.compile traces, and plain gradients are there anyhow.
     """
 
-    def __init__(self, inputs: BackwardInputs, readers: tuple[Quantizer, Quantizer] | None) -> None:
-        self.inputs, self.readers = inputs, readers
+    def __init__(
+        self,
+        inputs: BackwardInputs,
+        readers: tuple[Quantizer, Quantizer] | None,
+        in_graph: bool = False,
+    ) -> None:
+        self.inputs, self.readers, self.in_graph = inputs, readers, in_graph
         self._dense: dict[int, Tensor] = {}
         self._made: dict[tuple[int, CastOptions], Payloads] = {}
         self._amax: Tensor | None = None
@@ -109,7 +116,7 @@ class Gradients:
         """Return gradient `i` as a plain tensor (R, C), which is not kept for a second call."""
         if i not in self._dense:
             self._dense = dict(enumerate(swiglu_backward(self.inputs)))
-        return self._dense.pop(i)
+        return self._dense[i] if self.in_graph else self._dense.pop(i)
 
     def amax(self) -> Tensor:
         """Return the amaxes (2,) float32 of both gradients."""
@@ -157,6 +164,8 @@ class _OneGradient(Producer):
         return self._both.layouts(self._i, options)
 
     def amax(self) -> Tensor:
+        if self._both.in_graph:
+            return tensor_amax(self.dense())
         return self._both.amax()[self._i]
 
 

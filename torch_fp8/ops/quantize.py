@@ -251,17 +251,3 @@ def quantize_2d_sum(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> 
     """Cast as `quantize_2d`, and sum the rows; the kernel adds in another order."""
     sums = x.sum(0, dtype=torch.float32).to(sum_dtype)
     return (*quantize_2d.reference(x, options), sums)
-
-
-def _amax_fake(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.float32)
-
-
-@operator(_amax_fake, cuda=tensor_amax)
-def amax(x: Tensor) -> Tensor:
-    """Return max |x| as a () float32 tensor, by an operator that torch.compile can replace.
-
-    In a graph the producer of x may already compute its amax; then
-    `torch_fp8.compile.quantize_fusion` uses that, and otherwise traces `tensor_amax`.
-    """
-    return tensor_amax(x)

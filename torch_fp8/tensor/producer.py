@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torch_fp8.autograd.current_pass import is_traced
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.smooth import column_amax, smoothed_layouts
@@ -193,7 +194,9 @@ class LazySource:
             return CastOptions.of(spec, other.scale, **layouts)
         if scale is None and quantizer.group is not None:
             return CastOptions.of(spec, None, group_amax(self.amax(), quantizer.group), **layouts)
-        return CastOptions.of(spec, scale, None if scale is None else slot, **layouts)
+        # Operators in a graph may not write to their arguments.
+        slot = None if scale is None or is_traced() else slot
+        return CastOptions.of(spec, scale, slot, **layouts)
 
     def _note(self, slot: Tensor) -> None:
         """Note that a cast raised a slot; other readers' slots are raised to the same amax."""

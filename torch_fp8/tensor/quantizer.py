@@ -15,11 +15,11 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import is_traced, saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import QuantizedTensor, amax, quantize_layouts, quantize_layouts_and_sum
+from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, quantize_layouts_and_sum
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.quantization.scaling import group_amax, scale_from_amax
-from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
+from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_amax
+from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins, source_of
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -59,12 +59,14 @@ class Quantizer(NamedTuple):
         Returns:
             ``(rowwise, columnwise, sums)``, each None if not requested.
         """
-        if isinstance(x, QuantizableTensor):
-            sums = None
+        source = source_of(x)
+        if source is not None or isinstance(x, QuantizableTensor):
+            sums, layouts = None, {"rowwise": rowwise, "columnwise": columnwise}
             if sum_dtype is not None:
-                sums = cast(x.matrix().sum(0, dtype=torch.float32), sum_dtype)
-            row, col = type(x).quantize(x, self, rowwise=rowwise, columnwise=columnwise)
-            return row, col, sums
+                sums = cast(matrix(x).sum(0, dtype=torch.float32), sum_dtype)
+            if source is None:
+                return *type(x).quantize(x, self, **layouts), sums
+            return *source.layouts(self, **layouts), sums
         x = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
@@ -84,7 +86,7 @@ class Quantizer(NamedTuple):
         """
         scale, slot = self.source.scale, self.source.slot
         if slot is not None and (scale is None or is_traced()):  # a graph's amax is a separate op
-            largest = amax(x)
+            largest = tensor_amax(x)
             self.source.record(largest)
             slot = None
             if scale is None and not (is_traced() and self.group is None):
@@ -327,7 +329,7 @@ def matrix(x: Tensor) -> Tensor:
 
 def amax_of(x: Tensor) -> Tensor:
     """Return the largest magnitude, () float32; a `QuantizableTensor` computes its own."""
-    return x.amax() if isinstance(x, QuantizableTensor) else amax(x)
+    return x.amax() if isinstance(x, QuantizableTensor) else tensor_amax(x)
 
 
 def output_dtype(input: Tensor) -> torch.dtype:

@@ -367,7 +367,7 @@ def test_activation_checkpointing_changes_nothing(recipe, smooth, reentrant):
     ids=str,
 )
 def test_it_compiles_without_graph_breaks(cls, options):
-    """As in whole blocks (test_quantize_fusion.py), where gate is first."""
+    """As in whole blocks (test_fused_casts.py), where gate is first."""
     eager = _model(cls, **options)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")

@@ -1,1 +1,0 @@
-"""Rules for tracing by `torch.compile`, which fuse casts into their producers."""
