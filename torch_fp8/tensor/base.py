@@ -194,15 +194,15 @@ def with_source(x: Tensor, source: Any) -> Tensor:
         x: (..., C).
         source: its `torch_fp8.tensor.producer.LazySource`.
     """
-    x._fp8_source = source
+    x.fp8_source = source
     return x
 
 
 def source_of(x: Tensor) -> Any:
     """Return the source of a result from `with_source`, also of a view that keeps its rows."""
-    source = getattr(x, "_fp8_source", None)
+    source = getattr(x, "fp8_source", None)
     if source is not None or not isinstance(x, FunctionalTensor) or not x._is_view():
         return source
     base: Any = x._base
     keeps = x.shape[-1:] == base.shape[-1:] and x.numel() == base.numel() and x.is_contiguous()
-    return getattr(base, "_fp8_source", None) if keeps else None
+    return getattr(base, "fp8_source", None) if keeps else None
