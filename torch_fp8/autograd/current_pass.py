@@ -229,3 +229,15 @@ def is_plain(x: Tensor) -> bool:
     """Return whether `x` is a plain tensor or Parameter, or a fake one in tracing, and dense."""
     usual = type(x) in (Tensor, FakeTensor, nn.Parameter)
     return usual and x.layout is torch.strided and not x.is_nested
+
+
+def output_dtype(input: Tensor) -> torch.dtype:
+    """Return the output dtype of a linear layer: autocast's if autocast is on, else the input's."""
+    return autocast_dtype(input.device.type) or input.dtype
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of autocast; None if it is off, or on the meta device."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch_fp8.autograd.current_pass import is_traced
 
 CASTS = (
-    "amax",
     "quantize_2d",
     "quantize_2d_sum",
     "rms_norm_statistics",

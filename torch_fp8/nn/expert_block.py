@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import saves_nothing
+from torch_fp8.autograd.current_pass import output_dtype, saves_nothing
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.nn.grouped_linear_function import (
@@ -52,7 +52,7 @@ from torch_fp8.ops.moe_route import Route
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
-from torch_fp8.tensor.quantizer import Quantizer, output_dtype
+from torch_fp8.tensor.quantizer import Quantizer
 from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.weight_half import gradient_dtype
 

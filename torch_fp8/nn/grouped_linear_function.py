@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.autograd.current_pass import output_dtype
 from torch_fp8.autograd.function import is_returned, once_differentiable
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
@@ -29,7 +30,7 @@ from torch_fp8.tensor.frozen_payload import quantize_stacked
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.quantizer import Quantizer, matrix, output_dtype
+from torch_fp8.tensor.quantizer import Quantizer, matrix
 from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import gradient_dtype

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import warn_of_disabled_autocast
+from torch_fp8.autograd.current_pass import autocast_dtype, warn_of_disabled_autocast
 from torch_fp8.autograd.function import as_text, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import LayerScaling
@@ -30,13 +30,7 @@ from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.quantizer import (
-    ChannelMaxima,
-    Quantizer,
-    Quantizers,
-    WeightQuantizer,
-    autocast_dtype,
-)
+from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 from torch_fp8.tensor.scale_source import OF_TENSOR
 
 

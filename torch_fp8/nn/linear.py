@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd import current_pass
 from torch_fp8.autograd.current_pass import (
+    autocast_dtype,
     is_transformed,
     note_graph,
     warn_of_halves_in_program,
@@ -56,7 +57,6 @@ from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_grap
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
-from torch_fp8.tensor.quantizer import autocast_dtype
 from torch_fp8.tensor.split_weight import SplitWeight
 
 _NOT_PLAIN = (DTensor, QuantizableTensor)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fp8.autograd.current_pass import output_dtype
 from torch_fp8.autograd.function import (
     differentiable_by,
     is_asked_for,
@@ -36,7 +37,6 @@ from torch_fp8.tensor.quantizer import (
     Quantizers,
     WeightQuantizer,
     matrix,
-    output_dtype,
     quantize_input,
 )
 from torch_fp8.tensor.scale_source import OF_TENSOR

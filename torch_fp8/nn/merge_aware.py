@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.autograd.current_pass import is_transformed, output_dtype
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin, unwrapped_name
 from torch_fp8.nn.delayed_scaling import WEIGHT
@@ -33,7 +33,7 @@ from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.tensor.base import dequantized
-from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, output_dtype, quantize_input
+from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, quantize_input
 from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 

@@ -51,10 +51,10 @@ from torch_fp8.ops.rms_norm import (
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.base import Payloads, with_source
+from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.producer import LazySource, Producer
-from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.quantizer import Quantizer, with_source
 
 
 class RMSNormSpec(NamedTuple):

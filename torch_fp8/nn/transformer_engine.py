@@ -26,13 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.autograd.current_pass import autocast_dtype, is_transformed, output_dtype
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.quantizer import autocast_dtype, output_dtype
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import half
 

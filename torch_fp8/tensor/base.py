@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.autograd.current_pass import stand_in
 from torch_fp8.ops.quantize import Payloads, QuantizedTensor
@@ -182,27 +181,3 @@ def map_tensors(value: Any, function: Callable[[Any], Any]) -> Any:
 def dequantized(value: Any) -> Any:
     """Dequantize a `QuantizableTensor`; return any other value unchanged."""
     return value.dequantize() if isinstance(value, QuantizableTensor) else value
-
-
-def with_source(x: Tensor, source: Any) -> Tensor:
-    """Let casts of a result in a graph of torch.compile be computed by its producer.
-
-    In a graph the result is a plain tensor, which is eliminated if only casts read it. An operator
-    on it returns another tensor, which has no source.
-
-    Args:
-        x: (..., C).
-        source: its `torch_fp8.tensor.producer.LazySource`.
-    """
-    x.fp8_source = source
-    return x
-
-
-def source_of(x: Tensor) -> Any:
-    """Return the source of a result from `with_source`, also of a view that keeps its rows."""
-    source = getattr(x, "fp8_source", None)
-    if source is not None or not isinstance(x, FunctionalTensor) or not x._is_view():
-        return source
-    base: Any = x._base
-    keeps = x.shape[-1:] == base.shape[-1:] and x.numel() == base.numel() and x.is_contiguous()
-    return getattr(base, "fp8_source", None) if keeps else None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.autograd.current_pass import is_traced, saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
@@ -19,7 +20,7 @@ from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, quantize_l
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_amax
-from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins, source_of
+from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -126,7 +127,7 @@ class Quantizer(NamedTuple):
             return None
         if self.source.scale is not None and self.source.slot is None:
             return self.source.scale
-        own = amax_of(x)
+        own = x.amax() if isinstance(x, QuantizableTensor) else tensor_amax(x)
         self.source.record(own)
         if self.source.scale is not None:
             return self.source.scale
@@ -327,18 +328,20 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])  # a view where strides allow
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """Return the largest magnitude, () float32; a `QuantizableTensor` computes its own."""
-    return x.amax() if isinstance(x, QuantizableTensor) else tensor_amax(x)
+def with_source(x: Tensor, source: Any) -> Tensor:
+    """Let a `torch_fp8.tensor.producer.LazySource` compute the casts of its result x (..., C).
+
+    A graph of torch.compile does not compute x if only casts read it. An operator on x returns
+    another tensor, which has no source.
+    """
+    x.fp8_source = source
+    return x
 
 
-def output_dtype(input: Tensor) -> torch.dtype:
-    """Return the output dtype of a linear layer: autocast's if autocast is on, else the input's."""
-    return autocast_dtype(input.device.type) or input.dtype
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast; None if it is off, or on the meta device."""
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
+def source_of(x: Tensor) -> Any:
+    """Return the source of a result from `with_source`, also of a view that keeps its rows."""
+    base: Any = x._base if isinstance(x, FunctionalTensor) else None
+    if base is None or hasattr(x, "fp8_source"):
+        return getattr(x, "fp8_source", None)
+    keeps = x.shape[-1:] == base.shape[-1:] and x.numel() == base.numel() and x.is_contiguous()
+    return getattr(base, "fp8_source", None) if keeps else None

@@ -37,7 +37,7 @@ def test_one_cast_for_each_operand_and_no_other_read(monkeypatch):
 
     for name in ("quantize_2d", "quantize_2d_sum"):
         monkeypatch.setattr(quantize, name, seen(getattr(quantize, name)))
-    monkeypatch.setattr(quantizer, "amax", reads.append)
+    monkeypatch.setattr(quantizer, "tensor_amax", reads.append)
     model(x).sum().backward()
     assert sorted(casts) == [
         ((16, 32), True, True, True),

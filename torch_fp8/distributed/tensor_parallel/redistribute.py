@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_fp8.autograd.current_pass import output_dtype
 from torch_fp8.distributed.tensor_parallel.all_gather import (
     AllGatheredFloat8Tensor,
     Shards,
@@ -21,7 +22,6 @@ from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import waited
-from torch_fp8.tensor.quantizer import output_dtype
 
 
 def replicate(
