@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VERSION = "2.20.2"
 _running: list[Any] = []
 
 
@@ -32,31 +31,25 @@ def autocast(enabled: bool = True, recipe: Any = None) -> Any:
 class Linear(nn.Module):
     """``te.Linear``: refuses what the original does, and multiplies in high precision."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, params_dtype: Any = None,
-        device: Any = "cuda",
-    ) -> None:  # fmt: skip
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
         super().__init__()
-        where = {"device": device, "dtype": params_dtype}
+        where = {"device": options.get("device", "cuda"), "dtype": options.get("params_dtype")}
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **where))
         self.bias = nn.Parameter(torch.empty(out_features, **where)) if bias else None
 
     def forward(self, inp: Tensor) -> Tensor:
-        if len(_running) == 0:
-            raise AssertionError("te.Linear runs outside te.autocast")
-        dtype = self._activation_dtype(inp)
+        assert len(_running), "te.Linear runs outside te.autocast"
+        dtype, device = inp.dtype, inp.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        else:
+            assert {p.dtype for p in self.parameters()} == {dtype}, "several dtypes"
         for x in (inp, self.weight):
             if math.prod(x.shape[:-1]) % 8 or x.shape[-1] % 16:
                 raise ValueError(f"FP8 execution requires other dims than {list(x.size())}")
         bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(inp.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             return F.linear(inp.to(dtype), self.weight.to(dtype), bias)
-
-    def _activation_dtype(self, inp: Tensor) -> torch.dtype:
-        if torch.is_autocast_enabled(inp.device.type):
-            return torch.get_autocast_dtype(inp.device.type)
-        assert {p.dtype for p in self.parameters()} == {inp.dtype}, "several dtypes"
-        return inp.dtype
 
     def get_fp8_meta_tensors(self) -> None:
         """Say that there is no delayed scaling."""
@@ -68,15 +61,13 @@ def modules() -> dict[str, Any]:
     specs = [importlib.machinery.ModuleSpec(f"transformer_engine{name}", None) for name in names]
     te = {spec.name: importlib.util.module_from_spec(spec) for spec in specs}
     root, common, recipe, pytorch = te.values()
-    root.__version__, root.common, root.pytorch, common.recipe = VERSION, common, pytorch, recipe
+    root.__version__, root.common, root.pytorch, common.recipe = "2.20.2", common, pytorch, recipe
     recipe.Format = enum.Enum("Format", "E4M3 E5M2 HYBRID")
-    scalings = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling")
-    for name in scalings:
-        setattr(recipe, name, type(name, (types.SimpleNamespace,), {}))
+    for name in ("Delayed", "Float8Current", "Float8Block", "MXFP8Block"):
+        setattr(recipe, f"{name}Scaling", type(f"{name}Scaling", (types.SimpleNamespace,), {}))
     pytorch.Linear, pytorch.autocast = Linear, autocast
     Linear.__module__ = pytorch.__name__
     reason = "Device compute capability 10.0 or higher required for MXFP8 execution."
-    answers = {"fp8": (True, ""), "fp8_block_scaling": (True, ""), "mxfp8": (False, reason)}
-    for name, answer in answers.items():
-        setattr(pytorch, f"is_{name}_available", lambda return_reason, answer=answer: answer)
+    pytorch.is_fp8_available = pytorch.is_fp8_block_scaling_available = lambda **_: (True, "")
+    pytorch.is_mxfp8_available = lambda return_reason: (False, reason)
     return te

@@ -8,52 +8,36 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.steps import train_steps
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
-
-
-def make(accelerate, backend="transformer-engine", **options):
-    handler = FP8Kwargs(FP8Config(backend=backend, **options))
+def make(accelerate, backend="transformer-engine"):
+    handler = FP8Kwargs(FP8Config(backend=backend))
     return accelerate.Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
 
 
-def train(accelerator, steps=8):
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
+def loss_of(model, step):
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
+    return (model(x) - x).float().pow(2).mean()
+
+
+def test_trains_as_with_our_own_layers_also_under_device_map_hooks(accelerate, te):
     losses = []
-    for step in range(steps):
-        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
-        loss = (model(x) - x).float().pow(2).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
-
-
-def test_trains_as_with_our_own_layers(accelerate, te):
-    losses, model = train(make(accelerate))
+    for backend, hooks in (("torch", 0), ("transformer-engine", 0), ("transformer-engine", 2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        for layer in (model[0], model[2])[:hooks]:
+            add_hook_to_module(layer, ModelHook())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        AcceleratorState._reset_state(True)
+        accelerator = make(accelerate, backend)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        losses.append(train_steps(model, optimizer, 8, loss_of=loss_of))
     assert type(model[0]) is type(model[2]) is TransformerEngineLinear
-    AcceleratorState._reset_state(True)
-    ours, _ = train(make(accelerate, backend="torch"))
-    assert losses == pytest.approx(ours, rel=0.05)
-
-
-def test_layers_under_a_device_map_hook(accelerate, te):
-    accelerator = make(accelerate, opt_level="O1")
-    model = layers()
-    for layer in (model[0], model[2]):
-        add_hook_to_module(layer, ModelHook())
-    for _ in range(2):
-        accelerator.prepare(model)
-        assert model(torch.randn(5, 64)).shape == (5, 64)
-        assert isinstance(model[0], TransformerEngineLinear)
-        assert model[0].fp8.engine is not None
+    assert model[0].fp8.engine is not None
+    assert accelerator.prepare(model)(torch.randn(5, 64)).shape == (5, 64)
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=0.05)
 
 
 def test_fsdp_is_refused_by_name(accelerate, te, monkeypatch):
