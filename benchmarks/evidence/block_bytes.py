@@ -217,7 +217,7 @@ def _bf16_norm() -> int:
 def _bf16_product() -> tuple[int, int]:
     """Return the bytes of SwiGLU and of its backward in BF16."""
     gate, up, grad = (torch.randn(TOKENS, INNER).to(BF16) for _ in range(3))
-    inputs = BackwardInputs(grad, gate, None, up, None, None, BF16)
+    inputs = BackwardInputs(grad, gate, None, up, None, BF16)
     return (
         _moved(lambda: swiglu.swiglu(gate, up, None)),
         _moved(lambda: swiglu_backward.swiglu_backward(inputs)),

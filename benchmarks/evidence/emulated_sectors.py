@@ -60,7 +60,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
     blocks = CastOptions(E4M3, "block_1x128", True, True, True)
     backward = NormBackwardInputs(x, *saved, weight, rstd, 0.0, x.dtype, True)
-    gradient = BackwardInputs(x, *saved, *saved, None, x.dtype)
+    gradient = BackwardInputs(x, *saved, *saved, x.dtype)
     step, codec = optimizer.kernel(), card_module(torch_fp8.ops.grad_codec)
     wire, layout = card_module(torch_fp8.ops.messages), Layout(4096, 8)
     sent = (layout, 4 * 4096 * 32, torch.bfloat16, 0, None)

@@ -97,7 +97,7 @@ class Arguments:
 
     def backward(self, saved: bool) -> BackwardInputs:
         if not saved:
-            return BackwardInputs(self.x(), self.x(), None, self.x(), None, None, BF16)
+            return BackwardInputs(self.x(), self.x(), None, self.x(), None, BF16)
         from torch_fp8.kernels.quantize import (
             quantize_2d,
         )
@@ -106,7 +106,7 @@ class Arguments:
         (gate, gate_scale, *_), (up, up_scale, *_) = (quantize_2d(self.x(), how) for _ in range(2))
         assert gate is not None
         assert up is not None
-        return BackwardInputs(self.x(), gate, gate_scale, up, up_scale, None, BF16)
+        return BackwardInputs(self.x(), gate, gate_scale, up, up_scale, BF16)
 
 
 def calls(rows: int, cols: int, device: str) -> Iterator[Call]:

@@ -248,13 +248,12 @@ def check_smoothing(ops: Any, device: str, shape: Shape, kind: str) -> None:
 
 
 def check_swiglu_backward(
-    ops: Any, device: str, shape: Shape, smooth: bool, saved: bool, few: bool = False
+    ops: Any, device: str, shape: Shape, saved: bool, few: bool = False
 ) -> None:
     """Check the gradients of gate and up, and their casts."""
-    what = f"SwiGLU backward of {shape}{', smooth' * smooth}{', saved in FP8' * saved}"
+    what = f"SwiGLU backward of {shape}{', saved in FP8' * saved}"
     gate, up, grad = (matrix(shape, BF16, seed=i) for i in range(3))
-    factor = _weight(shape[1]) - 0.25 if smooth else None
-    arguments = BackwardInputs(grad, gate, None, up, None, factor, BF16)
+    arguments = BackwardInputs(grad, gate, None, up, None, BF16)
     if saved:
         arguments = _saved(arguments)
     on_device = BackwardInputs(*_moved(arguments, device))
@@ -275,8 +274,8 @@ def check_gate_up(ops: Any, device: str, shape: Shape, gate_first: bool, few: bo
     what = f"gate_up backward of {shape}, {'gate' if gate_first else 'up'} first"
     both = matrix((shape[0], 2 * shape[1]), BF16)
     gate, up = swiglu_backward.halves(both, gate_first)
-    factor, grad = _weight(shape[1]) - 0.25, matrix(shape, BF16, seed=2)
-    arguments = _saved(BackwardInputs(grad, gate, None, up, None, factor, BF16))
+    grad = matrix(shape, BF16, seed=2)
+    arguments = _saved(BackwardInputs(grad, gate, None, up, None, BF16))
     on_device = BackwardInputs(*_moved(arguments, device))
     by_kernel = ops.swiglu_backward.gate_up_backward(on_device, gate_first)
     dgate, dup = swiglu_backward.swiglu_backward(on_device)

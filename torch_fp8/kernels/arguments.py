@@ -187,7 +187,7 @@ class WeightMatrix(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The arguments of SwiGLU's backward, for ``h = silu(gate) * up * smooth``.
+    """The arguments of SwiGLU's backward, for ``h = silu(gate) * up``.
 
     Legend: R rows (tokens), C columns (features). Tensors have any strides.
 
@@ -195,7 +195,6 @@ class BackwardInputs(NamedTuple):
         grad: (R, C) float32, bfloat16 or float16, the gradient of h.
         gate, up: (R, C), in full precision, or as saved in FP8 with their scales.
         gate_scale, up_scale: (R, ceil(C / 128)) float32, or None in full precision.
-        smooth: (C,) float32 or None.
         out_dtype: the dtype of the gradients of gate and up.
     """
 
@@ -204,7 +203,6 @@ class BackwardInputs(NamedTuple):
     gate_scale: Tensor | None
     up: Tensor
     up_scale: Tensor | None
-    smooth: Tensor | None
     out_dtype: torch.dtype
 
 

@@ -180,14 +180,12 @@ def _operands(
     inputs: BackwardInputs, joined: bool
 ) -> tuple[tuple[Tensor | None, ...], list[int], dict[str, Any]]:
     """Return tensors and strides of the inputs, in the kernels' argument order, and their flags."""
-    grad, gate, gate_scale, up, up_scale, smooth, out_dtype = inputs
+    grad, gate, gate_scale, up, up_scale, out_dtype = inputs
     strides = [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
         strides += [*x.stride(), *((0, 0) if scale is None else scale.stride())]
-    strides.append(0 if smooth is None else smooth.stride(0))
     flags = {
         "OUT": TYPES[out_dtype],
-        "SMOOTH": smooth is not None,
         "GATE_SAVED": gate_scale is not None,
         "UP_SAVED": up_scale is not None,
         "JOINED": joined,
@@ -196,4 +194,4 @@ def _operands(
         "num_warps": WARPS,
         "enable_fp_fusion": False,
     }
-    return (grad, gate, gate_scale, up, up_scale, smooth), strides, flags
+    return (grad, gate, gate_scale, up, up_scale), strides, flags

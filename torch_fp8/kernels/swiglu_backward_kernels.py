@@ -1,8 +1,7 @@
 """The backward kernels of `torch_fp8.kernels.swiglu_backward`.
 
 Legend: R rows, C columns; ``sig = sigmoid(gate)``,
-``dgate = grad * smooth * up * (sig + gate * sig * (1 - sig))``,
-``dup = grad * smooth * gate * sig``.
+``dgate = grad * up * (sig + gate * sig * (1 - sig))``, ``dup = grad * gate * sig``.
 Kernels compute in float32 without fused multiply-adds, so all of them get the same gradients.
 """
 
@@ -11,7 +10,6 @@ import triton.language as tl
 
 from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.swiglu_kernels import times_smooth
 from torch_fp8.kernels.tiles import (
     load_saved,
     load_tile,
@@ -44,7 +42,6 @@ def swiglu_backward_kernel(
     gate_s_ptr,
     up_ptr,
     up_s_ptr,
-    smooth_ptr,
     dgate_ptr,
     dup_ptr,
     amax_ptr,
@@ -58,11 +55,9 @@ def swiglu_backward_kernel(
     up_c,
     up_s_r,
     up_s_c,
-    smooth_stride,
     rows,
     cols,
     OUT: tl.constexpr,
-    SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
     JOINED: tl.constexpr,  # whether both gradients are halves of one matrix's rows
@@ -79,7 +74,6 @@ def swiglu_backward_kernel(
     up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
     up = load_saved(up, tile, rows, cols, UP_SAVED)
     grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
-    grad = times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     dgate, dup = _gradients(grad, gate, up)
     if STORE:
         offsets = r[:, None] * _row_length(cols, JOINED) + c[None, :]
@@ -100,7 +94,6 @@ def swiglu_backward_cast_kernel(
     gate_s_ptr,
     up_ptr,
     up_s_ptr,
-    smooth_ptr,
     scale_ptr,
     dup_scale_ptr,
     amax_ptr,
@@ -123,11 +116,9 @@ def swiglu_backward_cast_kernel(
     up_c,
     up_s_r,
     up_s_c,
-    smooth_stride,
     rows,
     cols,
     OUT: tl.constexpr,
-    SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
     JOINED: tl.constexpr,  # as above; groups with scales must not span both halves
@@ -149,7 +140,6 @@ def swiglu_backward_cast_kernel(
     up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
     up = load_saved(up, tile, rows, cols, UP_SAVED)
     grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
-    grad = times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     dgate, dup = _gradients(grad, gate, up)
     dgate, dup = rounded(dgate, OUT), rounded(dup, OUT)
     if AMAX:

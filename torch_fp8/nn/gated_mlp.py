@@ -229,7 +229,7 @@ class _SwiGLUFunction(torch.autograd.Function):
             gate, up = _gate_and_up([_matrix(t) for t in ctx.saved_tensors], ctx.gate_first)
             gate_scale = up_scale = None
         rows = _matrix(plain(grad))  # (..., C) -> (R, C)
-        inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
+        inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, ctx.dtype)
         gradients: JoinedGradient | Gradients
         if ctx.joined:
             gradients = JoinedGradient(inputs, ctx.gate_first)

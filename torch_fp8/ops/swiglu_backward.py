@@ -1,6 +1,7 @@
-"""SwiGLU's backward that emits FP8: ``dgate`` and ``dup`` of ``h = silu(gate) * up * smooth``.
+"""SwiGLU's backward that emits FP8: ``dgate`` and ``dup`` of ``h = silu(gate) * up``.
 
-The rules of `torch_fp8.ops.swiglu` apply. Gradients are rounded to `out_dtype` and then cast.
+The rules of `torch_fp8.ops.swiglu` apply. The layer that reads ``h * smooth`` multiplies the
+gradient of h by the factors. Gradients are rounded to `out_dtype` and then cast.
 
 If gate and up are the halves of one linear layer's output, forward reads them as two strided views,
 but backward must return one gradient, (R, 2 C), and a tensorwise scale covers both halves. The
@@ -29,16 +30,16 @@ def _backward_fake(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
 
 @operator(_backward_fake)
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
-    """Compute ``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
+    """Compute ``dgate = grad * up * (sig + gate * sig * (1 - sig))``, ``dup = grad * gate * sig``.
 
-    Here ``sig = sigmoid(gate)`` and ``g = grad * smooth``; all in one read.
+    Here ``sig = sigmoid(gate)``; all in one read.
 
     Returns:
         dgate and dup, (R, C) of `inputs.out_dtype`.
     """
-    grad, gate, gate_scale, up, up_scale, smooth, out_dtype = inputs
+    grad, gate, gate_scale, up, up_scale, out_dtype = inputs
     g, u = saved_values(gate, gate_scale), saved_values(up, up_scale)
-    dh = grad.float() if smooth is None else grad.float() * smooth
+    dh = grad.float()
     sig = g.sigmoid()
     silu = g * sig
     dgate, dup = dh * u * (sig + silu * (1 - sig)), dh * silu

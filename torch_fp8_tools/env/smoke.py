@@ -243,7 +243,7 @@ def check_kernels(device: str) -> str:
     rstd = rms_norm.rms_norm_quantize_once(norm, known, True)[4]
     assert rstd is not None
     backward = NormBackwardInputs(grad, x, None, norm.weight, rstd, 0.0, torch.bfloat16, True)
-    gated = BackwardInputs(grad, x, None, up, None, None, torch.bfloat16)
+    gated = BackwardInputs(grad, x, None, up, None, torch.bfloat16)
     # Groups and plain values fill their messages, because padding is uninitialized memory.
     message = _matrix(0, (512, 128)).flatten(), torch.linspace(-1, 1, 4 * 8)
     layout = messages.Layout(512, 8)

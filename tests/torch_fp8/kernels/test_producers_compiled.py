@@ -130,11 +130,11 @@ def launch_swiglu(x):
     for save in (True, False):
         swiglu.swiglu_save(x, x, None, save)
     for inputs in ((x, None, x, None), saved(x) * 2):
-        inputs = BackwardInputs(x, *inputs, smooth, x.dtype)
+        inputs = BackwardInputs(x, *inputs, x.dtype)
         swiglu_backward.swiglu_backward(inputs)
-        swiglu_backward.swiglu_backward_amax(inputs._replace(smooth=None))
+        swiglu_backward.swiglu_backward_amax(inputs)
         swiglu_backward.gate_up_backward(inputs, True)
-        swiglu_backward.gate_up_backward_amax(inputs._replace(smooth=None))
+        swiglu_backward.gate_up_backward_amax(inputs)
 
 
 def launch_swiglu_casts(dtype, more):
@@ -142,9 +142,7 @@ def launch_swiglu_casts(dtype, more):
     for cast in casts(formats=FORWARD):
         for save in (True, False):
             swiglu.swiglu_quantize(x, x, smooth, cast, save)
-    backward = [
-        BackwardInputs(x, *inputs, smooth, dtype) for inputs in ((x, None, x, None), saved(x) * 2)
-    ]
+    backward = [BackwardInputs(x, *inputs, dtype) for inputs in ((x, None, x, None), saved(x) * 2)]
     for cast, inputs in itertools.product(casts(2), backward):
         swiglu_backward.swiglu_backward_quantize(inputs, cast, *of_dup(cast))
     for cast, inputs in itertools.product(casts(), backward):
@@ -285,14 +283,14 @@ def test_launches_of_a_gated_mlp(record_launches):
         if swiglu.tile(cast)[0] == 128:
             continue  # see casts_at_once
         with record_launches(swiglu_backward) as launches:
-            inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+            inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
             swiglu_backward.swiglu_backward_quantize(inputs, cast, *of_dup(cast))
         assert names(launches) == ["swiglu_backward_cast"]
     for cast in casts():
         if swiglu.tile(cast)[0] == 128:
             continue  # see casts_at_once
         with record_launches(swiglu_backward) as launches:
-            inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+            inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
             swiglu_backward.gate_up_backward_quantize(inputs, True, cast)
         assert names(launches) == ["swiglu_backward_cast"]
 
@@ -349,7 +347,7 @@ def test_casts_that_raise_slots_are_one_launch_for_any_number_of_rows(record_lau
     ):
         made = rms_norm.rms_norm_quantize_once(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
         swiglu.swiglu_quantize(x, x, None, how, True)
-        inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+        inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
         swiglu_backward.swiglu_backward_quantize(inputs, how, *of_dup(how))
         swiglu_backward.gate_up_backward_quantize(inputs, True, how)
     assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
@@ -380,7 +378,7 @@ def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, gran
     scale = torch.ones(()) if granularity == "tensorwise" else None
     cast = CastOptions(E4M3, granularity, True, True, True, scale)
     with record_launches(swiglu_backward) as launches, record_launches(quantize) as casts_after:
-        inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+        inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
         q, _, qt, *_ = swiglu_backward.gate_up_backward_quantize(inputs, True, cast)
     assert q.shape == (shape[0], 2 * shape[1])
     assert qt.shape == (2 * shape[1], padded_rows(shape[0], granularity))
@@ -393,7 +391,7 @@ def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
     cast = CastOptions(E4M3, "block_1x128", True, True, True)
     with record_launches(swiglu) as forward, record_launches(swiglu_backward) as backward:
         swiglu.swiglu_quantize(x, x, None, cast, True)
-        inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+        inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
         groups = cast._replace(granularity="block_1x32")
         swiglu_backward.swiglu_backward_quantize(inputs, groups)
     with record_launches(rms_norm) as norms:
@@ -414,7 +412,7 @@ def test_a_program_raises_one_slot_once(record_launches, compile_for, atomics_in
         elif module is swiglu:
             swiglu.swiglu_quantize(x, x, None, how, True)
         else:
-            inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+            inputs = BackwardInputs(x, *saved(x) * 2, x.dtype)
             swiglu_backward.swiglu_backward_quantize(inputs, how, *of_dup(how))
     ptx, _ = compile_for(launches[0], "sm_90")
     atomics = atomics_in(ptx)

@@ -84,7 +84,7 @@ def producers():
             swiglu.swiglu_quantize(x, x, None, made, True)
 
         def gradients(x, made=made, known=known):
-            inputs = BackwardInputs(x, x, None, x, None, None, BF16)
+            inputs = BackwardInputs(x, x, None, x, None, BF16)
             if made is known:
                 swiglu_backward.swiglu_backward_quantize(inputs, known)
             swiglu_backward.gate_up_backward_quantize(inputs, True, known)

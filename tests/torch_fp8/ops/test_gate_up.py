@@ -11,7 +11,7 @@ from torch_fp8.quantization.formats import E4M3
 BF16 = torch.bfloat16
 
 
-def inputs(shape, saved, smooth=True, gate_first=True):
+def inputs(shape, saved, gate_first=True):
     """What backward takes, without `gate_first`; gate and up are halves of one tensor."""
     rows, cols = shape
     both = torch.randn(rows, 2 * cols) * 2.0 ** torch.randint(-6, 5, (rows, 1))
@@ -20,8 +20,7 @@ def inputs(shape, saved, smooth=True, gate_first=True):
     gate_s = up_s = None
     if saved:
         gate, gate_s, up, up_s, _ = swiglu.swiglu_save(gate, up, None)
-    factor = torch.rand(cols) + 0.25 if smooth else None
-    return BackwardInputs(grad, gate, gate_s, up, up_s, factor, BF16)
+    return BackwardInputs(grad, gate, gate_s, up, up_s, BF16)
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
@@ -37,7 +36,7 @@ def test_halves_are_views(gate_first):
 def test_one_scale_is_that_of_the_larger_half():
     grad = torch.ones(4, 16)
     gate, up = torch.full((4, 16), 50.0), torch.full((4, 16), 0.5)
-    arguments = BackwardInputs(grad, gate, None, up, None, None, torch.float32)
+    arguments = BackwardInputs(grad, gate, None, up, None, torch.float32)
     assert ops.gate_up_backward_amax(arguments) == 50  # dup is silu(gate)
     options = CastOptions(E4M3.dtype, "tensorwise", False, True, False, amax=torch.tensor(50.0))
     q, s, _, _ = ops.gate_up_backward_quantize(arguments, True, options)

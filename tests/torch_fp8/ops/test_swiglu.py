@@ -45,16 +45,12 @@ def test_what_is_saved_is_the_input():
         assert torch.equal(scale, torch.exp2(scale.log2().round()))
 
 
-@pytest.mark.parametrize("smooth", [False, True])
-def test_backward_is_the_derivative(smooth):
-    gate, up, factor = (t.double().requires_grad_() for t in inputs(20, 70, torch.float32))
-    factor = factor.detach() if smooth else None
+def test_backward_is_the_derivative():
+    gate, up = (t.double().requires_grad_() for t in inputs(20, 70, torch.float32)[:2])
     grad = torch.randn(20, 70, dtype=torch.float64)
-    h = torch.nn.functional.silu(gate) * up
-    (h * factor if smooth else h).backward(grad)
+    (torch.nn.functional.silu(gate) * up).backward(grad)
     plain = [t.detach().float() for t in (grad, gate, up)]
-    inputs_of_it = (plain[0], plain[1], None, plain[2], None, factor.float() if smooth else None)
-    arguments = BackwardInputs(*inputs_of_it, torch.float32)
+    arguments = BackwardInputs(plain[0], plain[1], None, plain[2], None, torch.float32)
     made = backward.swiglu_backward(arguments)
     torch.testing.assert_close(made[0], gate.grad.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(made[1], up.grad.float(), rtol=1e-4, atol=1e-5)
@@ -63,17 +59,10 @@ def test_backward_is_the_derivative(smooth):
         assert torch.equal(rounded, exact.bfloat16())
 
 
-def backward_inputs(shape, smooth, saved):
-    gate, up, factor = inputs(*shape)
-    gate_s = up_s = None
-    if saved:
-        gate, gate_s, up, up_s, _ = ops.swiglu_save(gate, up, None)
-    grad = torch.randn(shape).bfloat16()
-    return BackwardInputs(grad, gate, gate_s, up, up_s, factor if smooth else None, BF16)
-
-
 def test_backward_of_what_was_saved():
-    saved = backward_inputs((64, 300), True, True)
+    gate, up, _ = inputs(64, 300)
+    parts = ops.swiglu_save(gate, up, None)[:4]
+    saved = BackwardInputs(torch.randn(64, 300).bfloat16(), *parts, BF16)
     gate, up = (dequantize(QuantizedTensor(saved[i], saved[i + 1], "block_1x128")) for i in (1, 3))
     plain = saved._replace(gate=gate, gate_scale=None, up=up, up_scale=None)
     pairs = zip(backward.swiglu_backward(saved), backward.swiglu_backward(plain), strict=True)
@@ -105,7 +94,7 @@ def test_an_element_that_is_not_finite_is_seen(where, bad):
     back = dequantize(QuantizedTensor(made[0], made[1], "block_1x128"))
     assert not back[5, 7].isfinite()
     assert back[6:].isfinite().all()
-    inputs_of_it = BackwardInputs(torch.ones_like(gate), *saved, None, BF16)
+    inputs_of_it = BackwardInputs(torch.ones_like(gate), *saved, BF16)
     gradients = backward.swiglu_backward(inputs_of_it)
     assert not (gradients[0][5, 7] + gradients[1][5, 7]).isfinite()
 
@@ -115,7 +104,7 @@ def test_large_gates_pass_and_small_ones_close():
     h = ops.swiglu(gate, torch.full_like(gate, 2.0), None)
     assert h.tolist() == [[2e4, 0.0, 0.0, 400.0, 0.0]]
     ones = torch.ones_like(gate)
-    arguments = BackwardInputs(ones, gate, None, ones, None, None, torch.float32)
+    arguments = BackwardInputs(ones, gate, None, ones, None, torch.float32)
     dgate, dup = backward.swiglu_backward(arguments)
     assert dgate.tolist() == [[1.0, 0.0, 0.5, 1.0, 0.0]]
     assert dup.tolist() == [[1e4, 0.0, 0.0, 200.0, 0.0]]

@@ -21,12 +21,12 @@ def check(name, arguments):
     torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
-def backward_inputs(saved, smooth):
+def backward_inputs(saved):
     """What backward takes; gate and up are halves of one tensor, or saved in FP8."""
     grad, both = torch.randn(SHAPE).to(BF16), torch.randn(SHAPE[0], 2 * SHAPE[1]).to(BF16)
     gate, up = swiglu_backward.halves(both, True)
     parts = swiglu.swiglu_save(gate, up, None)[:4] if saved else (gate, None, up, None)
-    return BackwardInputs(grad, *parts, torch.rand(SHAPE[1]) + 0.25 if smooth else None, BF16)
+    return BackwardInputs(grad, *parts, BF16)
 
 
 @pytest.mark.parametrize("layouts", EACH, ids=str)
@@ -35,7 +35,7 @@ def test_operators_that_cast(granularity, layouts):
     x, weight, one = torch.randn(SHAPE).to(BF16), torch.rand(SHAPE[1]), torch.ones(())
     save, saved = layouts
     cast, norm = (E4M3, granularity, False, *layouts), (0.0, BF16)
-    backward = backward_inputs(saved, smooth=save)
+    backward = backward_inputs(saved)
     by_tensor = granularity == "tensorwise"
     for scale, amax in ((one, None), (None, one)) if by_tensor else ((None, None),):
         known = *cast, scale, amax
@@ -54,7 +54,7 @@ def test_operators_that_cast(granularity, layouts):
 @pytest.mark.parametrize("saved", [True, False])
 def test_other_operators(saved, smooth):
     x, weight, rstd = torch.randn(SHAPE).to(BF16), torch.rand(SHAPE[1]), torch.ones(SHAPE[0])
-    backward, factor = backward_inputs(saved, smooth), weight.clone() if smooth else None
+    backward, factor = backward_inputs(saved), weight.clone() if smooth else None
     cast = CastOptions(E4M3, "tensorwise", True, True, False, amax=torch.ones(()))
     for granularity in ("tensorwise", "rowwise", "block_1x128"):
         how = E4M3, granularity, True, True, True, None, None
@@ -77,7 +77,7 @@ def test_other_operators(saved, smooth):
 
 
 def test_one_gradient_of_gate_and_up_has_the_dtype_asked_for():
-    *arguments, _ = backward_inputs(saved=False, smooth=True)
+    *arguments, _ = backward_inputs(saved=False)
     operator = torch.ops.torch_fp8.gate_up_backward.default
     assert operator(*arguments, torch.float32, True).dtype == torch.float32
     check("gate_up_backward", (*arguments, torch.float32, True))
@@ -99,7 +99,7 @@ def everything(x, both, weight):
     gate, up = swiglu_backward.halves(both, True)
     *saved, amax = swiglu.swiglu_save(gate, up, weight)
     made += swiglu.swiglu_quantize(gate, up, weight, cast._replace(amax=amax), True)
-    back = BackwardInputs(swiglu.swiglu(gate, up, weight), *saved, weight, x.dtype)
+    back = BackwardInputs(swiglu.swiglu(gate, up, weight), *saved, x.dtype)
     amax = swiglu_backward.gate_up_backward_amax(back)
     joined = cast._replace(dtype=E5M2, amax=amax)
     return (
