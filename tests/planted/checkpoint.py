@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "an engine gets the weights without Smooth-SwiGLU's factors",
         "torch_fp8/checkpoint/weight_sync.py",
-        "            value = value if smooth is None else smooth.weight(module, value)\n",
-        "",
+        "else (plan.smooth, set(plan.fp8))",
+        "else (None, set(plan.fp8))",
         f"{_TESTS}/test_fold_smooth.py {_TESTS}/test_weight_sync.py",
     ),
     Fault(

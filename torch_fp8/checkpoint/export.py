@@ -131,10 +131,10 @@ def export(
             "to copy the files from the model's original folder"
         )
     most, path = parse_size(max_shard_size), refuse_existing(path)
-    plan = prepare_export(model, format, adapters)
+    root, plan = prepare_export(model, format, adapters)
     with whole_folder(path) as folder:
-        plan.write(folder, most, tokenizer)
-    report = plan.report(path)
+        _write(root, plan, folder, most, tokenizer)
+    report = report_of(plan, path)
     warn_kept(report)
     return report
 
@@ -156,10 +156,10 @@ def export_into(
     Raises:
         ValueError, TypeError, OSError: see `export`.
     """
-    most, plan = parse_size(max_shard_size), prepare_export(model, format)
+    most, (root, plan) = parse_size(max_shard_size), prepare_export(model, format)
     with replaced_files(folder) as partial:
-        plan.write(partial, most)
-    return plan.report(Path(folder))
+        _write(root, plan, partial, most)
+    return report_of(plan, Path(folder))
 
 
 def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
@@ -174,43 +174,22 @@ def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
         prepare_export(model, config.save_format)
 
 
-@dataclass(frozen=True)
-class PreparedExport:
-    """A transformers model and the plan of its export."""
-
-    model: Any
-    plan: ExportPlan
-
-    def write(self, folder: Path, max_shard_size: int, tokenizer: Any = None) -> None:
-        """Write everything into an existing folder."""
-        _write_config(self.model, self.plan, folder)  # first, because it fails quickly
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        else:
-            copy_tokenizer(folder_of(self.model.config), folder)
-        write_safetensors(folder, self.plan.groups, max_shard_size)
-
-    def report(self, path: Path) -> ExportReport:
-        """Return the report for a folder that was written."""
-        plan = self.plan
-        return ExportReport(
-            path,
-            plan.format.name,
-            plan.format.recipe,
-            tuple(plan.fp8),
-            tuple(plan.kept),
-            tuple(plan.recast),
-            tuple(plan.ignored),
-            plan.num_fp8_elements,
-            plan.num_fp8_bytes,
-        )
+def report_of(plan: ExportPlan, path: Path) -> ExportReport:
+    """Return the report on a plan's tensors in a folder."""
+    names = (tuple(plan.fp8), tuple(plan.kept), tuple(plan.recast), tuple(plan.ignored))
+    sizes = plan.num_fp8_elements, plan.num_fp8_bytes
+    return ExportReport(path, plan.format.name, plan.format.recipe, *names, *sizes)
 
 
-def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -> PreparedExport:
+def prepare_export(
+    model: nn.Module, format: str, adapters: str | None = None
+) -> tuple[Any, ExportPlan]:
     """Check everything that an export needs, before anything is written.
 
     Args:
         model, format, adapters: see `export`.
+    Returns:
+        The transformers model inside wrappers, and the plan of its export.
     Raises:
         ValueError, TypeError: see `export`.
     """
@@ -228,7 +207,7 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
     if adapters != "apart":
         refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
-    return PreparedExport(root, plan_export(root, format, fold))
+    return root, plan_export(root, format, fold)
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -283,7 +262,10 @@ def warn_kept(report: ExportReport) -> None:
         )
 
 
-def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:
+def _write(
+    model: Any, plan: ExportPlan, folder: Path, max_shard_size: int, tokenizer: Any = None
+) -> None:
+    """Write everything into an existing folder, the configuration first: it fails quickly."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -294,6 +276,11 @@ def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:
     generates = getattr(model, "can_generate", None)
     if generation is not None and callable(generates) and generates():
         generation.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    else:
+        copy_tokenizer(folder_of(model.config), folder)
+    write_safetensors(folder, plan.groups, max_shard_size)
 
 
 def write_quantization(folder: Path, plan: ExportPlan) -> None:

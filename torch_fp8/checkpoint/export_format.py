@@ -27,6 +27,7 @@ from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import SAVE_FORMATS, make_recipe
 
+BLOCKS = "block_128x128"
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _STRATEGIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "tensorwise": ({"strategy": "tensor"}, {"strategy": "tensor"}),
@@ -88,7 +89,7 @@ class ExportFormat:
         transformers derives the blocks from the shape of the scales, so blocks must divide the
         weight.
         """
-        if self.granularity == "block_128x128" and (rows % 128 or cols % 128):
+        if self.granularity == BLOCKS and (rows % 128 or cols % 128):
             return f"its sides, {rows} x {cols}, are not multiples of 128"
         if self.granularity == "block_1x32" and cols % 32:
             return f"its {cols} input features are not a multiple of 32"

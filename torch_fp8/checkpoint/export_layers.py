@@ -1,12 +1,17 @@
-"""Which FP8 layers of a model a format, and the engines that read it, can hold in FP8."""
+"""Which FP8 layers and experts a format, and the engines that read it, can hold in FP8."""
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from torch_fp8.checkpoint.export_format import ExportFormat
+from torch_fp8.checkpoint.export_format import BLOCKS, ExportFormat
+from torch_fp8.checkpoint.export_refusals import refuse_unsplit
 from torch_fp8.checkpoint.plain_dtype import is_left_by_quantizers
-from torch_fp8.nn.layer_filter import is_linear, output_layer
+from torch_fp8.checkpoint.stored_names import StoredPart
+from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer
 
 FUSED = (
@@ -43,7 +48,7 @@ def held_layers(
             reason = "engines keep the output layer in 16 bits"
         elif format.name == "fine-grained" and is_left_by_quantizers(model, name):
             reason = "transformers keeps it in high precision"
-        elif not reason and format.granularity == "block_128x128":
+        elif not reason and format.granularity == BLOCKS:
             sizes = _stacked_sizes(name, layer, getattr(model, "config", None))
             if any(size % 128 for size in sizes):
                 reason = f"its parts have {sizes} rows, which are not multiples of 128"
@@ -71,3 +76,71 @@ def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
     of_keys = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or rows // (heads + 2 * of_keys)
     return [heads * size, of_keys * size, rows - (heads + of_keys) * size]
+
+
+def held_experts(
+    name: str, module: nn.Module, parts: Mapping[str, Sequence[StoredPart]], format: ExportFormat
+) -> str:
+    """Return why fused weights of experts cannot be written in FP8; an empty string if they can.
+
+    Args:
+        name: the module's qualified name.
+        module: the experts, in FP8 or in high precision.
+        parts: the checkpoint's tensors for each fused weight (E, R, C), by the weight's name.
+        format: the format of the export.
+    Raises:
+        ValueError: the experts run in FP8, but checkpoints do not split them by expert.
+    """
+    if not isinstance(module, Float8Experts):
+        return "not in FP8"
+    refuse_unsplit(name, parts)
+    if format.granularity not in ("rowwise", BLOCKS):
+        return (
+            f"experts run with one scale per row, which {format.recipe} cannot express; recipe "
+            "'rowwise' or 'blockwise' writes them in FP8"
+        )
+    for key, of_key in parts.items():
+        cols = module.get_parameter(key.rpartition(".")[2]).shape[2]
+        for part in of_key:
+            if reason := format.refusal(part.end - part.begin, cols):
+                return reason
+    return ""
+
+
+def ignored_experts(parts: Mapping[str, Sequence[StoredPart]], format: ExportFormat) -> list[str]:
+    """Return the names that tell an engine that experts with these `parts` are not in FP8."""
+    first = next(iter(parts.values()))[0]
+    if first.expert is None:
+        return []
+    prefix = first.name.rpartition(f".{first.expert}.")[0]
+    of_each = [f"re:{re.escape(prefix)}[.].*"] * (format.name == "compressed-tensors")
+    return [prefix, *of_each]
+
+
+def with_routers(
+    ignored: Iterable[str],
+    places: Iterable[tuple[str, nn.Module]],
+    parts: Mapping[str, Sequence[StoredPart]],
+) -> list[str]:
+    """Return the names of modules that are not in FP8, including the routers of experts.
+
+    A router that is not a linear layer in transformers is one in engines. A module also appears
+    under its name in checkpoints if that differs.
+
+    Args:
+        ignored: the names of linear layers that are not in FP8.
+        places: all modules by name.
+        parts: the checkpoint's tensors for each tensor of the model.
+    """
+    names = list(ignored)
+    for name, module in places:
+        if any(expert_weights(name, module)):
+            parent = name.rpartition(".")[0]
+            beside = (f"{parent}.{router}".lstrip(".") for router in ROUTER_NAMES)
+            names += [router for router in beside if f"{router}.weight" in parts]
+    stored = [
+        parts[f"{n}.weight"][0].name.removesuffix(".weight")
+        for n in names
+        if f"{n}.weight" in parts
+    ]
+    return list(dict.fromkeys([*names, *stored]))

@@ -4,67 +4,48 @@ A weight in FP8 has exactly the bytes that the layer's forward multiplies by. If
 possible (its sides do not fit the blocks, or a weight that engines fuse with it is not in FP8), it
 is written in BF16 if BF16 holds the same values exactly, as it does for power-of-two scales;
 otherwise it is refused by its name. So engines serve the values of training.
+
+Fused experts become a matrix for each expert and projection. They run with a scale for each row,
+whatever the recipe of other layers (`torch_fp8.nn.experts.expert_recipe`). Formats with a scale for
+each row get exactly the bytes that training multiplies by. For formats with blocks of 128 x 128 the
+weights are cast again in these blocks. The values differ from training's, but are as close to the
+weights, and the report says so. Other formats get BF16.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torch_fp8.checkpoint.export_experts import ExpertExport, with_routers
-from torch_fp8.checkpoint.export_format import ExportFormat
-from torch_fp8.checkpoint.export_layers import held_layers
+from torch_fp8.checkpoint.export_format import BLOCKS, ExportFormat
+from torch_fp8.checkpoint.export_layers import (
+    held_experts,
+    held_layers,
+    ignored_experts,
+    with_routers,
+)
 from torch_fp8.checkpoint.export_refusals import (
     one_recipe,
     refuse_ambiguous,
     refuse_sharded,
     refuse_tied,
 )
-from torch_fp8.checkpoint.export_values import as_it_is, folded, in_bf16, in_fp8
+from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
 from torch_fp8.checkpoint.fold_adapters import AdapterFold, adapted_layers
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
-from torch_fp8.checkpoint.plain_dtype import plain_dtype
+from torch_fp8.checkpoint.plain_dtype import PLAIN, plain_dtype
 from torch_fp8.checkpoint.safetensors_files import DTYPES
-from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
+from torch_fp8.checkpoint.safetensors_writer import TensorGroup
 from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors, stored_parts
 from torch_fp8.conversion.selection import first_reasons
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer, is_paused
-from torch_fp8.tensor.split_weight import stored
 
-
-class ModelTensors:
-    """The values of a model's tensors, from the model; subclasses read other sources."""
-
-    def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor's values are stored.
-
-        Args:
-            key: the tensor's name.
-            tensor: the tensor of the model.
-        """
-        del key
-        return stored(tensor).dtype
-
-    def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
-        """Return a tensor's values.
-
-        Args:
-            key: the tensor's name.
-            tensor: the tensor of the model.
-            layer: the FP8 layer whose weight it is; None: it belongs to no FP8 layer.
-        Raises:
-            ValueError: the tensor has no values on this rank.
-        """
-        del layer
-        if tensor.is_meta:
-            raise ValueError(
-                f"'{key}' has no values in this process (on the meta device, or offloaded); load "
-                "it first"
-            )
-        return stored(tensor)
+_NOT_EXACT = (
+    "cannot be written in FP8: {}; and BF16 cannot hold its values exactly, because its scales are "
+    "not powers of two. Convert the model with recipe='blockwise' or 'rowwise', or with this layer "
+    "in skip"
+)
 
 
 @dataclass
@@ -90,44 +71,6 @@ class ExportPlan:
     num_fp8_elements: int = 0
     num_fp8_bytes: int = 0
     smooth: SmoothFold | None = None
-
-    def add_layer(
-        self, name: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str, key: str
-    ) -> None:
-        """Add the weight of an FP8 layer.
-
-        Args:
-            name: the layer's name.
-            layer: the layer.
-            get: a function that returns the weight as it is stored.
-            reason: the reason why it is written in BF16; empty if it is in FP8.
-            key: the weight's name in the checkpoint.
-        """
-        if reason:
-            is_folded = self.smooth is not None and layer in self.smooth
-            self.groups.append(in_bf16(key, layer, get, reason, is_folded))
-            self.kept.append((name, reason))
-            return
-        rows, cols = layer.out_features, layer.in_features
-        make = partial(in_fp8, name, layer, get, self.format, self.smooth)
-        stored = self.format.planned(key.removesuffix(".weight"), rows, cols)
-        self.fp8.append(name)
-        self._add_fp8(TensorGroup(stored, make), rows * cols)
-
-    def add_experts(self, name: str, experts: ExpertExport) -> None:
-        """Add a module of experts, without its weights."""
-        if not experts.reason:
-            self.fp8.append(name)
-        elif experts.is_fp8:
-            self.kept.append((name, experts.reason))
-        if experts.recast:
-            self.recast.append(name)
-        self.ignored += experts.ignored
-
-    def _add_fp8(self, group: TensorGroup, num_elements: int) -> None:
-        self.groups.append(group)
-        self.num_fp8_elements += num_elements
-        self.num_fp8_bytes += group.num_bytes
 
 
 def plan_export(
@@ -164,41 +107,40 @@ def plan_export(
     plan = ExportPlan(format, smooth=smooth)
     seen: dict[int, str] = {}
     for name, module in places:
-        own_parts = {key: parts[key] for key in expert_weights(name, module)}
-        experts = ExpertExport(name, module, own_parts, format) if own_parts else None
-        if experts is not None:
-            plan.add_experts(name, experts)
         reason = held.get(name, "not in FP8") if is_linear(module) else ""
+        is_fp8, is_ignored = name in layers, bool(reason)
+        fused = {key: parts[key] for key in expert_weights(name, module)}
+        if fused:
+            reason = held_experts(name, module, fused, format)
+            is_fp8 = isinstance(module, Float8Experts)
+            plan.ignored += ignored_experts(fused, format) if reason else []
+        if is_fp8 and reason:
+            plan.kept.append((name, reason))
+        elif is_fp8:
+            plan.fp8.append(name)
+            plan.recast += [name] if fused and format.granularity == BLOCKS else []
         for key, tensor in own_tensors(name, module):
             refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
                 refuse_tied(name, before.removesuffix(".weight"), layers)
                 continue
-            is_weight = key == f"{name}.weight"
-            layer = layers.get(name) if is_weight else None
-            get = partial(source.values, key, tensor, layer)
-            if layer is not None:
-                get = partial(folded, layer, get, fold, smooth)
-                plan.add_layer(name, layer, get, reason, parts[key][0].name)
-            elif experts is not None and key in own_parts:
-                get = partial(folded, module, get, fold, None, key.rpartition(".")[2])
-                group = experts.group(key, tensor.shape, get)
-                if experts.reason:
-                    plan.groups.append(group)
-                else:
-                    plan._add_fp8(group, tensor.numel())
-            else:
-                if is_weight:
-                    get = partial(folded, module, get, fold, None)
+            layer = layers.get(name) if key == f"{name}.weight" else None
+            item = FoldedTensor(key, tensor, module, parts[key], layer, source, fold, smooth)
+            if layer is None and key not in fused:
                 dtype = plain_dtype(model, key, tensor, source.dtype(key, tensor))
-                planned = PlannedTensor(parts[key][0].name, dtype, tuple(tensor.shape))
-                if planned.dtype not in DTYPES.values():
-                    raise ValueError(
-                        f"'{key}' is {tensor.dtype}, which safetensors files do not support"
-                    )
-                plan.groups.append(as_it_is(planned, get))
-        if reason:
+                if dtype not in DTYPES.values():
+                    raise ValueError(f"'{key}' is {dtype}, which safetensors files do not support")
+                group = item.as_plain(dtype)
+            elif reason:
+                text = _NOT_EXACT.format(reason)
+                group = item.as_bf16(text) if is_fp8 else item.as_plain(PLAIN)
+            else:
+                group = item.as_fp8(format)
+                plan.num_fp8_elements += tensor.numel()
+                plan.num_fp8_bytes += group.num_bytes
+            plan.groups.append(group)
+        if is_ignored:
             plan.ignored.append(name)
     plan.ignored = with_routers(plan.ignored, places, parts)
     if not plan.fp8:

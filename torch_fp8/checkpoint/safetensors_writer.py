@@ -10,7 +10,7 @@ import ctypes
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ class TensorGroup(NamedTuple):
     """
 
     tensors: tuple[PlannedTensor, ...]
-    make: Callable[[], Sequence[Tensor]]
+    make: Callable[[], Iterable[Tensor]]
 
     @property
     def num_bytes(self) -> int:

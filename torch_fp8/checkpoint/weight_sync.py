@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from torch_fp8.checkpoint.export import unwrapped
 from torch_fp8.checkpoint.export_plan import ExportPlan, model_parts, plan_export
-from torch_fp8.checkpoint.export_refusals import check_finite
-from torch_fp8.checkpoint.export_values import checked_payload
+from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, refuse_prompts
-from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import plain_dtype
-from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors
+from torch_fp8.checkpoint.stored_names import own_tensors
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.tensor.base import dequantized
 
+_NOT_EXACT = (
+    "has scales from its original checkpoint that are not powers of two, so BF16 cannot hold its "
+    "values; use engine='fine-grained'"
+)
 ENGINES = ("bf16", "fp8_per_block", "fine-grained")
 
 
@@ -78,7 +78,17 @@ def weights_for_engine(
             f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
             f"convert the model with {name!r} in skip, and make the engine skip it too"
         )
-    return _in_values_of_fp8(root, fold, plan.smooth, set(plan.fp8))
+    return _in_bf16(root, fold, plan)
+
+
+class _WholeTensors(ModelTensors):
+    """The values of a model's tensors with the bits below BF16, which split weights have."""
+
+    def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
+        return tensor.dtype
+
+    def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
+        return tensor
 
 
 def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
@@ -88,52 +98,22 @@ def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _in_bf16(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, Tensor]]:
-    for _, _, value, dtype, parts in _folded(root, fold):
-        yield from _plain(value, dtype, parts)
-
-
-@torch.no_grad()
-def _in_values_of_fp8(
-    root: nn.Module, fold: AdapterFold, smooth: SmoothFold | None, in_fp8: set[str]
+def _in_bf16(
+    root: nn.Module, fold: AdapterFold, plan: ExportPlan | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    for key, module, value, dtype, parts in _folded(root, fold):
-        if isinstance(module, Float8Layer) and key.removesuffix(".weight") in in_fp8:
-            value = value if smooth is None else smooth.weight(module, value)
-            payload = checked_payload(key, module, value)
-            plain = dequantize(payload, torch.bfloat16)
-            if not torch.equal(plain.float(), dequantize(payload)):
-                raise ValueError(
-                    f"'{key}' has scales from its original checkpoint that are not powers of two, "
-                    "so BF16 cannot hold its values; use engine='fine-grained'"
-                )
-            yield parts[0].name, plain
-        else:
-            yield from _plain(value, dtype, parts)
-
-
-def _folded(
-    root: nn.Module, fold: AdapterFold
-) -> Iterator[tuple[str, nn.Module, Tensor, torch.dtype, list[StoredPart]]]:
-    """Yield (name, module, values, dtype for the engine, checkpoint parts) of tensors."""
-    places = list(fold.walk(root))
+    """Yield all weights in BF16; those of a plan's FP8 layers have their values in FP8."""
+    places, source = list(fold.walk(root)), _WholeTensors()
     parts = model_parts(root, places)
+    smooth, fp8 = (None, set()) if plan is None else (plan.smooth, set(plan.fp8))
     seen: set[int] = set()
     for name, module in places:
         for key, tensor in own_tensors(name, module):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            own = key.rpartition(".")[2]
-            value = fold(module, tensor, own)
-            yield key, module, value, plain_dtype(root, key, tensor, tensor.dtype), parts[key]
-
-
-def _plain(
-    value: Tensor, dtype: torch.dtype, parts: list[StoredPart]
-) -> Iterator[tuple[str, Tensor]]:
-    value = dequantized(value)
-    for part in parts:
-        plain = part.of(value).detach().to(dtype)
-        check_finite(part.name, plain)
-        yield part.name, plain
+            is_fp8 = key == f"{name}.weight" and name in fp8
+            layer = module if is_fp8 and isinstance(module, Float8Layer) else None
+            item = FoldedTensor(key, tensor, module, parts[key], layer, source, fold, smooth)
+            dtype = plain_dtype(root, key, tensor, source.dtype(key, tensor))
+            values = item.plain(dtype) if layer is None else item.in_bf16(_NOT_EXACT)
+            yield from zip((part.name for part in item.parts), values, strict=True)

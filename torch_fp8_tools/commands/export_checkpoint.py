@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch_fp8.checkpoint.checkpoint_format import read_scales, read_weight
 from torch_fp8.checkpoint.export import (
     ExportReport,
-    PreparedExport,
     copy_tokenizer,
+    report_of,
     warn_kept,
     write_quantization,
 )
 from torch_fp8.checkpoint.export_format import ExportFormat
-from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
+from torch_fp8.checkpoint.export_plan import plan_export
+from torch_fp8.checkpoint.export_tensors import ModelTensors
 from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
 from torch_fp8.checkpoint.safetensors_files import DTYPES, SafetensorsFiles
 from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
@@ -110,7 +111,7 @@ def export_checkpoint(
                 shutil.copyfile(source / name, folder / name)
         write_quantization(folder, plan)
         copy_tokenizer(source, folder)
-    report = PreparedExport(model, plan).report(path)
+    report = report_of(plan, path)
     warn_kept(report)
     return report
 
