@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "a shard may be one tensor too large",
-        "torch_fp8/checkpoint/safetensors_writer.py",
+        "torch_fp8/checkpoint/safetensors_files.py",
         "        if shard and size + group.num_bytes > most:",
         "        if shard and size > most:",
         f"{_TESTS}/test_export.py",

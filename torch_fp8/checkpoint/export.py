@@ -21,8 +21,8 @@ from torch_fp8.checkpoint.adopt_checkpoint import folder_of
 from torch_fp8.checkpoint.export_format import check_format
 from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_layers, refuse_prompts
-from torch_fp8.checkpoint.plain_dtype import PLAIN
-from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.checkpoint.safetensors_files import parse_size, write_safetensors
+from torch_fp8.checkpoint.stored_names import PLAIN
 from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.selection import first_reasons

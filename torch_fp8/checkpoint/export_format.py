@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8._version import __version__
-from torch_fp8.checkpoint.safetensors_writer import PlannedTensor
+from torch_fp8.checkpoint.safetensors_files import PlannedTensor
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import SAVE_FORMATS, make_recipe

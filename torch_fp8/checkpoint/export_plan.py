@@ -21,21 +21,23 @@ from torch_fp8.checkpoint.export_layers import (
     held_experts,
     held_layers,
     ignored_experts,
-    with_routers,
-)
-from torch_fp8.checkpoint.export_refusals import (
     one_recipe,
     refuse_ambiguous,
     refuse_sharded,
     refuse_tied,
+    with_routers,
 )
 from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
 from torch_fp8.checkpoint.fold_adapters import AdapterFold, adapted_layers
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
-from torch_fp8.checkpoint.plain_dtype import PLAIN, plain_dtype
-from torch_fp8.checkpoint.safetensors_files import DTYPES
-from torch_fp8.checkpoint.safetensors_writer import TensorGroup
-from torch_fp8.checkpoint.stored_names import StoredPart, own_tensors, stored_parts
+from torch_fp8.checkpoint.safetensors_files import DTYPES, TensorGroup
+from torch_fp8.checkpoint.stored_names import (
+    PLAIN,
+    StoredPart,
+    own_tensors,
+    plain_dtype,
+    stored_parts,
+)
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, is_linear

@@ -1,11 +1,19 @@
-"""The names of a model's tensors in its checkpoints, as transformers saves them.
+"""The names and dtypes of a model's tensors in checkpoints, as transformers saves them.
 
 transformers may rename a tensor when it saves it (Mixtral's router), and it splits the fused
 weights of experts (E, R, C) into a matrix for each expert and projection. To find out how, this
 module runs transformers' own conversion on row numbers instead of values, one number for each row
 of a fused weight. The numbers in the result show which rows a stored matrix has.
+
+Tensors that are not in FP8 are BF16 in an exported checkpoint. Engines compute in one 16-bit dtype.
+transformers leaves each ``weight`` beside FP8 weights in the file's dtype, so two dtypes would meet
+in the first product. BF16 is what training under autocast
+multiplies by. It holds the values of FP8 layers that a format cannot hold, and every GPU with FP8
+supports it. transformers keeps some parameters in float32 and lists them in the model's class;
+these and buffers keep their dtype.
 """
 
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -97,3 +105,31 @@ def _unknown(key: str) -> ValueError:
         f"'{key}' has another name or shape in checkpoints: transformers converts it on saving in "
         "a way that this export does not support; save the model with save_pretrained"
     )
+
+
+PLAIN = torch.bfloat16
+
+
+def plain_dtype(model: nn.Module, key: str, tensor: Tensor, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor outside FP8 is written.
+
+    Args:
+        model: the transformers model.
+        key: the tensor's name.
+        tensor: the parameter or buffer of the model.
+        stored: the dtype of its values.
+    """
+    is_cast = isinstance(tensor, nn.Parameter) and stored.is_floating_point
+    return (
+        PLAIN if is_cast and not _is_named(model, "_keep_in_fp32_modules_strict", key) else stored
+    )
+
+
+def is_left_by_quantizers(model: nn.Module, name: str) -> bool:
+    """Return whether the model's class tells transformers' quantizers to skip a module."""
+    return _is_named(model, "_keep_in_fp32_modules", name)
+
+
+def _is_named(model: nn.Module, attribute: str, name: str) -> bool:
+    patterns = [part.replace("*", ".*") for part in getattr(model, attribute, None) or ()]
+    return any(re.search(rf"(^|\.){pattern}(\.|$)", name) for pattern in patterns)

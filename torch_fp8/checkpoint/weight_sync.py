@@ -15,8 +15,7 @@ from torch_fp8.checkpoint.export import unwrapped
 from torch_fp8.checkpoint.export_plan import ExportPlan, model_parts, plan_export
 from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, refuse_prompts
-from torch_fp8.checkpoint.plain_dtype import plain_dtype
-from torch_fp8.checkpoint.stored_names import own_tensors
+from torch_fp8.checkpoint.stored_names import own_tensors, plain_dtype
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
 

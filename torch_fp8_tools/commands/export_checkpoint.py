@@ -27,8 +27,12 @@ from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.export_plan import plan_export
 from torch_fp8.checkpoint.export_tensors import ModelTensors
 from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
-from torch_fp8.checkpoint.safetensors_files import DTYPES, SafetensorsFiles
-from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.checkpoint.safetensors_files import (
+    DTYPES,
+    SafetensorsFiles,
+    parse_size,
+    write_safetensors,
+)
 from torch_fp8.checkpoint.stored_names import stored_parts
 from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.config import FP8Config, config_or_default

@@ -14,7 +14,7 @@ from torch import nn
 import torch_fp8
 from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
 from torch_fp8 import FP8Config, convert_to_float8, export
-from torch_fp8.checkpoint import safetensors_writer, whole_folder
+from torch_fp8.checkpoint import safetensors_files, whole_folder
 from torch_fp8.nn import linear_function
 from torch_fp8.nn.linear import pause
 
@@ -258,7 +258,7 @@ def test_a_config_that_cannot_be_saved_is_found_before_a_weight_is_cast(tmp_path
     model = _trained("blockwise", steps=0)
     model.generation_config.temperature = 0.5  # and nothing is sampled
     cast = []
-    monkeypatch.setattr(safetensors_writer, "_write_bytes", lambda *_: cast.append(1))
+    monkeypatch.setattr(safetensors_files, "_write_bytes", lambda *_: cast.append(1))
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         export(model, tmp_path / "out")
     assert cast == []
@@ -299,7 +299,7 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
         if len(written) == 9:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors_writer, "_write_bytes", interrupted)
+    monkeypatch.setattr(safetensors_files, "_write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(model, tmp_path / "out")
     assert len(written) == 9
