@@ -278,7 +278,7 @@ def check_gate_up(ops: Any, device: str, shape: Shape, gate_first: bool, few: bo
     arguments = _saved(BackwardInputs(grad, gate, None, up, None, BF16))
     on_device = BackwardInputs(*_moved(arguments, device))
     by_kernel = ops.swiglu_backward.gate_up_backward(on_device, gate_first)
-    dgate, dup = swiglu_backward.swiglu_backward(on_device)
+    dgate, dup = ops.swiglu_backward.swiglu_backward(on_device)
     same_values(by_kernel, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1), what)
     amax = ops.swiglu_backward.gate_up_backward_amax(on_device)
 
