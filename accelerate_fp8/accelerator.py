@@ -38,13 +38,11 @@ from accelerate_fp8.ddp import (
 )
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
-from accelerate_fp8.fsdp import prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
-from accelerate_fp8.optimizers import bare
+from accelerate_fp8.optimizers import bare, prepare_sharded, refuse_accumulation, refuse_clipping
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
-from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.conversion.convert import check_config
-from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.optimizer import Float8Optimizer

@@ -3,6 +3,13 @@
 Accelerate may get models and optimizers in any order and in several calls of ``prepare``. Only
 weights that run under its autocast may become BF16, and only before DistributedDataParallel wraps
 them.
+
+Under FSDP2 the shards are split: Accelerate itself converts every trainable parameter to float32
+before it shards.
+
+With ``FP8Config(gradient_release=True)`` the optimizer has applied and freed each gradient by the
+end of backward, so Accelerate's loop must not need all gradients at once. The engine itself refuses
+in backward what Accelerate cannot detect.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -12,14 +19,17 @@ from weakref import WeakKeyDictionary, ref
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelerate_fp8.release import refuse_accumulation, refuse_distributed
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
+from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import gradients_report
+from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.state import is_large
 
 
@@ -173,3 +183,85 @@ def _why_as_it_was(accelerator: Any) -> str:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def prepare_sharded(
+    original: Any, accelerator: Any, optimizers: PreparedOptimizers, args: tuple[Any, ...]
+) -> Any:
+    """Shard the model among `args`, and convert its optimizers.
+
+    Args:
+        original: the method ``Accelerator._prepare_fsdp2``.
+        accelerator: the Accelerator that prepares.
+        optimizers: the record that keeps their reports.
+        args: the arguments of ``prepare``.
+    """
+    model = next((obj for obj in args if isinstance(obj, nn.Module)), None)
+    trained_by = [bare(obj) for obj in args if isinstance(obj, Optimizer)]
+    if model is None or not optimizers.enabled:
+        return original(accelerator, *args)
+    config = optimizers.config
+    refuse_accumulation(config, accelerator)
+    for optimizer in trained_by:  # float32 again, if the loop itself converted it
+        restore_weights(optimizer)
+    restore_output_dtype(model)
+    prepared = original(accelerator, *args)
+    sharded = next(obj for obj in prepared if isinstance(obj, nn.Module))
+    reports = split_sharded(sharded, trained_by, config)
+    for optimizer, report in zip(trained_by, reports, strict=True):
+        optimizers.record(optimizer, report)
+    return prepared
+
+
+def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
+    """Load the optimizers' step counts, which the hosts do not load from folders of shards."""
+    if any(isinstance(part, FSDPModule) for model in models for part in model.modules()):
+        adopt_steps(folder, map(bare, optimizers))
+
+
+_WAY_OUT = "or leave gradient_release out of the FP8Config"
+
+
+def refuse_accumulation(config: FP8Config, loop: Any) -> None:
+    """Raise ValueError for an Accelerator or TrainingArguments that add up micro-batches."""
+    if config.gradient_release and loop.gradient_accumulation_steps > 1:
+        _refuse(
+            f"gradient_accumulation_steps={loop.gradient_accumulation_steps} adds up gradients",
+            "set gradient_accumulation_steps=1",
+        )
+
+
+def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
+    """Raise ValueError for DDP; FSDP reduces each gradient before the optimizer gets it."""
+    several = accelerator.num_processes > 1
+    if config.gradient_release and several and accelerator.distributed_type != DistributedType.FSDP:
+        _refuse(
+            "DistributedDataParallel averages gradients after they are computed",
+            "train in one process",
+        )
+
+
+def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
+    """Raise ValueError if gradients would be changed; an infinite limit only measures them."""
+    if config.gradient_release and limit != float("inf"):
+        _refuse(
+            f"Accelerator.{method} finds no gradients",
+            "do not call it (transformers' and TRL's trainers: max_grad_norm=0)",
+        )
+
+
+def refuse_training_arguments(config: FP8Config, arguments: Any) -> None:
+    """Raise ValueError for transformers' arguments with which the Trainer accumulates or clips."""
+    refuse_accumulation(config, arguments)
+    if config.gradient_release and arguments.max_grad_norm:
+        _refuse(
+            f"max_grad_norm={arguments.max_grad_norm} clips by the norm of all gradients",
+            "set max_grad_norm=0",
+        )
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise ValueError(
+        f"FP8Config(gradient_release=True) frees each gradient in backward, but {what}; "
+        f"{instead}, {_WAY_OUT}"
+    )

@@ -16,10 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accelerate_fp8.frozen import EvaluationModels
-from accelerate_fp8.fsdp import adopt_sharded
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.monitoring import Monitoring
-from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
+from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, adopt_sharded
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.export import refuse_unsavable

@@ -48,7 +48,7 @@ FAULTS = [
     ),
     Fault(
         "gradient release with clipping is not refused for transformers",
-        "accelerate_fp8/release.py",
+        "accelerate_fp8/optimizers.py",
         "    if config.gradient_release and arguments.max_grad_norm:",
         "    if False:",
         f"{_ACCELERATE}/test_release.py",

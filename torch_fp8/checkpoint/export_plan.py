@@ -28,8 +28,7 @@ from torch_fp8.checkpoint.export_layers import (
     with_routers,
 )
 from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
-from torch_fp8.checkpoint.fold_adapters import AdapterFold, adapted_layers
-from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.fold_adapters import AdapterFold, SmoothFold, adapted_layers
 from torch_fp8.checkpoint.safetensors_files import DTYPES, TensorGroup
 from torch_fp8.checkpoint.stored_names import (
     PLAIN,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from torch_fp8.checkpoint.export_format import BLOCKS, ExportFormat
 from torch_fp8.checkpoint.export_layers import check_finite
-from torch_fp8.checkpoint.fold_adapters import AdapterFold
-from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.fold_adapters import AdapterFold, SmoothFold
 from torch_fp8.checkpoint.safetensors_files import PlannedTensor, TensorGroup
 from torch_fp8.checkpoint.stored_names import PLAIN, StoredPart
 from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers

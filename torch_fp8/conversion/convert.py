@@ -27,16 +27,14 @@ from torch_fp8.conversion.fused_layers import (
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
-from torch_fp8.conversion.layer_swap import to_float8, to_stock
 from torch_fp8.conversion.matmul_flops import matmul_flops
 from torch_fp8.conversion.report import ConversionReport, SkippedModule
-from torch_fp8.conversion.revert import keep_scaling_local
+from torch_fp8.conversion.revert import keep_scaling_local, to_float8, to_stock
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
-from torch_fp8.nn.layer_filter import is_linear, matches
+from torch_fp8.nn.layer_filter import QUANTIZED, is_ligers, is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import watch_first_steps
 from torch_fp8.nn.transformer_engine import (

@@ -14,8 +14,7 @@ from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.matmul_flops import MatmulFlops
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.nn.experts import expert_recipe
-from torch_fp8.nn.foreign_layer import QUANTIZED
-from torch_fp8.nn.layer_filter import ADAPTER
+from torch_fp8.nn.layer_filter import ADAPTER, QUANTIZED
 from torch_fp8.nn.transformer_engine import version
 from torch_fp8.ops.hardware import backend_name
 from torch_fp8.optim.convert import OptimizerReport

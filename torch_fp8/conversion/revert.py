@@ -1,22 +1,30 @@
-"""`revert` turns a converted model back into a stock one."""
+"""`revert` turns a converted model back into a stock one.
+
+The class of each linear layer changes, in both directions, and the Parameters stay.
+"""
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
+from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.conversion.fused_layers import revert_producers
-from torch_fp8.conversion.layer_swap import to_stock
+from torch_fp8.distributed.tensor_parallel.styles import check_style
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin
+from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.linear import Float8Layer, Float8Linear
 from torch_fp8.nn.merge_aware import stop_merge_aware
-from torch_fp8.nn.transformer_engine import place_regions
+from torch_fp8.nn.transformer_engine import TransformerEngineLinear, place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.grad_hooks import remove_hook
 from torch_fp8.optim.split_weights import join_parameters
 from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.encoded import plain
 
 
@@ -77,3 +85,46 @@ def keep_scaling_local(model: nn.Module) -> None:
     )
     if not others and not ours:
         del model._ddp_params_and_buffers_to_ignore
+
+
+_MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
+
+
+def to_float8(
+    module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
+) -> None:
+    """Make `module` run `recipe`, whatever it runs now; arguments as in `Float8Layer.configure`.
+
+    If the configuration keeps a frozen weight in FP8, the weight stays frozen and gets the recipe
+    when it is thawed.
+    """
+    uses_te = config.backend == "transformer-engine"
+    if isinstance(module, Float8Layer):
+        fp8, frozen = module.fp8, module.fp8.frozen
+        stays = module.frozen_weight is not None and option_that_keeps(config) is None
+        if frozen is not None and stays:
+            fp8.config, fp8.name, frozen.recipe = config, name, recipe
+            fp8.forget_quantizers()
+            if fp8.recipe.smooth != recipe.smooth:
+                module.run_frozen(fp8.recipe, fp8.emulate, frozen.notice)
+            return
+        module.thaw_weights()
+        fp8 = module.fp8
+        if (fp8.config, fp8.recipe) == (config, recipe):
+            fp8.run_emulated(emulate)
+            return
+        if isinstance(module, TransformerEngineLinear) != uses_te:
+            to_stock(module)
+    if not isinstance(module, Float8Layer):
+        linear = TransformerEngineLinear if uses_te else Float8Linear
+        add_mixin(module, linear if isinstance(module, nn.Linear) else Float8Conv1D)
+    assert isinstance(module, Float8Layer)
+    module.configure(name, config, recipe, emulate)
+    check_style(module)
+
+
+def to_stock(module: Float8Layer) -> None:
+    """Give `module` its original class back, and its weight in high precision."""
+    module.thaw_weights()
+    module.drop_fp8()
+    remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

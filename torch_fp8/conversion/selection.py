@@ -10,12 +10,13 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import expert_reason, routers
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.conversion.report import SkippedModule
-from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.layer_filter import (
     ADAPTER,
+    QUANTIZED,
     adapter_modules,
     high_precision_modules,
     is_linear,
+    quantized_by,
     skip_reason,
     stacked_weights,
 )

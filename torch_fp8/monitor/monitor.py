@@ -30,7 +30,7 @@ from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
 from torch_fp8.monitor.fallback import Fallback
 from torch_fp8.monitor.layer_observer import INPUT, guarded
 from torch_fp8.monitor.losses import Losses, is_told
-from torch_fp8.monitor.observer import Observer
+from torch_fp8.monitor.observer import Observer, hook_step
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
@@ -44,7 +44,6 @@ from torch_fp8.monitor.parameters import (
 )
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series, is_distributed
-from torch_fp8.monitor.step_hooks import hook_step
 from torch_fp8.quantization.argument_types import check_arguments
 
 

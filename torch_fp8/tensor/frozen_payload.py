@@ -39,7 +39,7 @@ class FrozenPayload:
             which it shares scales, so that all ranks have to write at the same time; or None.
         version: unique number, renewed by each write; tensor versions do not see these writes.
         sharers: payloads that share this memory by `share`, including this one; None: not shared.
-        changes: last changes since a copy, see `torch_fp8.tensor.frozen_writes`.
+        changes: last changes since a copy, see `torch_fp8.tensor.frozen_weight`.
     """
 
     qdata: Tensor

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
-from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.distributed.agreement import check_same_config
 
 RANK = int(os.environ["RANK"])
 base = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, RANK == 0)

@@ -12,8 +12,7 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8_tools import cli
 from torch_fp8_tools.check.measure import LayerFindings
-from torch_fp8_tools.check.proposal import propose
-from torch_fp8_tools.check.table import text_of
+from torch_fp8_tools.check.proposal import propose, text_of
 
 SHORT = ("--sequence", "32", "--batches", "2")
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from torch_fp8_tools.env import hosts
-from torch_fp8_tools.env.autoload import autoload
 from torch_fp8_tools.env.host_points import POINTS, inspect_host, is_ours
+from torch_fp8_tools.env.hosts import autoload
 
 pytestmark = pytest.mark.long
 

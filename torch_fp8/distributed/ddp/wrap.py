@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer, ForwardHook
 from torch_fp8.distributed.ddp.hook_registration import (
     DDPReport,

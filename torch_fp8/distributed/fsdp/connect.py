@@ -23,8 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.agreement import store_timeout
-from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.distributed.agreement import check_same_config, store_timeout
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, in_backward, make_scales
 from torch_fp8.distributed.fsdp.expert_gather import (
     ExpertGather,
@@ -32,8 +31,7 @@ from torch_fp8.distributed.fsdp.expert_gather import (
     why_not_gathered,
 )
 from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
-from torch_fp8.distributed.fsdp.grad_structure import in_groups
-from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter
+from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
 from torch_fp8.distributed.fsdp.replicas import connect_replicas, disconnect_replicas
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
 from torch_fp8.distributed.links import Exchanges, choose_exchanges

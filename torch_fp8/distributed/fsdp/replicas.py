@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 from torch_fp8.distributed.averaging import DTYPES, average_runs
-from torch_fp8.distributed.fsdp.grad_structure import GroupStructures, factor_of
+from torch_fp8.distributed.fsdp.reduce_scatter import GroupStructures, factor_of
 from torch_fp8.distributed.links import Exchanges
 
 

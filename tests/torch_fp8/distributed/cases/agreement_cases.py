@@ -11,8 +11,8 @@ from run_cases import RANK, RANKS
 import torch_fp8
 from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config
-from torch_fp8.distributed import agreement, config_check
-from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.distributed import agreement
+from torch_fp8.distributed.agreement import check_same_config
 
 
 def error(config, group=None):
@@ -41,17 +41,17 @@ def case_configurations():
         results["group"] = error(FP8Config(seed=RANK), pair)
     results["again"] = error(FP8Config())
     name = torch_fp8.__version__
-    config_check.__version__ = "0.0.9" if RANK == 3 else name
+    agreement.__version__ = "0.0.9" if RANK == 3 else name
     socket.gethostname = lambda: f"node-{RANK // 2}"
     results["version"] = error(FP8Config())
-    config_check.__version__ = name
-    config_check.card_name = lambda device: f"H{RANK // 2}00 (sm_90)"
+    agreement.__version__ = name
+    agreement.card_name = lambda device: f"H{RANK // 2}00 (sm_90)"
     results["cards and auto"] = error(FP8Config())
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         results["cards"] = error(FP8Config(recipe="rowwise"))
     results["warned"] = [str(warning.message) for warning in warned]
-    config_check.card_name = lambda device: "the CPU"
+    agreement.card_name = lambda device: "the CPU"
     # One comparison after the other: none may take a rank's description of the one before.
     results["many"] = [error(FP8Config(seed=seed))[0] for seed in range(200)]
     store = dist.distributed_c10d._get_default_store()

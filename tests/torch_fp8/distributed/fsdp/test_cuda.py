@@ -11,8 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.grad_structure import layout_of, structure_of
-from torch_fp8.distributed.fsdp.reduce_scatter import pack_parts, unpack_parts
+from torch_fp8.distributed.fsdp.reduce_scatter import (
+    layout_of,
+    pack_parts,
+    structure_of,
+    unpack_parts,
+)
 from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 from torch_fp8.ops.quantize import quantize
 from torch_fp8.quantization.scaling import tensor_amax

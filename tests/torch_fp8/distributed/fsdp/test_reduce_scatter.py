@@ -4,8 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fp8.distributed.fsdp.grad_structure import factor_of, layout_of, structure_of
-from torch_fp8.distributed.fsdp.reduce_scatter import pack_parts, unpack_parts
+from torch_fp8.distributed.fsdp.reduce_scatter import (
+    factor_of,
+    layout_of,
+    pack_parts,
+    structure_of,
+    unpack_parts,
+)
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 
 
