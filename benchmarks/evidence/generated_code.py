@@ -20,6 +20,7 @@ import torch.utils._triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import MultiOutput
@@ -93,7 +94,7 @@ def code_of(program: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Co
         result = torch.compile(program, backend=backend, fullgraph=True)(*inputs)
         result.backward(torch.empty_like(result))
         with mocked_card():
-            return [_lowered(*graph) for graph in graphs]
+            return [lowered(*graph) for graph in graphs]
 
 
 def _unwritten(module: GraphModule) -> Any:
@@ -142,14 +143,15 @@ def mocked_card() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer, create=True))
+        stack.enter_context(inductor_config.patch(compile_threads=1))  # nothing is compiled
         for function in cached:
             function.cache_clear()
             stack.callback(function.cache_clear)
         yield
 
 
-def _lowered(module: GraphModule, inputs: list[Any], is_backward: bool) -> Code:
-    """Generate the code of a graph as if its tensors were on the card."""
+def lowered(module: GraphModule, inputs: list[Any], is_backward: bool) -> Code:
+    """Generate the code of a graph as if its tensors were on the card; within `mocked_card`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for node in module.graph.nodes:
         if node.kwargs.get("device") is not None:
