@@ -452,16 +452,21 @@ def main() -> None:
         for row in rows_of(name, levels):
             rows[name, program.host, row["level"]] = about | row
         write_rows(options.csv, COLUMNS, rows.values())
-    shown = [row for row in rows.values() if exceeds(row)]
+    shown = [row for row in rows.values() if row["failure"] or excess(row)]
     print(f"{len(shown)} of {len(rows)} rows have more than BF16, or failed")
     print_table((*KEY, *COLUMNS[4:13]), shown)
 
 
-def exceeds(row: dict[str, Any]) -> bool:
-    """Return whether a row has more of anything than BF16, or none of it."""
-    return bool(row["failure"]) or any(
-        int(row[name]) > int(row[f"bf16_{name}"]) for name in Graphs._fields
+def excess(row: dict[str, Any]) -> int:
+    """Return how many more graphs, recompilations and interruptions a row has than BF16.
+
+    An interruption is a break or a dropped frame: of one place Dynamo makes either.
+    """
+    names = ("graphs",), ("recompilations",), ("breaks", "dropped")
+    counts = (
+        sum(int(row[name]) - int(row[f"bf16_{name}"]) for name in together) for together in names
     )
+    return sum(max(count, 0) for count in counts)
 
 
 if __name__ == "__main__":
