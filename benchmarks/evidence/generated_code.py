@@ -9,6 +9,7 @@ Our operators choose between CUDA and CPU by `torch_fp8.ops.registry.on_cuda`, w
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import MultiOutput
+from torch._inductor.ir import MultiOutput, UserDefinedTritonKernel
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -33,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.compiled_graphs import traced_for_card
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops import registry
 
 CARD = torch.device("cuda", 0)
 H200 = SimpleNamespace(
@@ -90,7 +91,7 @@ def code_of(program: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Co
     def backend(module: GraphModule, examples: list[Any]) -> Any:
         return compile_fx.compile_fx(module, examples, inner_compile=keep)
 
-    with mock.patch.object(registry, "on_cuda", return_value=True):
+    with traced_for_card():
         result = torch.compile(program, backend=backend, fullgraph=True)(*inputs)
         result.backward(torch.empty_like(result))
         with mocked_card():
@@ -185,6 +186,8 @@ def _bytes_of(node: BaseSchedulerNode) -> int:
     if not isinstance(node, ExternKernelSchedulerNode):
         return int(node.get_read_write_buffers_sizes())
     kernel = node.node
+    if isinstance(kernel, UserDefinedTritonKernel):  # Inductor counts what it writes twice
+        return sum({x.get_name(): _nbytes(x) for x in kernel.inputs}.values())
     call = next((n for n in getattr(kernel, "origins", ()) if n.target is _operator(kernel)), None)
     if isinstance(kernel, MultiOutput) or _name(_operator(kernel)) in COMPUTE:
         return 0
@@ -194,6 +197,10 @@ def _bytes_of(node: BaseSchedulerNode) -> int:
     if _name(call.target) == "quantize_2d" and CastOptions(*call.args[1:]).needs_amax:
         values.append(call.args[0].meta["val"])  # a launch for the amax, one for the cast
     return sum(x.nbytes for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _nbytes(x: Any) -> int:
+    return math.prod(map(int, x.get_size())) * x.get_dtype().itemsize
 
 
 def _operator(kernel: Any) -> Any:

@@ -76,6 +76,14 @@ def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
     return x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32)
 
 
+def new_scale(x: Tensor) -> Tensor:
+    """Allocate a float32 scalar ().
+
+    It is a view of one element, because an empty tensor () costs a compiled graph a launch.
+    """
+    return x.new_empty(1, dtype=torch.float32).view(())
+
+
 def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity: str) -> Tensor:
     """Allocate a (rows, cols) payload.
 
