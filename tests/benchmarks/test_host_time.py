@@ -118,7 +118,7 @@ def test_calls_of_a_block(rows, recipe):
 
 
 def test_calls_of_a_compiled_block(rows):
-    """Counted before casts were kernels that Inductor launches: 0.70 and 3.3."""
+    """Kernels that Inductor launches take the host little; as opaque calls, 0.70 and 3.3."""
     bf16, fp8, eager = (
         rows["training, compiled", recipe, mode]["calls"]
         for recipe, mode in (
@@ -127,8 +127,8 @@ def test_calls_of_a_compiled_block(rows):
             ("tensorwise", "eager"),
         )
     )
-    assert fp8 <= 0.75 * eager
-    assert fp8 <= 3.5 * bf16
+    assert fp8 <= 0.42 * eager
+    assert fp8 <= 2.0 * bf16
     assert rows["training, compiled", "BF16", "compiled"]["kernels"] == 12
 
 

@@ -8,6 +8,7 @@ cost of the next multiple.
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
@@ -79,9 +80,11 @@ def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
 def new_scale(x: Tensor) -> Tensor:
     """Allocate a float32 scalar ().
 
-    It is a view of one element, because an empty tensor () costs a compiled graph a launch.
+    In a graph it is a view of one element, because Inductor launches a kernel for an empty ().
     """
-    return x.new_empty(1, dtype=torch.float32).view(())
+    if isinstance(x, FunctionalTensor):
+        return x.new_empty(1, dtype=torch.float32).view(())
+    return x.new_empty((), dtype=torch.float32)
 
 
 def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity: str) -> Tensor:
