@@ -12,10 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
+from torch_fp8.tensor.base import map_tensors
 from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 from torch_fp8_tools.plan.models import (
@@ -147,8 +152,14 @@ class FollowedStep(MemoryTracker):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # half of all calls
+        first = args[0] if args else None
+        if isinstance(first, FakeTensor):
+            if func is torch.ops.prim.device.default:
+                return first.fake_device  # half of all calls
+            if func is torch.ops.aten.copy_.default and first.constant is None:
+                return first  # there are no values
+            if func.is_view and not kwargs and first.constant is None:
+                return self._view(func, first, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "fsdp":  # it has allocated what it gathers into, and resizes it later
             outputs = (tensor for param in self._params for tensor in param.all_gather_outputs)
@@ -156,6 +167,14 @@ class FollowedStep(MemoryTracker):
             self.see_resized()
         elif func.namespace == "c10d":
             self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)
+        return out
+
+    def _view(self, func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
+        """Return views as FakeTensorMode does, without its cache, whose keys take longer."""
+        with in_kernel_invocation_manager(base.fake_mode):
+            out = func(*args)
+        out = map_tensors(out, lambda view: FakeTensor(base.fake_mode, view, base.fake_device))
+        map_tensors(out, self._created)
         return out
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
