@@ -58,7 +58,7 @@ TESTS["python"] = (
 # Not test_accelerator.py, whose meter of GEMMs sees nothing on torch 2.11's CPU path.
 TESTS["torch"] = (
     *_ENGINE,
-    "tests/torch_fp8/compile/test_graph_counts.py",
+    "tests/benchmarks/test_graph_counts.py",
     "tests/torch_fp8/compile/test_shapes_in_graph.py",
     "tests/torch_fp8/optim/test_embedding_dtype.py",
     f"{_LIGHTNING}/test_fabric.py",

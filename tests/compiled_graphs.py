@@ -1,12 +1,19 @@
 """What torch.compile makes of a program: its graphs, and their number, breaks, recompilations."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from torch_fp8.ops import registry
 
 
 class Graphs(NamedTuple):
@@ -48,3 +55,15 @@ def count_graphs(program: Callable[[], object]) -> Graphs:
         sum(bool(frame.recompile_reason) for frame in frames),
         sum(bool(frame.fail_type) for frame in frames),
     )
+
+
+@contextlib.contextmanager
+def traced_for_card() -> Iterator[None]:
+    """Let our operators on CPU tensors become graphs for an H200."""
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    with (
+        mock.patch.object(registry, "on_cuda", return_value=True),
+        mock.patch.object(registry, "emulates_casts", return_value=False),
+        mock.patch.object(driver, "_active", target),
+    ):
+        yield

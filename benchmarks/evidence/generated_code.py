@@ -9,6 +9,7 @@ Our operators choose between CUDA and CPU by `torch_fp8.ops.registry.on_cuda`, w
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ import torch.utils._triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import MultiOutput
+from torch._inductor.ir import MultiOutput, UserDefinedTritonKernel
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -32,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.compiled_graphs import traced_for_card
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops import registry
 
 CARD = torch.device("cuda", 0)
 H200 = SimpleNamespace(
@@ -89,11 +91,11 @@ def code_of(program: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Co
     def backend(module: GraphModule, examples: list[Any]) -> Any:
         return compile_fx.compile_fx(module, examples, inner_compile=keep)
 
-    with mock.patch.object(registry, "on_cuda", return_value=True):
+    with traced_for_card():
         result = torch.compile(program, backend=backend, fullgraph=True)(*inputs)
         result.backward(torch.empty_like(result))
         with mocked_card():
-            return [_lowered(*graph) for graph in graphs]
+            return [lowered(*graph) for graph in graphs]
 
 
 def _unwritten(module: GraphModule) -> Any:
@@ -142,14 +144,15 @@ def mocked_card() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, answer, create=True))
+        stack.enter_context(inductor_config.patch(compile_threads=1))  # nothing is compiled
         for function in cached:
             function.cache_clear()
             stack.callback(function.cache_clear)
         yield
 
 
-def _lowered(module: GraphModule, inputs: list[Any], is_backward: bool) -> Code:
-    """Generate the code of a graph as if its tensors were on the card."""
+def lowered(module: GraphModule, inputs: list[Any], is_backward: bool) -> Code:
+    """Generate the code of a graph as if its tensors were on the card; within `mocked_card`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for node in module.graph.nodes:
         if node.kwargs.get("device") is not None:
@@ -183,6 +186,8 @@ def _bytes_of(node: BaseSchedulerNode) -> int:
     if not isinstance(node, ExternKernelSchedulerNode):
         return int(node.get_read_write_buffers_sizes())
     kernel = node.node
+    if isinstance(kernel, UserDefinedTritonKernel):  # Inductor counts what it writes twice
+        return sum({x.get_name(): _nbytes(x) for x in kernel.inputs}.values())
     call = next((n for n in getattr(kernel, "origins", ()) if n.target is _operator(kernel)), None)
     if isinstance(kernel, MultiOutput) or _name(_operator(kernel)) in COMPUTE:
         return 0
@@ -192,6 +197,10 @@ def _bytes_of(node: BaseSchedulerNode) -> int:
     if _name(call.target) == "quantize_2d" and CastOptions(*call.args[1:]).needs_amax:
         values.append(call.args[0].meta["val"])  # a launch for the amax, one for the cast
     return sum(x.nbytes for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _nbytes(x: Any) -> int:
+    return math.prod(map(int, x.get_size())) * x.get_dtype().itemsize
 
 
 def _operator(kernel: Any) -> Any:

@@ -9,13 +9,18 @@ tensors, and their launches go through Triton to a driver that does nothing
 as in FP8. Variants are interleaved in this process, each behind a run of its own that does not
 count: a block of a model comes behind another one.
 
+A case measures compiled blocks beside eager ones. What runs of them is the code that Inductor
+generates for an H200, for the sizes of Llama-3.1-8B at 8,192 tokens, behind torch.compile's own
+guards and wrappers (`evidence.generated_call`).
+
+* ``mode``: eager, or compiled;
 * ``host_us``: CPU time of the thread; a tenth of all repetitions takes less. What others do on the
   machine adds to some; the very least comes with a clock that others did not have.
   ``median_us``: the median. Of BF16 what its GEMMs compute is taken off, which a card does: their
   time beyond that of as many GEMMs of single elements, ``gemm_us``;
 * ``ratio``: of ``host_us`` to BF16's in the same circumstance; ``ratio_with_gemms``: to BF16's with
   what its GEMMs compute;
-* ``kernels``, ``gemms``: launches of ours, and GEMMs in FP8;
+* ``kernels``, ``gemms``: launches of ours and of Inductor's, and GEMMs in FP8 of eager blocks;
 * ``calls``: of functions from Python, of Python and of C: the same in every run.
 """
 
@@ -38,6 +43,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from benchmarks.evidence.compiled_block import BLOCKS, Block
+from benchmarks.evidence.generated_call import compiled, generated_calls, reuse_memory
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
@@ -53,7 +60,7 @@ TOKENS, HIDDEN, INNER, HEADS, GROUPS = 16, 128, 256, 2, 1
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 BF16 = "BF16"
 COLUMNS = (
-    *("what", "recipe", "host_us", "ratio", "ratio_with_gemms", "median_us", "gemm_us"),
+    *("what", "mode", "recipe", "host_us", "ratio", "ratio_with_gemms", "median_us", "gemm_us"),
     *("kernels", "gemms", "calls"),
     *("torch", "triton", "commit", "date", "command"),
 )
@@ -72,6 +79,11 @@ CASES: dict[str, dict[str, object]] = {
     "inference": {},
     MANY: {},
 }
+COMPILED = "training, compiled"
+"""Compiled blocks, beside eager ones of the case ``training``."""
+COMPILED_VARIANTS = (BF16, "tensorwise", "delayed", "blockwise", "torchao tensorwise")
+AS_COMPILED = ", compiled"
+"""Behind the name of a variant."""
 STEP = "optimizer step"
 TENSORS = 4096
 """Elements of a weight in the optimizer's step: the least that has 8-bit states."""
@@ -131,6 +143,35 @@ def block(case: str, recipe: str) -> Run:
     if not generates:
         return training
     return inference
+
+
+def compiled_block(size: str, variant: str) -> Run:
+    """One forward and backward of a compiled block; within `generated_calls`.
+
+    Args:
+        size: a key of `evidence.compiled_block.BLOCKS`.
+        variant: one of `evidence.compiled_block.VARIANTS`.
+    """
+    layout, tokens = BLOCKS[size]
+    layer = Block(layout, variant)
+    new = functools.partial(torch.empty, dtype=torch.bfloat16)
+    x = new(1, tokens, layout["hidden_size"], requires_grad=True)
+    grad = new(1, tokens, layout["hidden_size"])
+    angles = [new(1, tokens, layout["head_dim"]) for _ in range(2)]
+    tensors, call = [x, *layer.parameters()], compiled(layer)
+
+    def training() -> None:
+        call(x, *angles).backward(grad)
+        for tensor in tensors:
+            tensor.grad = None
+
+    return training
+
+
+def compiled_and_eager(size: str, variants: tuple[str, ...] = COMPILED_VARIANTS) -> dict[str, Run]:
+    """BF16 and tensorwise, eager, and `variants`, compiled."""
+    eager = {name: block("training", name) for name in (BF16, "tensorwise")}
+    return eager | {f"{name}{AS_COMPILED}": compiled_block(size, name) for name in variants}
 
 
 def products_of(case: str) -> tuple[Run, Run]:
@@ -221,7 +262,7 @@ def count_calls(run: Run) -> int:
 def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> list[dict]:
     """A row for each run, the first of which is what the others are compared to."""
     products: dict[str, Run] = {}
-    if what in CASES:
+    if what in (*CASES, COMPILED):
         products = dict(zip(("computing", "empty"), products_of(what), strict=True))
     for run in runs.values():
         for _ in range(10):  # launchers are built, states are there, first steps were looked at
@@ -231,14 +272,16 @@ def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> l
         kernels, gemms = counts.kernels, counts.gemms
         run()
         launched = counts.kernels - kernels, counts.gemms - gemms
-        made.append({"what": what, "recipe": name, "calls": count_calls(run)})
+        recipe = name.removesuffix(AS_COMPILED)
+        mode = "eager" if recipe == name else "compiled"
+        row = {"what": what, "mode": mode, "recipe": recipe, "calls": count_calls(run)}
+        made.append(row)
         made[-1] |= dict(zip(("kernels", "gemms"), launched, strict=True))
     times = measure(runs | products, repetitions)
     tenth = {name: sorted(samples)[len(samples) // 10] for name, samples in times.items()}
     computed = tenth["computing"] - tenth["empty"] if products else 0.0
     whole = next(iter(tenth.values()))
-    for row in made:
-        name = row["recipe"]
+    for name, row in zip(runs, made, strict=True):
         of_gemms = computed if name == BF16 else 0.0
         host, median = tenth[name] - of_gemms, statistics.median(times[name]) - of_gemms
         row |= {"host_us": round(host), "median_us": round(median), "gemm_us": round(of_gemms)}
@@ -267,9 +310,12 @@ def main() -> None:
                 made += rows(case, runs_of(case), counts, options.repetitions)
         runs = {level: optimizer_step(level) for level in (BF16, "O2")}
         made += rows(f"{STEP}, 254 tensors", runs, counts, max(options.repetitions // 10, 1))
+        reuse_memory()
+        with generated_calls():
+            made += rows(COMPILED, compiled_and_eager("8B"), counts, options.repetitions)
     made = [{column: (row | about).get(column, "") for column in COLUMNS} for row in made]
     write_rows(options.csv, COLUMNS, made)
-    print_table(COLUMNS[:10], made)
+    print_table(COLUMNS[:11], made)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def stub_driver() -> Iterator[Counts]:
         knobs.nvidia.libcuda_path = str(library.folder)
         for owner, name, stub in (
             (driver, "_active", Driver(CAPABILITY)),
-            (compiler, "compile", _Uncompiled),
+            (compiler, "compile", Uncompiled),
             (torch.cuda, "get_device_capability", _capability),
             (torch, "_scaled_mm_v2", product),
             (gemm, "_emulated", emulated),
@@ -105,20 +105,25 @@ def stub_driver() -> Iterator[Counts]:
             (step, "_step_on", step_on),
             (tensors, "quantize_gradient", quantize_gradient),
             (operators, "on_cuda", lambda x: True),
+            (torch.Tensor, "is_shared", torch.Tensor.is_complex),  # in C; CUDA's are not asked
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))
         yield counts
 
 
-class _Uncompiled:
+class Uncompiled:
     """A kernel with its real launcher and no code."""
 
     function = 1
+    shared = 0
 
     def __init__(self, src, target, options) -> None:
-        src.hash()  # finds out which globals a kernel uses: each launch compares them
-        metadata = SimpleNamespace(
+        self.src = src
+        self.hash = src.hash()  # finds out which globals a kernel uses: each launch compares them
+        self.metadata = metadata = SimpleNamespace(
+            num_warps=options["num_warps"],
             num_ctas=1,
+            cluster_dims=(1, 1, 1),
             global_scratch_size=0,
             global_scratch_align=1,
             profile_scratch_size=0,

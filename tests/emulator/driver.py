@@ -219,13 +219,18 @@ def emulated(assembles: bool = False, **options: Any) -> Iterator[Emulation]:
         yield emulation
 
 
+def all_kernels() -> dict[str, JITFunction]:
+    """Return the engine's kernels, and their device functions, by name."""
+    names = [m.name for m in pkgutil.iter_modules(torch_fp8.kernels.__path__, "torch_fp8.kernels.")]
+    values = (vars(importlib.import_module(name)).items() for name in names)
+    return {name: x for named in values for name, x in named if isinstance(x, JITFunction)}
+
+
 def _forget_launches() -> None:
     """Let kernels and operators forget what they have launched on another card."""
-    for module in pkgutil.iter_modules(torch_fp8.kernels.__path__, "torch_fp8.kernels."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, JITFunction):
-                vars(value).pop("_launches", None)
-                value.device_caches.clear()
+    for kernel in all_kernels().values():
+        vars(kernel).pop("_launches", None)
+        kernel.device_caches.clear()
     forget_recordings()
 
 

@@ -3,7 +3,36 @@
 from tests.planted.fault import Fault
 
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
+_GRAPHS = "tests/emulator/test_graphs.py"
 FAULTS = [
+    Fault(
+        "a graph takes a kernel's launches with other choices for one kind",
+        "torch_fp8/kernels/traced_launch.py",
+        "    key = tuple(options.items())\n",
+        "    key = tuple(options)\n",
+        _GRAPHS,
+    ),
+    Fault(
+        "a graph does not know what a kernel writes",
+        "torch_fp8/kernels/traced_launch.py",
+        "return Outline(kernel, list(dtypes), writes, options)",
+        "return Outline(kernel, list(dtypes), {*sorted(writes)[1:]}, options)",
+        _GRAPHS,
+    ),
+    Fault(
+        "graphs that run without Inductor launch a kernel's outline",
+        "torch_fp8/kernels/traced_launch.py",
+        "return self.kernel.run(*args, **options, **self.options)",
+        "return super().run(*args, **options, **self.options)",
+        _GRAPHS,
+    ),
+    Fault(
+        "Inductor computes a kernel's input once per use",
+        "torch_fp8/kernels/traced_launch.py",
+        "    return x.as_strided(x.shape, x.stride())\n",
+        "    return x\n",
+        "tests/benchmarks/test_compiled_block.py",
+    ),
     Fault(
         "partial sums behind the first block are left out",
         "torch_fp8/kernels/column_sums.py",

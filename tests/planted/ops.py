@@ -5,6 +5,20 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/ops"
 FAULTS = [
     Fault(
+        "a graph launches kernels whose sizes are not known",
+        "torch_fp8/ops/registry.py",
+        "        and all(type(n) is int for n in numbers)\n",
+        "",
+        "tests/torch_fp8/compile/test_visible_kernels.py",
+    ),
+    Fault(
+        "a graph launches kernels on a card that has no FP8",
+        "torch_fp8/ops/registry.py",
+        "        and not emulates_casts(tensors[0].device)\n",
+        "",
+        "tests/torch_fp8/compile/test_visible_kernels.py",
+    ),
+    Fault(
         "sums of ranks round with the bits of their first message",
         "torch_fp8/ops/messages.py",
         "index = element_index(x.shape[0], x.shape[1], first, 0, GROUP_SIZE, x.device)",

@@ -13,7 +13,6 @@ even if nothing needs it, and keeps more than training without a checkpoint does
 import functools
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torch_fp8.autograd.current_pass import is_traced
@@ -77,6 +76,7 @@ def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 @functools.cache
 def operator_name(func: Any) -> str:
     """Return an operator's name without overload; "" unless it is torch's or ours."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "torch_fp8"):
+    if getattr(func, "namespace", "") not in ("aten", "torch_fp8"):
         return ""
-    return func._schema.name.rpartition("::")[2]
+    name: str = func._schema.name
+    return name.rpartition("::")[2]

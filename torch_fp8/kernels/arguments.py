@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled
-from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scales, padded_rows
+from torch_fp8.quantization.payload_shape import (
+    Layouts,
+    new_payload,
+    new_scale,
+    new_scales,
+    padded_rows,
+)
 from torch_fp8.quantization.recipe import CastSpec
 
 
@@ -82,7 +88,7 @@ class CastOptions(NamedTuple):
             size = (cols, padded_rows(rows, self.granularity))
             by_col = x.new_empty(size, dtype=self.dtype), scale
         if by_tensor and self.scale is None:
-            by_row = by_row[0], x.new_empty((), dtype=torch.float32)
+            by_row = by_row[0], new_scale(x)
         return (*by_row, *by_col)
 
     def of_gradients(

@@ -37,7 +37,7 @@ from torch_fp8.kernels.quantize_kernels import (
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scales
+from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scale, new_scales
 
 # If C is not a multiple of 16, elements move one at a time, each with an address and a mask in
 # registers. Casts then use smaller tiles, 1x128 and 1x32 blocks cast one layout per launch, and
@@ -112,7 +112,7 @@ def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bo
     elif not x.numel():
         scale = x.new_ones((), dtype=torch.float32)
     else:
-        source, scale = "tensor", x.new_empty((), dtype=torch.float32)
+        source, scale = "tensor", new_scale(x)
         if options.amax is not None:
             partial = options.amax.view(1).view(torch.int32)
         elif sums is None:

@@ -8,16 +8,21 @@ is registered.
 
 The key is at least as fine as Triton's: an integer counts by value, a tensor by dtype and alignment
 (its address modulo 16), a float by its type.
+
+While AOTAutograd traces a launcher, its tensors have no memory, and a launch becomes a node of the
+graph instead (`torch_fp8.kernels.traced_launch`).
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from torch_fp8.kernels import traced_launch
 from torch_fp8.kernels.launch_tape import REPLAYS, recording
 
 _MOST = 4096
@@ -31,6 +36,9 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
         known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
 
         def launch(*args: Any, **options: Any) -> None:
+            if args[0].__class__ is FunctionalTensor:
+                traced_launch.launch(self, grid, args, options)
+                return
             parts: list[Any] = [grid, args[0].get_device(), *options, *options.values()]
             add = parts.append
             for a in args:  # no function call for numbers: a block has a hundred
@@ -43,7 +51,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 else:
                     add(float if kind is float else a)
             key = tuple(parts)
-            runner = None if self.pre_run_hooks else known.get(key)
+            runner = known.get(key) if REPLAYS and not self.pre_run_hooks else None
             if runner is None:
                 runner = self._first(key, grid, args, options)
             else:
@@ -64,7 +72,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """Launch through Triton; remember and return its binary's runner and constants."""
         kernel = self.run(*args, grid=grid, warmup=False, **options)
-        if self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
+        if not REPLAYS or self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
             return None  # a hook sees the launch, or has replaced it
         known: dict[Any, Any] = self.__dict__["_launches"]
         if len(known) >= _MOST:
@@ -101,15 +109,15 @@ def _calls(hook: Any) -> Any:
 
 
 def quick(kernel: Any) -> Any:
-    """Make a kernel of ``triton.jit`` remember its launches.
+    """Make a kernel of ``triton.jit`` remember its launches, and visible in graphs.
 
-    Kernels of Triton's interpreter are returned unchanged, and all kernels are if
-    `torch_fp8.kernels.launch_tape.REPLAYS` is False.
+    Kernels of Triton's interpreter are returned unchanged. If
+    `torch_fp8.kernels.launch_tape.REPLAYS` is False, nothing is remembered.
 
     Args:
         kernel: kernel whose callers pass compile-time constants and options by name, and a tensor
             on the current device as the first argument.
     """
-    if REPLAYS and type(kernel) is JITFunction:
+    if type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel
     return kernel

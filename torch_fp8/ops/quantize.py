@@ -2,8 +2,8 @@
 
 One operator, ``torch_fp8::quantize_2d``, does every cast. It reads a matrix once and writes the
 requested layouts: rowwise, quantized along the last dimension, and columnwise, the transpose,
-quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is plain
-torch; on CUDA it is a Triton kernel with the same bytes.
+quantized along *its* last dimension. On the CPU it is plain torch; on CUDA it is Triton kernels
+that write the same bytes.
 
 What a cast reads and writes, in bytes per element of a BF16 matrix, both layouts:
 

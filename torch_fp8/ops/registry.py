@@ -8,6 +8,11 @@ nowhere else.
 torch's dispatcher is slow for operators implemented in Python, and a block calls many. If tensors
 are plain CUDA tensors, no dispatch mode is active and nothing is compiled, no other code has to see
 the call, so it goes directly to the implementation.
+
+In a graph of torch.compile for CUDA an operator is its kernels: while AOTAutograd traces, a call
+runs the launcher, whose allocations, views and launches become nodes of the graph. Inductor then
+plans their memory and launches the kernels without our Python. Operators with a symbolic size stay
+whole, since launchers choose tiles by sizes.
 """
 
 import functools
@@ -19,6 +24,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, get_args, get_type_hi
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from torch_fp8.kernels.launch_tape import Replayed
@@ -80,7 +86,8 @@ def operator(
         parameters, schema = _schema(reference, results)
         replayed = Replayed(cuda or launch)  # in graphs and in eager code
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, replayed, fake))
-        call = define(schema, *of_flat, eager=replayed)
+        traced = None if cuda else _unflattened(launch, parameters)
+        call = define(schema, *of_flat, eager=replayed, traced=traced)
         functools.update_wrapper(call, reference)
         call.reference = reference
         return cast("Operator[P, R]", call)
@@ -97,6 +104,7 @@ def define(
     schema: str,
     *implementations: Callable[..., Any],
     eager: Callable[..., Any] | None = None,
+    traced: Callable[..., Any] | None = None,
 ) -> Any:
     """Define ``torch.ops.torch_fp8.<name>`` and return the function that calls it.
 
@@ -106,6 +114,8 @@ def define(
             arguments and results.
         eager: a function that replaces the CUDA one in calls that bypass the dispatcher; it accepts
             tuples of arguments.
+        traced: a function that launches the kernels, whose nodes replace the operator in graphs for
+            CUDA; None: graphs keep the operator.
     """
     name, (cpu, cuda, fake) = schema.partition("(")[0], implementations
     _LIBRARY.define(schema)
@@ -114,6 +124,8 @@ def define(
     torch.library.register_fake(f"torch_fp8::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.torch_fp8, name).default
     shortcut = eager or cuda
+    if traced is not None:
+        _decompose(f"torch_fp8::{name}", traced)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched(_first(args)):
@@ -121,6 +133,30 @@ def define(
         return shortcut(*args)
 
     return call
+
+
+def _decompose(name: str, traced: Callable[..., Any]) -> None:
+    """Let `traced` replace an operator while AOTAutograd traces a graph for CUDA."""
+
+    def functional(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_visible(args):
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        with mode:
+            return traced(*args)
+
+    torch.library.register_torch_dispatch(name, FunctionalTensorMode, functional, lib=_LIBRARY)
+
+
+def _is_visible(args: Sequence[Any]) -> bool:
+    """Return whether an operator's kernels become nodes of the graph that is being traced."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    numbers = [n for x in tensors for n in (*x.shape, *x.stride())]
+    return (
+        on_cuda(tensors[0])
+        and not torch.compiler._is_exporting_flag
+        and all(type(n) is int for n in numbers)
+        and not emulates_casts(tensors[0].device)
+    )
 
 
 def _first(args: Sequence[Any]) -> Tensor:

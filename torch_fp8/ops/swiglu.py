@@ -7,7 +7,7 @@ the next weight's column by it. `smooth` is that factor; backward treats it as a
 Arithmetic is float32; h is rounded once to the dtype of gate, as in a gated MLP that returns it,
 and then cast, so the bytes equal those of the rounded h cast by ``torch_fp8::quantize_2d``.
 
-Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. Both
+Every operator is plain torch on the CPU and a Triton kernel on CUDA. Both
 round the same values to the same bytes. exp differs in its last bits between a CPU's library and a
 GPU, so now and then h is the neighbouring BF16 value, and rarely its FP8 code differs, too.
 

@@ -8,6 +8,7 @@ cost of the next multiple.
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
@@ -74,6 +75,16 @@ def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
     if granularity in ("block_1x128", "block_1x32"):
         return new_group_scales(x, rows, cols, BLOCK_SHAPE[granularity][1])
     return x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32)
+
+
+def new_scale(x: Tensor) -> Tensor:
+    """Allocate a float32 scalar ().
+
+    In a graph it is a view of one element, because Inductor launches a kernel for an empty ().
+    """
+    if isinstance(x, FunctionalTensor):
+        return x.new_empty(1, dtype=torch.float32).view(())
+    return x.new_empty((), dtype=torch.float32)
 
 
 def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity: str) -> Tensor:

@@ -2,13 +2,13 @@
 
 Persistent bytes (weights, gradients, states) are those of the whole model. It is converted, sharded
 by FSDP2 over the run's number of ranks, of which this process is one, and counted by
-`torch_fp8.conversion.memory`. If all layers hold the same, the difference between models with one
-and two layers is what a layer adds.
+`torch_fp8.conversion.memory`. What a layer adds is the difference between a model with one layer of
+each kind and a model with one more.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,30 +28,42 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
 
-    def report(stage: str, layers: int) -> Counter[str]:
-        model = make_model(setup, role, level, layers=layers)
+    def report(stage: str, layers: Sequence[int]) -> Counter[str]:
+        model = make_model(setup, role, level, layers)
         leave_stage(model, stage)
         with fake_ranks(setup.fsdp) as mesh:
             optimizers = prepare(model, setup, role, level, mesh)
             counted = expected_memory(model, optimizers, summed=setup.accumulate > 1)
         return Counter(dataclasses.asdict(counted))
 
-    counts = [by_layers(setup, n, partial(report, stage)) for stage, n in stages(setup)]
+    counts = [by_layers(setup, layers, partial(report, stage)) for stage, layers in stages(setup)]
     return max((MemoryReport(**each) for each in counts), key=lambda report: report.total)
 
 
-def by_layers(setup: Setup, layers: int, count: Callable[[int], Counter[Any]]) -> Counter[Any]:
-    """Count something of a model from its first two layers, if each layer adds the same.
+def by_layers(
+    setup: Setup, layers: Sequence[int], count: Callable[[Sequence[int]], Counter[Any]]
+) -> Counter[Any]:
+    """Count something of a model to which each layer of a kind adds the same.
 
     Args:
         setup: the planned run.
-        layers: the number of layers of the model.
-        count: takes a number of layers, returns the count of a model with so many.
+        layers: the layers of the model.
+        count: takes layers, returns the count of a model with these only.
     """
-    if layers <= 2 or not setup.layers_alike:
+    if not setup.layers.separate:
         return count(layers)
-    one, two = count(1), count(2)
-    return Counter({key: one[key] + (two[key] - one[key]) * (layers - 1) for key in two})
+    alike: dict[Any, list[int]] = {}
+    for layer in layers:
+        alike.setdefault(setup.layers.contents[layer], []).append(layer)
+    few = [members[0] for members in alike.values()]
+    first = count(few)
+    total = Counter(first)
+    for members in alike.values():
+        if len(members) > 1:
+            more = count(sorted([*few, members[1]]))
+            for key in more:
+                total[key] += (more[key] - first[key]) * (len(members) - 1)
+    return total
 
 
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:

@@ -13,7 +13,6 @@ import difflib
 import io
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -117,25 +116,21 @@ def family_of(model: Any) -> tuple[str, ...]:
     )
 
 
-def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -> nn.Module:
+def build(config: Any, *, judges: bool = False) -> nn.Module:
     """Build the model on the meta device in float32, in training mode.
 
     Args:
         config: the result of `read_config`.
-        num_layers: the number of layers; None: all.
         judges: whether the head returns one number, as in value and reward models.
     Raises:
         ValueError: transformers has no such class for the configuration, or refuses it.
     """
     transformers = _transformers()
-    if num_layers is not None or judges:
-        config = copy.deepcopy(config)
     if judges:
+        config = copy.deepcopy(config)
         config.num_labels = 1
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0
-    if num_layers is not None:
-        _set_layers(config, num_layers)
     classes = transformers.AutoModelForSequenceClassification
     cls = classes if judges else transformers.AutoModelForCausalLM
     try:
@@ -147,15 +142,6 @@ def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -
             f"{type(error).__name__}: {error}"
         ) from error
     return model.train()
-
-
-def period(config: Any) -> int:
-    """Return the number of layers after which their kinds repeat; 1 if all are alike."""
-    kinds = getattr(text_of(config), "layer_types", None)
-    if not kinds:
-        return 1
-    places, lengths = range(len(kinds)), range(1, len(kinds) + 1)
-    return next(n for n in lengths if all(kinds[i] == kinds[i % n] for i in places))
 
 
 def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> None:
@@ -198,41 +184,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
     return list(lists[sizes.index(max(sizes))])
-
-
-def layers_alike(config: Any) -> bool:
-    """Return whether each layer adds the same modules and parameters to a model, and no others.
-
-    Layers that only compute differently, as those with sliding windows do, are alike here.
-    """
-    full, rest = _contents(build(config))
-    try:
-        few, same_rest = _contents(build(config, num_layers=2))
-    except ValueError:  # such a model needs several kinds of layers
-        return False
-    return (
-        rest == same_rest
-        and len(full) == text_of(config).num_hidden_layers
-        and len({*full, *few}) == 1
-    )
-
-
-def _contents(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Describe the modules and parameters of each repeated layer, and those of the other modules.
-
-    A parameter is described by its shape and by the number of layers that share it.
-    """
-    blocks = blocks_of(model)
-    uses = Counter(p for block in blocks for p in block.parameters())
-
-    def describe(module: nn.Module) -> tuple[Any, ...]:
-        parameters = module.named_parameters(recurse=False)
-        return type(module), *((name, p.shape, uses[p]) for name, p in parameters)
-
-    inside = [module for block in blocks for module in block.modules()]
-    rest = [describe(module) for module in model.modules() if module not in {*inside}]
-    layers = [tuple((n, describe(m)) for n, m in block.named_modules()) for block in blocks]
-    return layers, rest
 
 
 def _from_name(model: Any) -> Any:
@@ -280,11 +231,3 @@ def _transformers() -> Any:
 def text_of(config: Any) -> Any:
     """Return the part of a configuration that describes the text model."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _set_layers(config: Any, number: int) -> None:
-    text = text_of(config)
-    kinds = getattr(text, "layer_types", None)
-    text.num_hidden_layers = number
-    if kinds:
-        text.layer_types = [kinds[i % len(kinds)] for i in range(number)]

@@ -28,12 +28,14 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         current: the live bytes by category.
         peak: the bytes by category when their sum was largest since `reset_peak`.
+        resizable: storages that may be resized, which no operator shows (`see_resized`).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
         self.current = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict(self.current)
+        self.resizable: list[torch.UntypedStorage] = []
         self._known: dict[int, tuple[str, int]] = {}
         self._parameters = list(parameters)
         self._hooks: list[Any] = []
@@ -83,11 +85,15 @@ class MemoryTracker(TorchDispatchMode):
                 continue
             num_bytes = storage.nbytes()
             if old is None:
+                self.see_resized()
                 weakref.finalize(storage, self._free, key)
             else:
                 self.current[old[0]] -= old[1]
             self._known[key] = category, num_bytes
             self.current[category] += num_bytes
+        self._see_peak()
+
+    def _see_peak(self) -> None:
         if self.total > self.peak_total:
             self.peak = dict(self.current)
 
@@ -105,12 +111,14 @@ class MemoryTracker(TorchDispatchMode):
         """Start a new peak from the live bytes."""
         self.peak = dict(self.current)
 
-    def see_resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew that may have been resized, which no operator shows."""
-        known = self._known.get(id(storage))
-        if known is not None and known[1] != storage.nbytes():
-            self._known[id(storage)] = known[0], storage.nbytes()
-            self.current[known[0]] += storage.nbytes() - known[1]
+    def see_resized(self) -> None:
+        """Count the storages anew that may have been resized."""
+        for storage in self.resizable:
+            known = self._known.get(id(storage))
+            if known is not None and known[1] != storage.nbytes():
+                self._known[id(storage)] = known[0], storage.nbytes()
+                self.current[known[0]] += storage.nbytes() - known[1]
+        self._see_peak()
 
     def _free(self, key: int) -> None:
         category, num_bytes = self._known.pop(key)

@@ -2,15 +2,16 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
+from torch.overrides import TorchFunctionMode
 
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.freeze import freeze
@@ -18,11 +19,11 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8_tools.host_models import imported
-from torch_fp8_tools.plan.layouts import blocks_of, build, split_for_tensor_parallel, text_of
+from torch_fp8_tools.plan.layouts import blocks_of, split_for_tensor_parallel, text_of
 from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
 
-def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None) -> nn.Module:
+def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn.Module:
     """Build a model of a run in the dtype in which it is loaded, converted at a level.
 
     BF16-mixed keeps trained weights in float32, and those of a frozen model or base in BF16.
@@ -31,12 +32,15 @@ def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None
         setup: the planned run.
         role: one of `torch_fp8_tools.plan.setup.ROLES`.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
-        layers: the number of its layers; None: all.
+        layers: those of its layers that it has.
     """
-    model = build(setup.config, num_layers=layers, judges=role in JUDGES)
+    of_role = setup.judging_layers if role in JUDGES else setup.layers
+    model: Any = of_role.model(layers)
     split_for_tensor_parallel(model, setup.config, setup.tensor)
     if setup.checkpointing and role in TRAINED:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Autograd leaves modes for functions, and a block that runs again must enter its own.
+        contexts = {"context_fn": lambda: (contextlib.nullcontext(), GroupedInBF16())}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     if role not in TRAINED:
         model.requires_grad_(False).to(torch.bfloat16)
     elif setup.method == "lora":
@@ -83,13 +87,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def stages(setup: Setup) -> list[tuple[str, int]]:
-    """Return the kinds of pipeline stages that can be the fullest, with their number of layers."""
+def stages(setup: Setup) -> list[tuple[str, range]]:
+    """Return the kinds of pipeline stages that can be the fullest, with their layers."""
     total = text_of(setup.config).num_hidden_layers
     if setup.pipeline == 1:
-        return [("whole", total)]
+        return [("whole", range(total))]
     most = -(-total // setup.pipeline)
-    return [("first", most), ("last", total - most * (setup.pipeline - 1) or most)]
+    last = total - most * (setup.pipeline - 1) or most
+    return [("first", range(most)), ("last", range(total - last, total))]
 
 
 def leave_stage(model: Any, stage: str) -> None:
@@ -139,3 +144,20 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
     config = peft.LoraConfig(r=rank, target_modules="all-linear")
     adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     return adapted
+
+
+class GroupedInBF16(TorchFunctionMode):
+    """Run grouped GEMMs in BF16, as autocast would if it supported them.
+
+    With float32 weights stock experts compute in float32, which is no useful baseline for FP8.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "_grouped_mm":  # the operator behind F.grouped_mm
+            args = tuple(
+                a.bfloat16() if isinstance(a, Tensor) and a.dtype == torch.float32 else a
+                for a in args
+            )
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import unknown_options
 from torch_fp8_tools.plan.counts import by_layers, standing_bytes, wire_bytes
-from torch_fp8_tools.plan.layouts import build, family_of, period, text_of
+from torch_fp8_tools.plan.layouts import family_of, text_of
 from torch_fp8_tools.plan.models import make_model
 from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
 from torch_fp8_tools.plan.steps import StepBytes, step_bytes
@@ -176,20 +176,21 @@ def _plan(
     standing: dict[tuple[str, str], MemoryReport] = {}
     plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
 
-    def count(layers: int) -> Counter[str]:
-        models = [make_model(setup, role, BF16, layers=layers) for role in setup.roles]
+    def count(layers: Sequence[int]) -> Counter[str]:
+        models = [make_model(setup, role, BF16, layers) for role in setup.roles]
         return Counter(numbers=sum(p.numel() for model in models for p in model.parameters()))
 
-    num_params = (
-        by_layers(setup, text_of(setup.config).num_hidden_layers, count)["numbers"] * setup.tensor
-    )
+    layers = range(text_of(setup.config).num_hidden_layers)
+    num_params = by_layers(setup, layers, count)["numbers"] * setup.tensor
     return Plan(setup, plans, num_params, _rows_of_experts(setup))
 
 
 def _rows_of_experts(setup: Setup) -> str:
     """Describe how many rows each expert computes in a micro-batch, or return an empty string."""
     top_k = experts_per_token(text_of(setup.config))
-    for module in build(setup.config, num_layers=period(setup.config)).modules():
+    layers = range(text_of(setup.config).num_hidden_layers)
+    few, _ = setup.layers.shortest(layers, sharded=False)
+    for module in setup.layers.model(few).modules():
         for name in expert_weights("", module):
             num_experts = len(module.get_parameter(name))
             rows = setup.tokens * (top_k or num_experts) / num_experts

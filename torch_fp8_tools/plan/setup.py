@@ -12,7 +12,8 @@ from torch_fp8.ops.hardware import check_card
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
-from torch_fp8_tools.plan.layouts import layers_alike, read_config, text_of
+from torch_fp8_tools.plan.layers import Layers
+from torch_fp8_tools.plan.layouts import read_config, text_of
 
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
@@ -124,9 +125,14 @@ class Setup:
         return self.sequence * self.micro_batch
 
     @cached_property
-    def layers_alike(self) -> bool:
-        """Whether all layers of the model hold the same."""
-        return layers_alike(self.config)
+    def layers(self) -> Layers:
+        """The layers of the model."""
+        return Layers(self.config)
+
+    @cached_property
+    def judging_layers(self) -> Layers:
+        """The layers of the model with a head that returns one number."""
+        return Layers(self.config, judges=True)
 
     @property
     def keeps_gradients(self) -> bool:

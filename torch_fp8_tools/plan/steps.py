@@ -1,24 +1,36 @@
 """The bytes that exist only within a step, counted on tensors without memory.
 
 A model with a few layers runs one step, which is followed storage by storage. Marks cut it before
-and after the forward and the backward of a period of layers in its middle (usually one layer). What
-these parts add is what each further period adds, so a deeper model needs no run of its own.
+and after the forward and the backward of each layer. The step of a deeper model is put together
+from these parts: each of its layers has a twin among the few (`torch_fp8_tools.plan.layers`).
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
-from torch_fp8_tools.plan.layouts import blocks_of, period
-from torch_fp8_tools.plan.memory_tracker import MemoryTracker, plain_parts
-from torch_fp8_tools.plan.models import fake_ranks, make_model, prepare, shard, stages
+from torch_fp8.tensor.base import map_tensors
+from torch_fp8_tools.plan.layouts import blocks_of
+from torch_fp8_tools.plan.memory_tracker import MemoryTracker
+from torch_fp8_tools.plan.models import (
+    GroupedInBF16,
+    fake_ranks,
+    make_model,
+    prepare,
+    shard,
+    stages,
+)
 from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
 _MOST_FAKE_RANKS = 64
@@ -48,19 +60,14 @@ class StepBytes:
 
 def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     """Count the bytes that a model's step holds and sends beyond the persistent ones."""
-    unit = period(setup.config)
-    few = max(3, (3 if setup.fsdp > 1 else 2) * unit)
-    if setup.fsdp > 1 and setup.checkpointing:  # what it scatters is freed one layer later
-        few = max(4, few)
-    layers = few if setup.layers_alike else 5 * unit
-    step = run_step(setup, role, level, layers)
-    return step.with_more((stages(setup)[0][1] - layers) / unit)
+    few, twins = setup.layers.shortest(stages(setup)[0][1], sharded=setup.fsdp > 1)
+    return run_step(setup, role, level, few).with_layers(twins)
 
 
-def run_step(setup: Setup, role: str, level: str, layers: int) -> "FollowedStep":
-    """Run a step of a model with `layers` layers on fake tensors."""
+def run_step(setup: Setup, role: str, level: str, layers: Sequence[int]) -> "FollowedStep":
+    """Run a step of a model with only these layers on fake tensors."""
     ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
-    model = make_model(setup, role, level, layers=layers)
+    model = make_model(setup, role, level, layers)
     trained = role in TRAINED
     prepare(model, setup, role, level, None)  # makes weights BF16 that training splits: under
     if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
@@ -79,16 +86,15 @@ def run_step(setup: Setup, role: str, level: str, layers: int) -> "FollowedStep"
                     connect_fsdp(model, setup.fp8_config(level))
                 if not trained:
                     model.unshard()  # without a backward, FSDP2 keeps what the root gathers
-            unit = period(setup.config)
-            step = FollowedStep(model, unit)
-            with step:
+            step = FollowedStep(model, trained)
+            with step, GroupedInBF16(), torch.set_grad_enabled(trained):
                 tokens = torch.zeros((setup.micro_batch, setup.sequence), dtype=torch.long)
                 labels = tokens[:, :1].float() if role in JUDGES else tokens
-                autocast = torch.autocast("cpu", torch.bfloat16)
-                with autocast, _GroupedInBF16(), torch.set_grad_enabled(trained):
+                with torch.autocast("cpu", torch.bfloat16):
                     loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
                     step.mark()
-                step.cast = step.parts[-1].live - step.live  # weights that autocast kept
+                    living = step.living()
+                step.release(living)
                 if trained:
                     loss.backward()
                 step.mark()
@@ -96,9 +102,16 @@ def run_step(setup: Setup, role: str, level: str, layers: int) -> "FollowedStep"
     return step
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
-    """A part of a step: bytes at its peak and at its end, and what was sent until its end."""
+    """A part of a step, with bytes beyond those that its start held and had sent.
+
+    Attributes:
+        peak, saved_at_peak: the highest bytes, and what was saved for backward of them.
+        live, saved: the same at its end.
+        gathered, scattered: what FSDP2 sent.
+        cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
+    """
 
     peak: int
     saved_at_peak: int
@@ -106,51 +119,62 @@ class _Part:
     saved: int
     gathered: int
     scattered: int
+    cast: int = 0
 
 
 class FollowedStep(MemoryTracker):
     """Memory of a step and the bytes that FSDP2 sends in it, as rings send them, part by part.
 
     Attributes:
-        parts: what precedes the layers, the forward of the layers before the period, that of the
-            period, that of the last layer with the loss, the last layer's backward, and, if the
-            model is trained, the backward of the period, that of the layers before it, and the rest
-            (if the first layer's input needs a gradient).
-        cast: the bytes that the end of autocast frees, a share of them for each layer.
+        parts: what precedes the layers, the forward of each layer, the last one with the loss, and,
+            if the model is trained, the backward of each layer, the last layer's first; then the
+            rest. The rest includes the first layer's backward if its input needs no gradient.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
     """
 
-    def __init__(self, model: nn.Module, unit: int) -> None:
-        """Mark the parts; `unit` is the number of layers of the period."""
+    def __init__(self, model: nn.Module, trained: bool) -> None:
         super().__init__(model.parameters())
+        self._born: dict[int, int] = {}
+        self._trained = trained
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
-        self.reset_peak()
         self.parts: list[_Part] = []
-        self.ring, self.cast = 0.0, 0
-        blocks = blocks_of(model)
-        self._before, self._share = self.total, unit / len(blocks)
-        self._repeated = blocks[-1 - unit : -1]
-        self._unseen = {blocks[0], self._repeated[0], blocks[-1]}
+        self.ring = 0.0
+        self._blocks = blocks_of(model)
+        self._unseen = {*self._blocks}
         self._sent = {"gathered": 0, "scattered": 0}
         self._agreed = 0
-        self._params, self._gathered = fsdp_params(model), list[Any]()
-        for block in self._unseen:
-            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self._params = fsdp_params(model)
+        self._start()
+        for block in self._blocks:  # before FSDP2 gathers its weights
+            block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # half of all calls
-        for storage in self._gathered:
-            self.see_resized(storage)
+        first = args[0] if args else None
+        if isinstance(first, FakeTensor):
+            if func is torch.ops.prim.device.default:
+                return first.fake_device  # half of all calls
+            if func is torch.ops.aten.copy_.default and first.constant is None:
+                return first  # there are no values
+            if func.is_view and not kwargs and first.constant is None:
+                return self._view(func, first, args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "fsdp":  # it has allocated what it gathers into, and resizes it later
             outputs = (tensor for param in self._params for tensor in param.all_gather_outputs)
-            self._gathered = [tensor.untyped_storage() for tensor in outputs]
+            self.resizable = [tensor.untyped_storage() for tensor in outputs]
+            self.see_resized()
         elif func.namespace == "c10d":
             self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)
+        return out
+
+    def _view(self, func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
+        """Return views as FakeTensorMode does, without its cache, whose keys take longer."""
+        with in_kernel_invocation_manager(base.fake_mode):
+            out = func(*args)
+        out = map_tensors(out, lambda view: FakeTensor(base.fake_mode, view, base.fake_device))
+        map_tensors(out, self._created)
         return out
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
@@ -162,78 +186,82 @@ class FollowedStep(MemoryTracker):
             sent *= 2
         self._sent["gathered" if name.startswith(_GATHERS) else "scattered"] += sent
 
-    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         if block not in self._unseen:
-            return  # activation checkpointing runs it again
+            return None  # activation checkpointing runs it again
         self._unseen.remove(block)
         self.mark()
         hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.requires_grad:
-            hidden.register_hook(self.mark)
+        if not hidden.requires_grad:
+            return None
+        # Its hook runs after FSDP2 has scattered this block's gradients, and before it gathers the
+        # weights of the block that precedes.
+        hidden = hidden.view_as(hidden)
+        hidden.register_hook(self.mark)
+        return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
-    @property
-    def live(self) -> int:
-        """The live bytes beyond the persistent ones."""
-        return self.total - self._before
+    def _start(self) -> None:
+        self.reset_peak()
+        saved = self.current["saved activations"]
+        self._begin = {"live": self.total, "saved": saved, **self._sent}
 
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""
-        name, peak = "saved activations", self.peak_total - self._before
-        self.parts.append(_Part(peak, self.peak[name], self.live, self.current[name], **self._sent))
-        self.reset_peak()
+        self.see_resized()
+        for key in self._known:
+            self._born.setdefault(key, len(self.parts))
+        begin, name = self._begin, "saved activations"
+        peak, saved_at_peak = self.peak_total - begin["live"], self.peak[name] - begin["saved"]
+        now = {"live": self.total, "saved": self.current[name], **self._sent}
+        self.parts.append(_Part(peak, saved_at_peak, **{n: now[n] - begin[n] for n in now}))
+        self._start()
 
-    def with_more(self, periods: float) -> StepBytes:
-        """Return the bytes of the step of a model with so many more periods of layers."""
-        start, first, forward, loss, last, *rest = self.parts
+    def living(self) -> dict[int, tuple[int, int]]:
+        """Return the part that allocated each living storage, and its bytes."""
+        return {key: (self._born[key], size) for key, (_, size) in self._known.items()}
+
+    def release(self, before: dict[int, tuple[int, int]]) -> None:
+        """Tell the parts what the end of autocast has freed of the storages that lived before."""
+        for part, size in (before[key] for key in before.keys() - self._known.keys()):
+            self.parts[part].cast += size
+        self._start()
+
+    def _free(self, key: int) -> None:
+        self._born.pop(key, None)
+        super()._free(key)
+
+    def with_layers(self, twins: Sequence[int]) -> StepBytes:
+        """Return the bytes of the step of a deeper model.
+
+        Args:
+            twins: for each of its layers, the place of the layer here that does the same.
+        """
+        number = len(self._blocks)
+        start, forwards, rest = self.parts[0], self.parts[1 : 1 + number], self.parts[1 + number :]
+        backwards = dict(zip(reversed(range(number)), rest, strict=False)) if self._trained else {}
         # Before the first layer, ranks agree on the scales of all weights, and keep them.
-        agreed = self._agreed * self._share
-        held = (forward.live - first.live + agreed) * periods
-        cast = self.cast * self._share * periods
-        saved = (forward.saved - first.saved + agreed) * periods if rest else 0.0
-        peaks = (
-            *((part.peak, part.saved_at_peak) for part in (start, first)),
-            *((part.peak + held, part.saved_at_peak + saved) for part in (forward, loss)),
-            (last.peak + held - cast, last.saved_at_peak + saved),
-        )
-        gathered = forward.gathered - first.gathered + 2 * agreed
-        scattered, peak_after = 0, 0.0
-        if rest:
-            gathered += rest[0].gathered - last.gathered
-            scattered = rest[0].scattered - last.scattered
-            # FSDP2 frees what it scattered one layer later, so the second layer of backward may
-            # have the highest peak; the last one has it where gradients outweigh activations.
-            added = (self._gradients() + agreed) * periods
-            highest = max(part.peak for part in rest[:2])
-            peak_after = max(highest + held - cast, max(part.peak for part in rest[1:]) + added)
+        linears = [sum(isinstance(m, nn.Linear) for m in b.modules()) for b in self._blocks]
+        more = sum(linears[i] for i in twins) / sum(linears) - 1 if self._agreed else 0.0
+        agreed = self._agreed * more
+        before = [start, *(forwards[i] for i in twins)]
+        after = [backwards[i] for i in reversed(twins) if i in backwards]
+        after += rest[len(backwards) :]
+        live = saved = gathered = scattered = 0.0
+        peaks = []
+        for place, part in enumerate((*before, *after)):
+            if place == len(before):
+                live -= sum(each.cast for each in before)
+            peaks.append((live + part.peak, saved + part.saved_at_peak))
+            live, saved = live + part.live, saved + part.saved
+            gathered, scattered = gathered + part.gathered, scattered + part.scattered
+            if place == 0:
+                live += agreed
         return StepBytes(
-            *(max(peaks)[0], peak_after, max(peaks)[1]),
-            gathered=self.ring * (self.parts[-1].gathered + gathered * periods),
-            scattered=self.ring * (self.parts[-1].scattered + scattered * periods),
+            *(max(peaks[: len(before) + 1])[0], max(peaks[len(before) + 1 :], default=(0.0,))[0]),
+            saved=max(peaks[: len(before) + 1])[1],
+            gathered=self.ring * (gathered + 2 * agreed),
+            scattered=self.ring * scattered,
         )
-
-    def _gradients(self) -> int:
-        """Return the bytes of the period's gradients."""
-        parameters = [p for block in self._repeated for p in block.parameters()]
-        parts = [x for p in parameters if p.grad is not None for x in plain_parts(p.grad)]
-        storages = [part.untyped_storage() for part in parts]
-        return sum({id(storage): storage.nbytes() for storage in storages}.values())
-
-
-class _GroupedInBF16(TorchFunctionMode):
-    """Run grouped GEMMs in BF16, as autocast would if it supported them.
-
-    With float32 weights stock experts compute in float32, which is no useful baseline for FP8.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") == "_grouped_mm":  # the operator behind F.grouped_mm
-            args = tuple(
-                a.bfloat16() if isinstance(a, Tensor) and a.dtype == torch.float32 else a
-                for a in args
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _bytes_of(argument: Any) -> int:

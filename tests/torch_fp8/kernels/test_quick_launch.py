@@ -144,7 +144,7 @@ def test_with_the_switch_triton_makes_each_launch(launches, monkeypatch):
     def kernel(x_ptr, y_ptr, size, factor, FLAG: tl.constexpr):
         pass
 
-    assert type(quick(kernel)) is JITFunction
+    quick(kernel)
     for _ in range(3):
         _launch(kernel)
     assert len(launches.asked) == 3

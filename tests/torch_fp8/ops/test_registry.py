@@ -128,7 +128,7 @@ def test_graphs_replay_what_the_launcher_did(monkeypatch):
     monkeypatch.setattr(
         module,
         "define",
-        lambda schema, *functions, eager: defined.extend((*functions, eager)) or _call,
+        lambda schema, *functions, eager, traced: defined.extend((*functions, eager)) or _call,
     )
 
     def _call(*args):

@@ -36,11 +36,25 @@ def levels_of(way, ranks):
     return LEVELS if ranks == 2 else fewer.get(way, LEVELS)
 
 
-def config_of(layout):
+_TURNS = ["sliding_attention", "sliding_attention", "full_attention"] * 3
+MIXED = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64, "mlp_only_layers": [0, 1, 2]},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
+}
+"""Layouts whose layers are of two kinds."""
+
+
+def config_of(layout, layers=2):
+    if layout in MIXED:
+        sizes = {**_SIZES, "num_hidden_layers": layers, **MIXED[layout]}
+        turns = {} if layout == "qwen3_moe" else {"layer_types": _TURNS[:layers]}
+        return AutoConfig.for_model(layout, **{**sizes, **turns})
     if layout == WIDE:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
         return AutoConfig.for_model("llama", **{**_SIZES, **sizes})
-    return AutoConfig.for_model(layout, **_SIZES, **LAYOUTS[layout])
+    sizes = {**_SIZES, "num_hidden_layers": layers}
+    return AutoConfig.for_model(layout, **sizes, **LAYOUTS[layout])
 
 
 def adam(model, config):

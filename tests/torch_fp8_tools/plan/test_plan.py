@@ -1,6 +1,7 @@
 """`torch_fp8.plan`: what it predicts is what is counted; what it refuses."""
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from torch_fp8 import FP8Config, memory_report
 from torch_fp8_tools import cli
 from torch_fp8_tools.plan import layouts
 from torch_fp8_tools.plan.counts import standing_bytes
-from torch_fp8_tools.plan.layouts import layers_alike
+from torch_fp8_tools.plan.layers import Layers
 from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
 from torch_fp8_tools.plan.steps import StepBytes, run_step, step_bytes
@@ -51,55 +52,52 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
         ("llama", "O3", {"gpus": 2}),
         ("qwen3", "bf16-mixed", {"gpus": 2}),
         ("gpt_neox", "O2", {"accumulate": 2}),
-        ("gemma2", "O1", {"method": "lora", "rank": 2}),
+        ("gemma3_text", "O1", {"method": "lora", "rank": 2}),
+        ("qwen3_moe", "O3", {"gpus": 2, "pipeline": 2}),
     ],
 )
-def test_what_two_layers_hold_says_what_all_hold(layout, level, degrees, monkeypatch):
-    config = config_of(layout)
-    config.num_hidden_layers = 5
-    if hasattr(config, "layer_types"):
-        config.layer_types = [*config.layer_types, *config.layer_types, config.layer_types[0]]
-    setup = make_setup(config, **SMALL, **degrees)
-    assert setup.layers_alike
+def test_what_a_few_layers_hold_says_what_all_hold(layout, level, degrees):
+    setup = make_setup(config_of(layout, 7), **SMALL, **degrees)
     held = standing_bytes(setup, "policy", level)
-    monkeypatch.setattr(type(setup), "layers_alike", False)
+    setup.layers.separate = False  # nothing is left out
     assert dataclasses.asdict(standing_bytes(setup, "policy", level)) == dataclasses.asdict(held)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("deepseek_v3", {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1}),
-        ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [2]}),
-        ("zamba2", {"layers_block_type": ["mamba", "hybrid", "mamba"]}),
-    ],
-)
-def test_models_whose_layers_differ_are_counted_in_full(kind, sizes):
-    config = config_of("llama").to_dict()
-    config = {name: config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
-    assert not layers_alike(AutoConfig.for_model(kind, **config, **sizes))
+def test_no_layer_is_left_out_that_shares_weights_with_others():
+    sizes = config_of("llama", 3).to_dict()
+    sizes = {name: sizes[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")}
+    kinds = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]}
+    layers = Layers(AutoConfig.for_model("zamba2", **sizes, **kinds))
+    assert layers.shortest(range(3), sharded=False)[0] == [0, 1, 2]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("bf16-mixed", 4), ("O2", 4)])
-def test_the_step_is_that_of_the_whole_model(level, gpus, checkpointing):
-    """What a few layers say of six is what six layers say."""
-    config = config_of("llama")
-    config.num_hidden_layers = 6
-    setup = make_setup(config, **SMALL, gpus=gpus, checkpointing=checkpointing)
-    few = step_bytes(setup, "policy", level)
-    whole = run_step(setup, "policy", level, 6).with_more(0)
-    assert few.saved == pytest.approx(whole.saved, rel=2e-3)  # scales of tensors
-    assert few == dataclasses.replace(whole, saved=few.saved)
+@pytest.mark.parametrize(
+    ("layout", "level", "gpus", "checkpointing"),
+    [
+        *itertools.product(["llama"], ["bf16-mixed"], [1, 4], [False, True]),
+        ("llama", "O2", 4, False),
+        ("llama", "O2", 4, True),
+        ("qwen3_moe", "O2", 4, True),
+        ("gemma3_text", "O2", 4, True),
+        ("gpt_oss", "bf16-mixed", 1, True),
+    ],
+)
+def test_the_step_is_that_of_the_whole_model(layout, level, gpus, checkpointing):
+    """What a few layers say of nine is what nine layers say."""
+    setup = make_setup(config_of(layout, 9), **SMALL, gpus=gpus, checkpointing=checkpointing)
+    few, _ = setup.layers.shortest(range(9), sharded=gpus > 1)
+    assert len(few) == {"llama": 3, "qwen3_moe": 6}.get(layout, 5)
+    step = step_bytes(setup, "policy", level)
+    whole = run_step(setup, "policy", level, range(9)).with_layers(range(9))
+    assert step.saved == pytest.approx(whole.saved, rel=2e-3)  # scales of tensors
+    assert step == dataclasses.replace(whole, saved=step.saved)
 
 
 @pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
 def test_a_step_is_counted_in_one_run_of_three_layers(level, gpus):
     """Many runs of layers, at about 0.4 s each, made a plan take 42 s of processor time."""
-    config = config_of("llama")
-    config.num_hidden_layers = 6
+    config = config_of("llama", 6)
     layers = []
 
     def enter(module, args):

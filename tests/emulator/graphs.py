@@ -1,0 +1,115 @@
+"""Runs compiled graphs on an emulated card, with whole operators and with their kernels.
+
+It prints, as JSON, where their results differ.
+
+Run by test_graphs.py in a process of its own, as steps.py is. A small model's graphs are traced as
+for a card, once with operators that become their kernels and once with operators that stay whole,
+and run node by node: torch's operators on the CPU, all of ours emulated.
+
+    python -m tests.emulator.graphs "llama tensorwise" "experts blockwise"
+"""
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+from tests.emulator.card_process import steps  # noqa: F401  # before torch_fp8
+
+# isort: split
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._prims_common import clone_preserve_strides
+from torch.fx import GraphModule, Interpreter
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.compiled_graphs import traced_for_card
+from tests.emulator.place import off_card
+from tests.emulator.scaled_gemm import exact_product
+from tests.emulator.steps import card
+from tests.golden.training import LLAMA, batch, llama
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.ops import registry
+from torch_fp8.ops import scaled_mm as products
+
+
+class OnCard(Interpreter):
+    """Runs a graph; modes of torch's dispatcher that emulate a card do not know launches in it."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.torch_fp8.scaled_grouped_mm.default:
+            with off_card():
+                return super().call_function(target, args, kwargs)
+        if target is not triton_kernel_wrap.triton_kernel_wrapper_functional:
+            return super().call_function(target, args, kwargs)
+        cloned = kwargs["tensors_to_clone"]
+        given = {
+            k: clone_preserve_strides(x) if k in cloned else x for k, x in kwargs["kwargs"].items()
+        }
+        options = {k: x for k, x in kwargs.items() if k not in ("tensors_to_clone", "kwargs")}
+        triton_kernel_wrap.triton_kernel_wrapper_mutation_dense(**options, kwargs=given)
+        return {k: given[k] for k in cloned}
+
+
+def experts() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**LLAMA | {"num_hidden_layers": 1}, **sizes)).train()
+
+
+MODELS = {"llama": llama, "experts": experts}
+
+
+def train(case: str, visible: bool) -> tuple[dict[str, Tensor], Counter[str], Counter[str]]:
+    """Return loss and gradients of a step, launches by kernel, and our operators in the graphs."""
+    name, recipe = case.split()
+    model, ids = MODELS[name](), batch(0, 32, 0)
+    convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
+    launches: Counter[str] = Counter()
+    operators: Counter[str] = Counter()
+
+    def compiler(module: GraphModule, examples: Any) -> Any:
+        for node in module.graph.nodes:
+            if getattr(node.target, "namespace", "") == "torch_fp8":
+                operators[node.target._schema.name] += 1
+
+        def run(*inputs: Any) -> Any:
+            with card() as emulation, mock.patch.object(products, "_emulated", exact_product):
+                results = OnCard(module).run(*inputs)
+            launches.update(launched.name for launched in emulation.launches)
+            return results
+
+        return make_boxed_func(run)
+
+    torch.compiler.reset()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(traced_for_card())
+        if not visible:
+            stack.enter_context(mock.patch.object(registry, "_is_visible", return_value=False))
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach()} | grads, launches, operators
+
+
+def compare(case: str) -> dict[str, Any]:
+    results, launches, operators = train(case, visible=True)
+    expected, expected_launches, whole = train(case, visible=False)
+    return {
+        "unequal": [name for name, x in expected.items() if not torch.equal(results[name], x)],
+        "launches": launches,
+        "same launches": launches == expected_launches,
+        "operators": operators,
+        "whole operators": whole,
+    }
+
+
+if __name__ == "__main__":
+    json.dump({case: compare(case) for case in sys.argv[1:]}, sys.stdout)

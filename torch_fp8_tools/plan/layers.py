@@ -1,0 +1,125 @@
+"""The layers of a model, by kind, and the few of them that stand for all.
+
+Layers are of one kind if they have the same modules, parameters and settings. What a layer adds to
+the memory of a step depends on its kind, on whether it is the first of its kind, whose backward
+frees what all share (a mask), on whether it is the first or the last of all, and under FSDP2 on the
+parameters of both neighbours: backward gathers weights one layer ahead, and frees what a layer
+scatters one layer later. So a model with fewer layers shows the bytes of all, if each layer
+of the full model has one in it with the same kind and the same neighbours.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from torch_fp8_tools.plan.layouts import blocks_of, build, text_of
+
+
+class Layers:
+    """The repeated layers of a model.
+
+    Attributes:
+        kinds: the kind of each layer.
+        contents: the part of each kind that decides on bytes between steps: the parameters.
+        separate: whether each layer has its own parameters, and all are in one list, so that the
+            bytes of some layers show those of all.
+    """
+
+    def __init__(self, config: Any, *, judges: bool = False) -> None:
+        """Build the model of a configuration; see `torch_fp8_tools.plan.layouts.build`."""
+        self._model = build(config, judges=judges)
+        self._blocks = blocks_of(self._model)
+        self._config = type(text_of(config))
+        number = text_of(config).num_hidden_layers
+        uses = Counter(p for block in self._blocks for p in {*block.parameters()})
+        self._number = number
+        self.separate = len(self._blocks) == number and not any(n > 1 for n in uses.values())
+        listed = [v for v in vars(text_of(config)).values() if _is_per_layer(v, number)]
+        self.contents = [_contents(block) for block in self._blocks]
+        settings = [_settings(block) for block in self._blocks]
+        self.kinds = list(zip(self.contents, settings, *listed, strict=False))
+
+    def model(self, layers: Sequence[int]) -> nn.Module:
+        """Return a new model with only these layers, on the meta device.
+
+        Raises:
+            ValueError: the layers that the configuration counts are not those of one list.
+        """
+        if len(layers) == self._number:
+            return copy.deepcopy(self._model)
+        if len(self._blocks) != self._number:
+            raise ValueError(
+                f"{type(self._model).__name__} has {self._number} layers, of which "
+                f"{len(self._blocks)} are in one list, so it cannot be cut into stages: use "
+                "pipeline=1"
+            )
+        absent = {id(block) for i, block in enumerate(self._blocks) if i not in layers}
+        model: nn.Module = copy.deepcopy(self._model, dict.fromkeys(absent, _ABSENT))
+        for module in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+            for i in reversed(range(len(module))):
+                if module[i] is _ABSENT:
+                    del module[i]
+        configs = [text_of(m.config) for m in model.modules() if hasattr(m, "config")]
+        for config in {id(c): c for c in configs if isinstance(c, self._config)}.values():
+            for name, value in vars(config).items():
+                if _is_per_layer(value, len(self._blocks)):
+                    setattr(config, name, [value[i] for i in layers])
+            config.num_hidden_layers = len(layers)
+        return model
+
+    def shortest(self, layers: Sequence[int], *, sharded: bool) -> tuple[list[int], list[int]]:
+        """Return the layers whose step shows that of all, and the place among them of each's twin.
+
+        Args:
+            layers: the layers of the model, or of its pipeline stage.
+            sharded: whether FSDP2 shards the model.
+        """
+        few = list(layers)
+        if not self.separate:
+            return few, list(range(min(len(few), len(self._blocks))))
+        sights = self._sights(few, sharded)
+        length = len(few) - 1
+        while length > 0:
+            for start in range(len(few) - length + 1):
+                fewer = few[:start] + few[start + length :]
+                if {*self._sights(fewer, sharded)} == {*sights}:
+                    few = fewer
+                    break
+            else:
+                length -= 1
+            length = min(length, len(few) - 1)
+        places = {sight: place for place, sight in enumerate(self._sights(few, sharded))}
+        return few, [places[sight] for sight in sights]
+
+    def _sights(self, layers: list[int], sharded: bool) -> list[Any]:
+        """Describe each layer with its neighbours."""
+        beside = [self.contents[i] if sharded else 0 for i in layers]
+        kinds = [self.kinds[i] for i in layers]
+        is_first = [kind not in kinds[:place] for place, kind in enumerate(kinds)]
+        return list(zip(kinds, is_first, [None, *beside], [*beside[1:], None], strict=False))
+
+
+_ABSENT = nn.Identity()
+
+
+def _is_per_layer(value: Any, number: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == number
+
+
+def _contents(block: nn.Module) -> tuple[Any, ...]:
+    """Describe the modules and parameters of a layer."""
+    parameters = tuple((name, p.shape) for name, p in block.named_parameters())
+    return parameters, *((name, type(module)) for name, module in block.named_modules())
+
+
+def _settings(block: nn.Module) -> tuple[Any, ...]:
+    """Describe what a layer's modules are set to; numbers are left out, such as a layer's own."""
+    return tuple(
+        (at, name, value if isinstance(value, (str, bool)) else type(value))
+        for at, module in block.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    )
