@@ -46,19 +46,15 @@ _C10D = {
 }
 """Operator -> kind, and the argument with the full buffer."""
 _FUNCTIONAL = {
-    "all_reduce": ("all-reduce", "input"),
-    "all_reduce_": ("all-reduce", "input"),
-    "all_reduce_coalesced": ("all-reduce", "inputs"),
-    "all_reduce_coalesced_": ("all-reduce", "inputs"),
-    "all_gather_into_tensor": ("all-gather", "input"),
-    "all_gather_into_tensor_out": ("all-gather", "input"),
-    "all_gather_into_tensor_coalesced": ("all-gather", "inputs"),
-    "reduce_scatter_tensor": ("reduce-scatter", "input"),
-    "reduce_scatter_tensor_out": ("reduce-scatter", "input"),
-    "reduce_scatter_tensor_coalesced": ("reduce-scatter", "inputs"),
-    "all_to_all_single": ("all-to-all", "input"),
-    "broadcast": ("broadcast", "input"),
-    "broadcast_": ("broadcast", "input"),
+    f"{name}{suffix}": (kind, "inputs" if "coalesced" in suffix else "input")
+    for name, kind, suffixes in (
+        ("all_reduce", "all-reduce", ("", "_", "_coalesced", "_coalesced_")),
+        ("all_gather_into_tensor", "all-gather", ("", "_out", "_coalesced")),
+        ("reduce_scatter_tensor", "reduce-scatter", ("", "_out", "_coalesced")),
+        ("all_to_all_single", "all-to-all", ("",)),
+        ("broadcast", "broadcast", ("", "_")),
+    )
+    for suffix in suffixes
 }
 """As `_C10D`; of a gather the argument has one rank's part."""
 _COLLECTIVES = {

@@ -23,8 +23,8 @@ ALONE = ("llama", "gpt2")
 """Models whose norms are not fused at O1: no sum's order moves an FP8 value in the first step."""
 
 
-def distances(*cases):
-    command = [sys.executable, "-m", "tests.emulator.steps", *cases]
+def distances(*cases, module="steps"):
+    command = [sys.executable, "-m", f"tests.emulator.{module}", *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

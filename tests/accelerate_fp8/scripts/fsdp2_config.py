@@ -1,17 +1,15 @@
 """FSDP2 as a configuration file of ``accelerate launch`` asks for it, in unmodified code.
 
-Usage: fsdp2_config.py MODEL_FOLDER KIND..., of loop, trainer, dpo and lora. Accelerate runs FSDP on
-GPUs only; so this process counts as one that has a GPU. Each rank has half of the data.
+Usage: fsdp2_config.py MODEL_FOLDER KIND..., of loop, trainer, dpo and lora. Each rank has half of
+the data.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
+from as_on_gpu import output
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -31,20 +29,6 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 folder, *kinds = sys.argv[1:]
-init = PartialState.__init__
-
-
-def init_with_gpu(self, *args, **kwargs):
-    init(self, *args, **kwargs)
-    if self.distributed_type == DistributedType.MULTI_CPU:
-        self.distributed_type = DistributedType.MULTI_GPU
-
-
-PartialState.__init__ = init_with_gpu
-PartialState(cpu=True)
-shared_folder = [tempfile.mkdtemp()]
-dist.broadcast_object_list(shared_folder)
-output = Path(shared_folder[0])
 text = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 4
 
 

@@ -1,38 +1,20 @@
 """LoRA on frozen experts under FSDP2 as a configuration file of ``accelerate launch`` asks for it.
 
-Usage: fsdp2_experts.py MODEL_FOLDER. Accelerate runs FSDP on GPUs only; so this process counts as
-one that has a GPU. It trains, saves, and goes on from what it has saved.
+Usage: fsdp2_experts.py MODEL_FOLDER. It trains, saves, and goes on from what it has saved.
 """
 
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
+from as_on_gpu import output
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-
-init = PartialState.__init__
-
-
-def init_with_gpu(self, *args, **kwargs):
-    init(self, *args, **kwargs)
-    if self.distributed_type == DistributedType.MULTI_CPU:
-        self.distributed_type = DistributedType.MULTI_GPU
-
-
-PartialState.__init__ = init_with_gpu
-PartialState(cpu=True)
-shared_folder = [tempfile.mkdtemp()]
-dist.broadcast_object_list(shared_folder)
-output = Path(shared_folder[0])
 
 accelerator = Accelerator()
 torch.manual_seed(0)

@@ -15,6 +15,17 @@ from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
+class Branches(nn.Module):
+    """Uses one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.left(x)
+
+
 class Block(nn.Module):
     def __init__(self, width, hidden):
         super().__init__()

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from fsdp_ranks import BF16, RANK, RANKS, batch, loss_of, model_of, train, trained
+from fsdp_ranks import BF16, RANK, RANKS, Branches, batch, loss_of, model_of, train, trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,14 +186,6 @@ def case_resume():
 
 def case_unused():
     """One warning where a parameter has no gradient, and the others' averages are right."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.left(x)
 
     from torch.distributed.fsdp import fully_shard
 

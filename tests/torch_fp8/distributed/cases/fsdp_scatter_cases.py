@@ -7,6 +7,7 @@ from fsdp_ranks import (
     BF16,
     RANK,
     RANKS,
+    Branches,
     averaged,
     batch,
     loss_of,
@@ -90,14 +91,6 @@ def gradients(policy, option, stock):
 
 def case_unused():
     """Where one branch has no gradient the other's is right, and a warning says what happens."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.left(x)
 
     config = FP8Config(opt_level="O1")
     model = Branches()
