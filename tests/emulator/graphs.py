@@ -65,15 +65,20 @@ def experts() -> nn.Module:
 MODELS = {"llama": llama, "experts": experts}
 
 
-def train(case: str, visible: bool) -> tuple[dict[str, Tensor], Counter[str], Counter[str]]:
-    """Return loss and gradients of a step, launches by kernel, and our operators in the graphs."""
-    name, recipe = case.split()
-    model, ids = MODELS[name](), batch(0, 32, 0)
+def train(case: str, visible: bool) -> tuple[dict[str, Tensor], Counter[str], Counter[str], int]:
+    """Return losses and gradients, launches by kernel, our operators in graphs, and their number.
+
+    A "dynamic" case has texts of two lengths, which one graph serves.
+    """
+    name, recipe, *dynamic = case.split()
+    lengths, model = (37, 9) if dynamic else (32,), MODELS[name]()
     convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
     launches: Counter[str] = Counter()
     operators: Counter[str] = Counter()
+    graphs: list[GraphModule] = []
 
     def compiler(module: GraphModule, examples: Any) -> Any:
+        graphs.append(module)
         for node in module.graph.nodes:
             if getattr(node.target, "namespace", "") == "torch_fp8":
                 operators[node.target._schema.name] += 1
@@ -91,23 +96,28 @@ def train(case: str, visible: bool) -> tuple[dict[str, Tensor], Counter[str], Co
         stack.enter_context(traced_for_card())
         if not visible:
             stack.enter_context(mock.patch.object(registry, "_is_visible", return_value=False))
-        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = compiled(input_ids=ids, labels=ids).loss
-        loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": loss.detach()} | grads, launches, operators
+        backend = aot_autograd(fw_compiler=compiler)
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=bool(dynamic))
+        results = {}
+        for tokens in lengths:
+            ids = batch(0, tokens, 0).contiguous()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = compiled(input_ids=ids, labels=ids).loss
+            loss.backward()
+            results[f"loss {tokens}"] = loss.detach()
+    results |= {name: p.grad for name, p in model.named_parameters()}
+    return results, launches, operators, len(graphs)
 
 
 def compare(case: str) -> dict[str, Any]:
-    results, launches, operators = train(case, visible=True)
-    expected, expected_launches, whole = train(case, visible=False)
+    results, launches, operators, graphs = train(case, visible=True)
+    expected, of_whole, whole, _ = train(case, visible=False)
     return {
         "unequal": [name for name, x in expected.items() if not torch.equal(results[name], x)],
-        "launches": launches,
-        "same launches": launches == expected_launches,
+        "same launches": launches == of_whole,
         "operators": operators,
         "whole operators": whole,
+        "graphs": graphs,
     }
 
 

@@ -130,29 +130,18 @@ WRONG = [
     (producers.check_swiglu, with_wrong("swiglu", "swiglu", None), *SWIGLU),
     (producers.check_swiglu, with_wrong("swiglu", "swiglu_save", 1), *SWIGLU),
     (producers.check_smoothing, with_wrong("smooth", "smooth_factors", 1), "cpu", EVEN, "nan"),
-    (
-        producers.check_swiglu_backward,
-        with_wrong("swiglu_backward", "swiglu_backward", 0),
-        *("cpu", EVEN, True, True, True),
-    ),
-    (
-        producers.check_gate_up,
-        with_wrong("swiglu_backward", "gate_up_backward_amax", None),
-        *("cpu", EVEN, True, True),
+    *(
+        (check, wrong("swiglu_backward", *names), "cpu", EVEN, True, True)
+        for check, wrong, *names in (
+            (producers.check_swiglu_backward, with_wrong, "swiglu_backward", 0),
+            (producers.check_swiglu_backward, without_slot, "swiglu_backward_quantize"),
+            (producers.check_gate_up, with_wrong, "gate_up_backward_amax", None),
+            (producers.check_gate_up, without_slot, "gate_up_backward_quantize"),
+        )
     ),
     (producers.check_norm, without_slot("rms_norm", "rms_norm_quantize"), *NORM),
     (producers.check_norm_once, without_slot("rms_norm", "rms_norm_quantize_once"), *ONCE),
     (producers.check_swiglu, without_slot("swiglu", "swiglu_quantize"), *SWIGLU),
-    (
-        producers.check_swiglu_backward,
-        without_slot("swiglu_backward", "swiglu_backward_quantize"),
-        *("cpu", EVEN, True, True, True),
-    ),
-    (
-        producers.check_gate_up,
-        without_slot("swiglu_backward", "gate_up_backward_quantize"),
-        *("cpu", EVEN, True, True),
-    ),
     (producers.check_smoothing, without_slot("smooth", "quantize_columns"), "cpu", EVEN, "nan"),
     (optimizer.check_steps, step_with_wrong_decay, *STEP),
     (optimizer.check_payload, step, "cpu", "fp32", "tensorwise", True, None, [(16, 32)]),

@@ -5,11 +5,11 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/ops"
 FAULTS = [
     Fault(
-        "a graph launches kernels whose sizes are not known",
-        "torch_fp8/ops/registry.py",
-        "        and all(type(n) is int for n in numbers)\n",
-        "",
-        "tests/torch_fp8/compile/test_visible_kernels.py",
+        "a graph for several lengths serves those alone that need padding as the first did",
+        "torch_fp8/kernels/cast_launch.py",
+        "return pad if not is_known(rows) or rows % pad else 1",
+        "return pad if rows % pad else 1",
+        "tests/emulator/test_graphs.py",
     ),
     Fault(
         "a graph launches kernels on a card that has no FP8",

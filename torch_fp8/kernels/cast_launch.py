@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.launch_math import next_power_of_2
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, new_group_scales
+from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, is_known, new_group_scales
 
 BLOCK = 128
 # 128 x 128, because it holds whole groups of every block granularity in both directions, and the
@@ -41,8 +41,8 @@ def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
     A single program then finds the amax and casts in one launch. This serves generation with few
     tokens, where a launch takes longer than the work in it.
     """
-    rows, cols = x.shape
-    if not x.numel() or x.numel() > BLOCK * BLOCK or is_odd(x):
+    (rows, cols), size = x.shape, x.numel()
+    if not is_known(size) or not size or size > BLOCK * BLOCK or is_odd(x):
         return None
     block_r, block_c = next_power_of_2(rows), max(next_power_of_2(cols), BLOCK)
     if columnwise:  # the tile also writes the padding
@@ -54,13 +54,13 @@ def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
 
 def is_odd(x: Tensor) -> bool:
     """Return whether x must be moved one element at a time."""
-    return x.shape[1] % 16 != 0 or x.stride(1) != 1
+    return not is_known(x.shape[1]) or x.shape[1] % 16 != 0 or x.stride(1) != 1
 
 
 def pad_of(rows: int, granularity: str, pads: bool) -> int:
     """Return a kernel's PAD: 1 if no padding is needed, so that one length and mask suffice."""
     pad = COL_ALIGNMENT[granularity] if pads else 1
-    return pad if rows % pad else 1
+    return pad if not is_known(rows) or rows % pad else 1
 
 
 def amax_slot(options: CastOptions | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch_fp8.kernels.moe_rows_kernels import (
     group_scale_kernel,
     transpose_groups_kernel,
 )
+from torch_fp8.quantization.payload_shape import is_known
 
 GATHER_ROWS, GATHER_COLS = 16, 512
 """Rows and columns of a gathered tile: 512 accesses of 16 bytes, four per thread of four warps."""
@@ -91,7 +92,7 @@ def transpose_payload(
             cols,
             groups,
             **flags,
-            PAD=GROUP_ALIGNMENT if rows % GROUP_ALIGNMENT == 0 else 1,
+            PAD=GROUP_ALIGNMENT if is_known(rows) and rows % GROUP_ALIGNMENT == 0 else 1,
         )
     return out, scales
 

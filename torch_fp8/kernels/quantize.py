@@ -37,7 +37,13 @@ from torch_fp8.kernels.quantize_kernels import (
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import Layouts, new_payload, new_scale, new_scales
+from torch_fp8.quantization.payload_shape import (
+    Layouts,
+    is_known,
+    new_payload,
+    new_scale,
+    new_scales,
+)
 
 # If C is not a multiple of 16, elements move one at a time, each with an address and a mask in
 # registers. Casts then use smaller tiles, 1x128 and 1x32 blocks cast one layout per launch, and
@@ -133,7 +139,8 @@ def _partial_amax(x: Tensor) -> Tensor:
     """
     rows, cols = x.shape
     num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
-    programs = min(cdiv(num_tiles, 16) * 16, AMAX_PROGRAMS)
+    most = AMAX_PROGRAMS
+    programs = min(cdiv(num_tiles, 16) * 16, most) if is_known(num_tiles) else most
     partial = x.new_empty(programs, dtype=torch.int32)
     amax_kernel[(programs,)](
         x,
@@ -180,7 +187,8 @@ def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
     """
     (rows, cols), column_blocks = x.shape, cdiv(x.shape[1], BLOCK)
     slabs = _most_slabs(cols)
-    rows_per_slab = cdiv(cdiv(rows, min(slabs, cdiv(rows, BLOCK))), AMAX_ROWS) * AMAX_ROWS
+    used = min(slabs, cdiv(rows, BLOCK)) if is_known(rows) else slabs
+    rows_per_slab = cdiv(cdiv(rows, used), AMAX_ROWS) * AMAX_ROWS
     partial = torch.empty((slabs, cols), dtype=torch.int32, device=x.device)
     by_slab = sums is not None and sums.axis == 0
     column_amax_kernel[(column_blocks, slabs)](
@@ -289,7 +297,7 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
     granularity, row, col = options.granularity, options.rowwise, options.columnwise
     (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
     squares = granularity == "block_128x128"
-    odd = is_odd(x) or (rows % 16 != 0 and col and pad == 1)
+    odd = is_odd(x) or (col and pad == 1 and rows % 16 != 0)
     if odd and squares:
         whole = F.pad(x, (0, -cols % 16, 0, -rows % 16)).contiguous()
         by_row, row_scale, by_col, col_scale = _blocks(whole, options, None, pads)

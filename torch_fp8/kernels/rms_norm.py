@@ -35,7 +35,7 @@ from torch_fp8.kernels.rms_norm_kernels import (
     norm_cast_once_kernel,
     statistics_kernel,
 )
-from torch_fp8.quantization.payload_shape import Layouts
+from torch_fp8.quantization.payload_shape import Layouts, is_known
 
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
 PLAIN_TILE = 32, 256, 8
@@ -169,6 +169,8 @@ def rms_norm_quantize_once(
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
     """Return whether bands of whole rows occupy every multiprocessor and stay in the L2 cache."""
     rows, cols = x.shape
+    if not is_known(rows):
+        return False
     band = BAND_ROWS[granularity]
     at_work = MULTIPROCESSORS * band * cols * x.element_size()
     return rows >= MULTIPROCESSORS * band and at_work <= BANDS_IN_CACHE
@@ -226,8 +228,10 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     block_c = chunk if wide else max(next_power_of_2(cols), BLOCK)
     block_r = WIDE_ROWS if wide else max(1, 2048 // block_c)
     rows_per_slab = cdiv(cdiv(rows, BACKWARD_SLABS), block_r) * block_r
-    slabs = cdiv(rows, rows_per_slab)
-    partial = grad.new_empty((slabs, cols) if weight_grad else (0,), dtype=torch.float32)
+    # A symbolic number that may be 1 would add a guard, so some slabs have no rows then.
+    slabs = cdiv(rows, rows_per_slab) if is_known(rows) else BACKWARD_SLABS
+    allocate = grad.new_zeros if wide and not is_known(rows) else grad.new_empty
+    partial = allocate((slabs, cols) if weight_grad else (0,), dtype=torch.float32)
     saved = x_scale is not None
     norm_backward_kernel[(slabs,)](
         grad,

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import wrap_triton
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.jit import JITFunction
@@ -85,9 +86,17 @@ def launch(
 
 def _addressed(x: Any) -> Any:
     """Return a tensor in a form that Inductor computes once, not once per use as an argument."""
-    if not isinstance(x, Tensor) or x.storage_offset() or not x.is_contiguous():
-        return x
-    return x.as_strided(x.shape, x.stride())
+    return x.as_strided(x.shape, x.stride()) if isinstance(x, Tensor) and _is_dense(x) else x
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether x is known to be contiguous from its storage's start; adds no guard."""
+    expected: Any = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not statically_known_true(stride == expected):
+            return False
+        expected = size * expected
+    return statically_known_true(x.storage_offset() == 0)
 
 
 def _outline(

@@ -11,8 +11,9 @@ the call, so it goes directly to the implementation.
 
 In a graph of torch.compile for CUDA an operator is its kernels: while AOTAutograd traces, a call
 runs the launcher, whose allocations, views and launches become nodes of the graph. Inductor then
-plans their memory and launches the kernels without our Python. Operators with a symbolic size stay
-whole, since launchers choose tiles by sizes.
+plans their memory and launches the kernels without our Python. A launcher then decides by numbers
+of tokens only if `torch_fp8.quantization.payload_shape.is_known`: a decision by a symbolic size
+would compile the graph again for other lengths.
 """
 
 import functools
@@ -149,13 +150,11 @@ def _decompose(name: str, traced: Callable[..., Any]) -> None:
 
 def _is_visible(args: Sequence[Any]) -> bool:
     """Return whether an operator's kernels become nodes of the graph that is being traced."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    numbers = [n for x in tensors for n in (*x.shape, *x.stride())]
+    first: Tensor = args[0]
     return (
-        on_cuda(tensors[0])
+        on_cuda(first)
         and not torch.compiler._is_exporting_flag
-        and all(type(n) is int for n in numbers)
-        and not emulates_casts(tensors[0].device)
+        and not emulates_casts(first.device)
     )
 
 

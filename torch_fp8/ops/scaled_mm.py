@@ -36,6 +36,7 @@ from torch_fp8.ops.hardware import _cuda_version
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.registry import define, is_watched
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+from torch_fp8.quantization.payload_shape import is_aligned
 from torch_fp8.quantization.recipe import Granularity
 
 # torch 2.11 has this operator for CUDA only; on its CPU the predecessor runs, tensorwise.
@@ -98,9 +99,8 @@ def _is_visible(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) 
         fits = known_rows >= _ROWS_NEVER_REFUSED and out_dtype != torch.float32
     else:
         fits = known_rows > 0 and a.granularity == "tensorwise"
-    sizes = width, width_b, cols
-    padded = not all(isinstance(n, int) and n and n % GEMM_ALIGNMENT == 0 for n in sizes)
-    return fits and not padded and a.granularity == b.granularity and registry.on_cuda(a.qdata)
+    aligned = all(is_aligned(n) for n in (width, width_b, cols))
+    return fits and aligned and a.granularity == b.granularity and registry.on_cuda(a.qdata)
 
 
 def _visible(a: QuantizedTensor, b: QuantizedTensor, *options: Any) -> Tensor:

@@ -39,6 +39,18 @@ E8M0_ROWS = 128
 """Rows of a tile of block_1x32's scales in the GEMMs' layout; see `gemm_operand`."""
 
 
+def is_known(size: int) -> bool:
+    """Return whether a size is a number; a graph that serves several lengths has symbolic ones."""
+    return type(size) is int
+
+
+def is_aligned(size: int) -> bool:
+    """Return whether a size, in a graph, is known to need no padding; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(size > 0) and statically_known_true(size % GEMM_ALIGNMENT == 0)
+
+
 def padded_rows(rows: int, granularity: str) -> int:
     """Return R' of a matrix with `rows` rows."""
     multiple = COL_ALIGNMENT[granularity]
@@ -67,7 +79,7 @@ def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tenso
     else:
         room = _num_blocks(rows, E8M0_ROWS) * E8M0_ROWS
         scales = x.new_empty((room, blocks), dtype=torch.float32)
-    return scales if room == rows else scales[:rows]
+    return scales if is_known(rows) and room == rows else scales[:rows]
 
 
 def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
@@ -94,7 +106,7 @@ def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity
     """
     room = multiple_of_16(rows) if granularity == "block_1x128" else rows
     payload = x.new_empty((room, cols), dtype=dtype)
-    return payload if room == rows else payload[:rows]
+    return payload if is_known(rows) and room == rows else payload[:rows]
 
 
 def multiple_of_16(rows: int) -> int:
