@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "Inductor computes a kernel's input once per use",
         "torch_fp8/kernels/traced_launch.py",
-        "    return x.as_strided(x.shape, x.stride())\n",
-        "    return x\n",
+        "return x.as_strided(x.shape, x.stride()) if isinstance(x, Tensor) and _is_dense(x) else x",
+        "return x",
         "tests/benchmarks/test_compiled_block.py",
     ),
     Fault(
