@@ -14,7 +14,7 @@ FAULTS = [
     Fault(
         "a graph launches kernels on a card that has no FP8",
         "torch_fp8/ops/registry.py",
-        "        and not emulates_casts(tensors[0].device)\n",
+        "and not emulates_casts(first.device)",
         "",
         "tests/torch_fp8/compile/test_visible_kernels.py",
     ),
