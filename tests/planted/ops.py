@@ -69,9 +69,9 @@ FAULTS = [
     ),
     Fault(
         "a graph gives torch's operator sizes that it refuses on CUDA",
-        "torch_fp8/ops/scaled_mm.py",
-        "isinstance(n, int) and n and n % GEMM_ALIGNMENT == 0",
-        "isinstance(n, int) and n and n % 4 == 0",
+        "torch_fp8/quantization/payload_shape.py",
+        "statically_known_true(size % GEMM_ALIGNMENT == 0)",
+        "statically_known_true(size % 4 == 0)",
         "tests/torch_fp8/compile/test_visible_products.py",
     ),
 ]
