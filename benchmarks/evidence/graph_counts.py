@@ -58,7 +58,7 @@ class Program(NamedTuple):
     """A program that compiles.
 
     Attributes:
-        host: of the loop; "own": none.
+        host: the library whose loop runs, or "own".
         run: trains at a level.
         ranks: number of processes.
         levels: those that the program has.
@@ -416,10 +416,10 @@ def rows_of(name: str, levels: Sequence[str] = LEVELS) -> list[dict[str, Any]]:
     expected, failed = counted(name, BF16)
     rows = []
     for level in levels:
-        found, failure = counted(name, level)
+        graphs, failure = counted(name, level)
         row = dict(zip(KEY, (name, PROGRAMS[name].host, level), strict=True))
         row |= {f"bf16_{key}": n for key, n in (expected._asdict() if expected else {}).items()}
-        row |= found._asdict() if found else {}
+        row |= graphs._asdict() if graphs else {}
         if not failed and expected is not None and not expected.graphs:
             failed = "no graph"
         rows.append(row | {"failure": failure or (f"BF16: {failed}" if failed else "")})
@@ -446,8 +446,8 @@ def main() -> None:
     for name in options.programs:
         program = PROGRAMS[name]
         levels = [level for level in options.levels if level in program.levels]
-        kept = (rows.get((name, program.host, level)) for level in levels)
-        if all(row is not None and not row["failure"] for row in kept):
+        recorded = (rows.get((name, program.host, level)) for level in levels)
+        if all(row is not None and not row["failure"] for row in recorded):
             continue
         for row in rows_of(name, levels):
             rows[name, program.host, row["level"]] = about | row
@@ -460,7 +460,7 @@ def main() -> None:
 def excess(row: dict[str, Any]) -> int:
     """Return how many more graphs, recompilations and interruptions a row has than BF16.
 
-    An interruption is a break or a dropped frame: of one place Dynamo makes either.
+    An interruption is a break or a dropped frame. In one place Dynamo makes one or the other.
     """
     names = ("graphs",), ("recompilations",), ("breaks", "dropped")
     counts = (

@@ -56,9 +56,9 @@ def counts(forked_hosts):
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "level"), COUNTED_AGAIN)
 def test_no_more_than_bf16(counts, name, level):
-    found, failure = counts[name, level]
+    graphs, failure = counts[name, level]
     assert not failure
-    row = {**RECORDED[name, level], **Graphs(*found)._asdict()}
+    row = {**RECORDED[name, level], **Graphs(*graphs)._asdict()}
     if (name, BF16) in counts:
         row |= {f"bf16_{key}": n for key, n in Graphs(*counts[name, BF16][0])._asdict().items()}
     assert excess(row) == 0

@@ -109,7 +109,7 @@ class _Part:
     Attributes:
         peak, saved_at_peak: the highest bytes, and what was saved for backward of them.
         live, saved: the same at its end.
-        gathered, scattered: what FSDP2 sent.
+        gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
     """
 

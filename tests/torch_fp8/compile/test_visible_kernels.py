@@ -45,9 +45,9 @@ def counts(module):
 
 def test_a_cast_is_its_kernels():
     with traced_for_card():
-        found = counts(forward_graph()[0])
+        nodes = counts(forward_graph()[0])
         several = counts(forward_graph(dynamic=True)[0])
-    assert (found[KERNELS], found[CASTS]) == (2, 0)  # input and weight, each in one tile
+    assert (nodes[KERNELS], nodes[CASTS]) == (2, 0)  # input and weight, each in one tile
     assert (several[KERNELS], several[CASTS]) == (3, 0)  # any number of tokens: amax, then cast
 
 
@@ -62,8 +62,8 @@ def test_operators_stay_whole_on_the_cpu_and_on_older_cards():
 
 def test_without_tokens_only_the_weight_is_cast():
     with traced_for_card():
-        found = counts(forward_graph(0)[0])
-    assert (found[KERNELS], found[CASTS]) == (1, 0)
+        nodes = counts(forward_graph(0)[0])
+    assert (nodes[KERNELS], nodes[CASTS]) == (1, 0)
 
 
 def test_a_changed_kernel_is_compiled_again():
