@@ -52,5 +52,6 @@ def test_a_block_needs_no_more_than_recorded(variant):
     with mocked_card():
         launched = [kernel for code in codes for kernel in launched_kernels(code)]
         for kernel in launched:
+            assert "fp64" not in kernel.triton_meta["signature"].values()
             assert ptx_of(kernel.fn, kernel) == ptx_of(kernels[kernel.fn.__name__], kernel)
     assert bool(launched) == (variant != "BF16")

@@ -119,17 +119,11 @@ def test_calls_of_a_block(rows, recipe):
 
 def test_calls_of_a_compiled_block(rows):
     """Kernels that Inductor launches take the host little; as opaque calls, 0.70 and 3.3."""
-    bf16, fp8, eager = (
-        rows["training, compiled", recipe, mode]["calls"]
-        for recipe, mode in (
-            ("BF16", "compiled"),
-            ("tensorwise", "compiled"),
-            ("tensorwise", "eager"),
-        )
-    )
-    assert fp8 <= 0.42 * eager
-    assert fp8 <= 2.0 * bf16
-    assert rows["training, compiled", "BF16", "compiled"]["kernels"] == 12
+    what, fp8 = "training, compiled", "tensorwise"
+    bf16, compiled = (rows[what, recipe, "compiled"] for recipe in ("BF16", fp8))
+    assert compiled["calls"] <= 0.42 * rows[what, fp8, "eager"]["calls"]
+    assert compiled["calls"] <= 2.0 * bf16["calls"]
+    assert bf16["kernels"] == 12
 
 
 def test_calls_of_an_optimizer_step(rows):

@@ -15,8 +15,8 @@ FAULTS = [
     Fault(
         "a graph does not know what a kernel writes",
         "torch_fp8/kernels/traced_launch.py",
-        "return Outline(kernel, list(dtypes), writes, options)",
-        "return Outline(kernel, list(dtypes), {*sorted(writes)[1:]}, options)",
+        "return Outline(kernel, args, writes, options)",
+        "return Outline(kernel, args, {*sorted(writes)[1:]}, options)",
         _GRAPHS,
     ),
     Fault(
@@ -25,6 +25,13 @@ FAULTS = [
         "return self.kernel.run(*args, **options, **self.options)",
         "return super().run(*args, **options, **self.options)",
         _GRAPHS,
+    ),
+    Fault(
+        "Inductor passes floats to kernels in double precision",
+        "torch_fp8/kernels/traced_launch.py",
+        "                parameter.is_constexpr = True\n",
+        "                pass\n",
+        "tests/benchmarks/test_compiled_block.py",
     ),
     Fault(
         "Inductor computes a kernel's input once per use",

@@ -28,24 +28,33 @@ _FUSION = "enable_fp_fusion"
 class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose parsed body only reads its tensors and writes some of them.
 
-    Its source and its launches are those of the kernel.
+    Its source and its launches are those of the kernel. Inductor would pass floats in double
+    precision, in which the kernel would then compute; here they are compile-time constants.
 
     Args:
         kernel: the kernel.
-        tensors: names of its arguments that are tensors.
-        writes: those of them that it writes.
+        args: its tensors and numbers by name, without compile-time constants.
+        writes: names of the tensors that it writes.
         options: options of each launch.
     """
 
     def __init__(
-        self, kernel: JITFunction, tensors: list[str], writes: set[str], options: dict[str, Any]
+        self,
+        kernel: JITFunction,
+        args: dict[str, Any],
+        writes: set[str],
+        options: dict[str, Any],
     ) -> None:
         super().__init__(kernel.fn)
         lines = [
             f"tl.store({name}, tl.load({name}))" if name in writes else f"tl.load({name})"
-            for name in tensors
+            for name, value in args.items()
+            if isinstance(value, Tensor)
         ]
         self.body = ast.parse("\n".join(lines)).body
+        for parameter in self.params:
+            if isinstance(args.get(parameter.name), float):
+                parameter.is_constexpr = True
         self.kernel, self.writes, self.options = kernel, writes, options
 
     def parse(self) -> ast.Module:
@@ -115,4 +124,4 @@ def _outline(
         writes = {*get_mutated_tensors(*places, args | real, {})}
     # torch takes all tensors for written if its analysis fails.
     assert writes != dtypes.keys(), f"torch cannot tell which tensors {kernel.__name__} writes"
-    return Outline(kernel, list(dtypes), writes, options)
+    return Outline(kernel, args, writes, options)
