@@ -10,6 +10,7 @@ that reads every tensor and writes those that the kernel writes.
 """
 
 import ast
+import re
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ _FUSION = "enable_fp_fusion"
 class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose parsed body only reads its tensors and writes some of them.
 
-    Its source and its launches are those of the kernel. Inductor would pass floats in double
-    precision, in which the kernel would then compute; here they are compile-time constants.
+    Its source and its launches are those of the kernel, but floats are compile-time constants:
+    Inductor would pass them in double precision, in which the kernel would then compute.
 
     Args:
         kernel: the kernel.
@@ -52,14 +53,22 @@ class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
             if isinstance(value, Tensor)
         ]
         self.body = ast.parse("\n".join(lines)).body
+        head, end, code = kernel.src.partition("):")
         for parameter in self.params:
             if isinstance(args.get(parameter.name), float):
                 parameter.is_constexpr = True
+                head = re.sub(rf"\b{parameter.name},", f"{parameter.name}: tl.constexpr,", head)
+        self.text = head + end + code
         self.kernel, self.writes, self.options = kernel, writes, options
 
+    @property
+    def src(self) -> str:
+        """The source that Inductor compiles."""
+        return self.text
+
     def parse(self) -> ast.Module:
-        """Return the syntax tree that Triton translates."""
-        tree: ast.Module = super().parse()
+        """Return the syntax tree that Triton translates for torch's analysis."""
+        tree = ast.parse(self.text)
         tree.body[0].body = self.body  # type: ignore[attr-defined]
         return tree
 
