@@ -39,8 +39,7 @@ from torch_fp8 import (
     load_trainable,
     revert,
 )
-from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
-from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
+from torch_fp8.checkpoint.quantized_files import QuantizedFiles
 from torch_fp8.nn import linear_function
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
@@ -155,13 +154,10 @@ def perplexity(model: Any, held_out: Tensor) -> float:
 
 def equal_weights(model: nn.Module, path: Path) -> int:
     """Count the layers whose weights in the file are those that training multiplies by."""
-    files = SafetensorsFiles(path)
-    scales = check_scales(files, read_format(path))
+    files = QuantizedFiles(path)
     multiplied = weights_of_a_forward(model)
     return sum(
-        torch.equal(
-            read_weight(files, f"{name}.weight", *scales[f"{name}.weight"]).dequantize(), weight
-        )
+        torch.equal(files.read(f"{name}.weight").dequantize(), weight)
         for name, weight in multiplied.items()
     )
 

@@ -19,13 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.checkpoint.checkpoint_format import (
-    CheckpointFormat,
-    check_scales,
-    read_format,
-    read_scale,
-)
+from torch_fp8.checkpoint.formats import read_format
 from torch_fp8.checkpoint.host_layers import take_over_layers
+from torch_fp8.checkpoint.quantized_files import QuantizedFiles
 from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
 from torch_fp8.checkpoint.save_dequantized import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.checkpoint.stored_names import stored_parts
@@ -81,9 +77,8 @@ class _Source:
     """The FP8 weights of one checkpoint, and the part of the model that was loaded from it."""
 
     module: nn.Module
-    files: SafetensorsFiles
-    format: CheckpointFormat
-    scales: dict[str, tuple[str, tuple[int, int]]]
+    files: QuantizedFiles
+    format: str
 
     def layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (key in the checkpoint, layer) for every layer."""
@@ -95,8 +90,8 @@ class _Source:
             parts = [part for part in unwrapped_name(name).split(".") if part not in _ADAPTED]
             key = ".".join([*parts, "weight"])
             for candidate in (key, f"{base}.{key}", key.removeprefix(f"{base}.")):
-                if candidate in self.scales:
-                    if self.files.stored[candidate].shape == tuple(weight.shape):
+                if candidate in self.files.fp8:
+                    if self.files.shape(candidate) == tuple(weight.shape):
                         yield candidate, layer
                     break
 
@@ -116,7 +111,7 @@ class _Source:
         except ValueError:  # it is unknown how they were fused
             return
         for name, parts in of_weights.items():
-            if all(part.name in self.scales for part in parts):
+            if all(part.name in self.files.fp8 for part in parts):
                 yield tuple(part.name for part in parts), weights[name]
 
     def weight_behind(self, keys: tuple[str, ...], weight: Tensor) -> FP8Weight | None:
@@ -124,15 +119,12 @@ class _Source:
 
         None if the weight has changed since, or if its matrices do not consist of whole blocks.
         """
-        shapes = [self.files.stored[key].shape for key in keys]
-        blocks = {self.scales[key][1] for key in keys}
+        files = self.files
+        blocks = {files.fp8[key][1] for key in keys}
         block = blocks.pop()
-        if blocks or (len(keys) > 1 and any(rows % block[0] for rows, _ in shapes)):
+        if blocks or (len(keys) > 1 and any(files.shape(key)[0] % block[0] for key in keys)):
             return None
-        scales = [
-            read_scale(self.files, self.scales[key][0], block, shape)
-            for key, shape in zip(keys, shapes, strict=True)
-        ]
+        scales = [files.scale(key) for key in keys]
         # (E, R, C) -> (E * R, C); the scales of all matrices one after another
         return bytes_behind(weight.reshape(-1, weight.shape[-1]), torch.cat(scales), block)
 
@@ -170,7 +162,7 @@ def take_over(
     if not (already or (trained and sharded)):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
     elif config.keeps_residuals:
-        formats = {(source.format.name, str(source.files.path)) for source in _sources(model)}
+        formats = {(source.format, str(source.files.path)) for source in _sources(model)}
         lines += [
             f"weights of the {name} checkpoint {path!r} continue from their dequantized values, "
             "and frozen ones are quantized again: the bits below BF16 are lost for sharded weights "
@@ -198,7 +190,7 @@ def adopt_checkpoints(
         A report for each FP8 checkpoint with exact values.
     Raises:
         ValueError: the scales of the checkpoint are incomplete or invalid; see
-            `torch_fp8.checkpoint.checkpoint_format.check_scales`.
+            `torch_fp8.checkpoint.quantized_files.QuantizedFiles`.
     """
     if not config.keeps_residuals:
         return []
@@ -229,9 +221,8 @@ def adopt_checkpoints(
                 remember_scales(weight, stored)
                 frozen += 1
         if exact or frozen:
-            path, name = str(source.files.path), source.format.name
-            fused = len(source.scales.keys() - found_keys)
-            reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed, fused))
+            path, fused = str(source.files.path), len(source.files.fp8.keys() - found_keys)
+            reports.append(AdoptedCheckpoint(path, source.format, exact, frozen, changed, fused))
     return reports
 
 
@@ -250,8 +241,7 @@ class _ScalesOfFiles:
         if place is None:
             return None
         source, key = place
-        scale_key, block = source.scales[key]
-        return read_scale(source.files, scale_key, block, source.files.stored[key].shape)
+        return source.files.scale(key)
 
 
 def _sources(model: nn.Module) -> Iterator[_Source]:
@@ -279,10 +269,10 @@ def _opened(module: nn.Module, folder: Path) -> _Source | None:
         format = read_format(folder)
         if format is None:
             return None
-        files = SafetensorsFiles(folder)
+        SafetensorsFiles(folder)
     except ValueError:  # another quantization, which its own library handles
         return None
-    return _Source(module, files, format, check_scales(files, format))
+    return _Source(module, QuantizedFiles(folder), format.name)
 
 
 def folder_of(config: Any) -> Path | None:

@@ -1,7 +1,7 @@
 """`export`: write a trained model as an FP8 folder that inference engines load, uncalibrated.
 
 The scales that training's forward multiplies by are known, so no calibration is needed, and engines
-serve the same bits. `torch_fp8.checkpoint.export_format` describes the formats,
+serve the same bits. `torch_fp8.checkpoint.formats` describes the formats,
 `torch_fp8.checkpoint.export_plan` how each tensor is written.
 """
 
@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.checkpoint.adopt_checkpoint import folder_of
-from torch_fp8.checkpoint.export_format import check_format
 from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_layers, refuse_prompts
+from torch_fp8.checkpoint.formats import ExportFormat, check_format
 from torch_fp8.checkpoint.safetensors_files import parse_size, write_safetensors
 from torch_fp8.checkpoint.stored_names import PLAIN
 from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
@@ -176,9 +176,12 @@ def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
 
 def report_of(plan: ExportPlan, path: Path) -> ExportReport:
     """Return the report on a plan's tensors in a folder."""
+    assert plan.format is not None
     names = (tuple(plan.fp8), tuple(plan.kept), tuple(plan.recast), tuple(plan.ignored))
-    sizes = plan.num_fp8_elements, plan.num_fp8_bytes
-    return ExportReport(path, plan.format.name, plan.format.recipe, *names, *sizes)
+    in_fp8 = [group for group in plan.groups if isinstance(group.form, ExportFormat)]
+    num_elements = sum(group.tensor.numel() for group in in_fp8)
+    num_bytes = sum(group.num_bytes for group in in_fp8)
+    return ExportReport(path, plan.format.name, plan.format.recipe, *names, num_elements, num_bytes)
 
 
 def prepare_export(
@@ -290,6 +293,7 @@ def write_quantization(folder: Path, plan: ExportPlan) -> None:
         folder: a folder with the model's ``config.json``.
         plan: the plan of the export.
     """
+    assert plan.format is not None
     file = folder / "config.json"
     config = _in_dtype(json.loads(file.read_text()), str(PLAIN).removeprefix("torch."))
     config["quantization_config"] = plan.format.quantization_config(plan.ignored)

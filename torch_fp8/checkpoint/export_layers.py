@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.checkpoint.export_format import BLOCKS, ExportFormat
+from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
+from torch_fp8.conversion.fp8_weight import FROZEN_BLOCK
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer
@@ -53,7 +54,7 @@ def held_layers(
             reason = "engines keep the output layer in 16 bits"
         elif format.name == "fine-grained" and is_left_by_quantizers(model, name):
             reason = "transformers keeps it in high precision"
-        elif not reason and format.granularity == BLOCKS:
+        elif not reason and format.block == FROZEN_BLOCK:
             sizes = _stacked_sizes(name, layer, getattr(model, "config", None))
             if any(size % 128 for size in sizes):
                 reason = f"its parts have {sizes} rows, which are not multiples of 128"
@@ -99,7 +100,7 @@ def held_experts(
     if not isinstance(module, Float8Experts):
         return "not in FP8"
     refuse_unsplit(name, parts)
-    if format.granularity not in ("rowwise", BLOCKS):
+    if format.block not in ((1, 0), FROZEN_BLOCK):
         return (
             f"experts run with one scale per row, which {format.recipe} cannot express; recipe "
             "'rowwise' or 'blockwise' writes them in FP8"
@@ -222,11 +223,13 @@ def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
 
 def check_finite(key: str, values: Tensor | QuantizedTensor) -> None:
     """Refuse values with an Inf or NaN, with the name of their tensor."""
-    if isinstance(values, Tensor):
-        is_finite = not values.is_floating_point() or bool(values.isfinite().all())
-    else:
+    checked = values if isinstance(values, Tensor) else values.scale
+    if checked.is_meta:
+        return
+    is_finite = not checked.is_floating_point() or bool(checked.isfinite().all())
+    if isinstance(values, QuantizedTensor):
         is_nan = values.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS
-        is_finite = not bool(is_nan.any()) and bool(values.scale.isfinite().all())
+        is_finite = is_finite and not bool(is_nan.any())
     if not is_finite:
         raise ValueError(
             f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"

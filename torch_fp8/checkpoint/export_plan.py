@@ -1,4 +1,4 @@
-"""The plan of an exported checkpoint: each tensor of a model, in FP8 or in one plain dtype.
+"""The tensors of a checkpoint or an engine: in FP8, in BF16 with FP8 values, or in a plain dtype.
 
 A weight in FP8 has exactly the bytes that the layer's forward multiplies by. If that is not
 possible (its sides do not fit the blocks, or a weight that engines fuse with it is not in FP8), it
@@ -10,14 +10,20 @@ whatever the recipe of other layers (`torch_fp8.nn.experts.expert_recipe`). Form
 each row get exactly the bytes that training multiplies by. For formats with blocks of 128 x 128 the
 weights are cast again in these blocks. The values differ from training's, but are as close to the
 weights, and the report says so. Other formats get BF16.
+
+Each `FoldedTensor` computes its tensors when they are asked for. The same computation on the meta
+device tells their names, dtypes and shapes before.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export_format import BLOCKS, ExportFormat
 from torch_fp8.checkpoint.export_layers import (
+    check_finite,
     held_experts,
     held_layers,
     ignored_experts,
@@ -27,8 +33,8 @@ from torch_fp8.checkpoint.export_layers import (
     refuse_tied,
     with_routers,
 )
-from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
 from torch_fp8.checkpoint.fold_adapters import AdapterFold, SmoothFold, adapted_layers
+from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.safetensors_files import DTYPES, TensorGroup
 from torch_fp8.checkpoint.stored_names import (
     PLAIN,
@@ -37,10 +43,20 @@ from torch_fp8.checkpoint.stored_names import (
     plain_dtype,
     stored_parts,
 )
+from torch_fp8.conversion.fp8_weight import FROZEN_BLOCK
 from torch_fp8.conversion.selection import first_reasons
+from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer, is_paused
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.quantization.recipe import make_recipe
+from torch_fp8.quantization.scaling import delayed_scale, past_amax
+from torch_fp8.tensor.base import dequantized
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
+from torch_fp8.tensor.scale_source import ScaleSource
+from torch_fp8.tensor.split_weight import stored
 
 _NOT_EXACT = (
     "cannot be written in FP8: {}; and BF16 cannot hold its values exactly, because its scales are "
@@ -49,36 +65,198 @@ _NOT_EXACT = (
 )
 
 
+class ModelTensors:
+    """The values of a model's tensors, from the model; subclasses read other sources."""
+
+    def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which a tensor's values are stored.
+
+        Args:
+            key: the tensor's name.
+            tensor: the tensor of the model.
+        """
+        del key
+        return stored(tensor).dtype
+
+    def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
+        """Return a tensor's values.
+
+        Args:
+            key: the tensor's name.
+            tensor: the tensor of the model.
+            layer: the FP8 layer whose weight it is; None: it belongs to no FP8 layer.
+        Raises:
+            ValueError: the tensor has no values on this rank.
+        """
+        del layer
+        if tensor.is_meta:
+            raise ValueError(
+                f"'{key}' has no values in this process (on the meta device, or offloaded); load "
+                "it first"
+            )
+        return stored(tensor)
+
+
+class Exact(NamedTuple):
+    """BF16 with exactly the values that training multiplies by."""
+
+    otherwise: str
+    """The end of the error if BF16 cannot hold them."""
+
+
+@dataclass(frozen=True)
+class FoldedTensor(TensorGroup):
+    """A tensor of a model with what is folded into it, in the form in which it is written.
+
+    Attributes:
+        key: the tensor's name in the model.
+        tensor: the tensor.
+        module: the module that it belongs to.
+        parts: the checkpoint's tensors for it.
+        layer: the FP8 layer whose weight it is; None: it belongs to no FP8 layer.
+        form: FP8 in a format, BF16 with FP8's values, or a plain dtype.
+        source: the source of its values.
+        fold: the adapters that are folded into it.
+        smooth: the factors of Smooth-SwiGLU that are folded into weights of FP8 layers.
+    """
+
+    key: str
+    tensor: Tensor
+    module: nn.Module
+    parts: Sequence[StoredPart]
+    layer: Float8Layer | None
+    form: ExportFormat | Exact | torch.dtype
+    source: ModelTensors
+    fold: AdapterFold
+    smooth: SmoothFold | None = None
+
+    @torch.no_grad()
+    def tensors(self, dry: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for all parts; `dry`: on the meta device, without values."""
+        form, value = self.form, self._value(dry)
+        if isinstance(form, torch.dtype):
+            value = dequantized(value)  # FP8 if it belongs to a paused layer
+            for part in self.parts:
+                plain = part.of(value).detach().to(form)
+                check_finite(part.name, plain)
+                yield part.name, plain
+            return
+        scale = None
+        if isinstance(form, ExportFormat) and self.layer is not None and form.is_static:
+            scale = self._input_scale(self.layer, dry)
+        recast = isinstance(form, ExportFormat) and form.block == FROZEN_BLOCK
+        for part, payload in zip(self.parts, self._payloads(value, recast), strict=True):
+            if isinstance(form, ExportFormat):
+                yield from form.tensors(part.name.removesuffix(".weight"), payload, scale)
+                continue
+            plain = dequantize(payload, PLAIN)
+            if not dry and not torch.equal(plain.float(), dequantize(payload)):
+                raise ValueError(f"'{self.key}' {form.otherwise}")
+            is_transposed = self.layer is not None and self.layer.fp8.transposed
+            yield part.name, plain.t() if is_transposed else plain  # (N, K) -> as stored
+
+    def _value(self, dry: bool) -> Tensor:
+        """Return the tensor as it is stored, with all that is folded into it."""
+        if dry:
+            return torch.empty(self.tensor.shape, dtype=PLAIN, device="meta")
+        value = self.source.values(self.key, self.tensor, self.layer)
+        value = self.fold(self.module, value, self.key.rpartition(".")[2])
+        if self.layer is None or self.smooth is None:
+            return value
+        return self.smooth.weight(self.layer, value)
+
+    def _payloads(self, weight: Tensor, recast: bool) -> Iterator[QuantizedTensor]:
+        """Yield the parts (N, K) as training multiplies by them.
+
+        Args:
+            weight: the tensor as it is stored.
+            recast: whether experts, which have a scale for each row, are cast again in blocks.
+        """
+        if self.layer is not None:
+            payload = self._of_layer(self.layer, weight)
+            check_finite(self.key, payload)
+            yield payload
+            return
+        values = dequantized(weight) if recast else weight
+        for part in self.parts:
+            if recast:
+                payload = quantize(part.of(values), make_recipe("blockwise").weight)
+            elif isinstance(weight, Float8FrozenWeight):
+                fused = weight.payload.quantized
+                payload = fused._replace(qdata=part.of(fused.qdata), scale=part.of(fused.scale))
+            else:
+                assert isinstance(self.module, Float8Experts)
+                payload = quantize(part.of(weight), self.module.fp8.recipe.weight)
+            check_finite(part.name, payload)
+            yield payload
+
+    def _of_layer(self, layer: Float8Layer, weight: Tensor) -> QuantizedTensor:
+        """Return a weight (N, K) or (K, N) as the layer's next forward multiplies by it, (N, K).
+
+        With delayed scaling the layer's history applies, unless factors are folded in, which it
+        does not include.
+        """
+        is_folded = self.smooth is not None and layer in self.smooth
+        known = layer.fp8.scales_known and not is_folded and not weight.is_meta
+        scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
+        quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
+        return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)
+
+    def _input_scale(self, layer: Float8Layer, dry: bool) -> Tensor:
+        """Return the () scale with which delayed scaling will cast the next input of `layer`.
+
+        Raises:
+            ValueError: no forward has recorded an amax yet, or an amax is not finite.
+        """
+        if dry:
+            return torch.empty((), dtype=torch.float32, device="meta")
+        name = self.key.removesuffix(".weight")
+        config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
+        if not bool(history.isfinite().all() & amaxes.isfinite().all()):
+            raise ValueError(
+                f"the amax history of the input of '{name}' holds an Inf or NaN, so its serving "
+                "scale would be meaningless: training has diverged, or is about to; export an "
+                "earlier checkpoint"
+            )
+        past = past_amax(pushed_history(layer)[INPUT], config.amax_compute_algo)
+        if not bool(past):
+            raise ValueError(
+                f"'{name}' has recorded no amax of its input, so there is no input_scale; run a "
+                "forward in training mode, or load the history (load_scaling_state_dict), then "
+                "export"
+            )
+        scale = delayed_scale(past, layer.fp8.recipe.input.format, config.margin)
+        return scale if self.smooth is None else self.smooth.input_scale(layer, scale)
+
+
 @dataclass
 class ExportPlan:
     """The tensors to write.
 
     Attributes:
-        format: the format, with its recipe.
+        format: the format, with its recipe; None: all tensors are plain.
         groups: the tensors, in the order of the model.
         fp8: the names of the layers that are in FP8.
         kept: (name, reason) of layers that run in FP8 but are written in BF16.
         recast: the names of the expert modules whose FP8 values differ from training's.
         ignored: the names of the linear layers and routers that are not in FP8.
-        smooth: the Smooth-SwiGLU factors that are folded into weights.
     """
 
-    format: ExportFormat
-    groups: list[TensorGroup] = field(default_factory=list)
+    format: ExportFormat | None
+    groups: list[FoldedTensor] = field(default_factory=list)
     fp8: list[str] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     recast: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    num_fp8_elements: int = 0
-    num_fp8_bytes: int = 0
-    smooth: SmoothFold | None = None
 
 
 def plan_export(
     model: nn.Module,
-    name: str,
-    fold: AdapterFold | None = None,
+    name: str | None,
+    fold: AdapterFold,
     source: ModelTensors | None = None,
+    *,
+    in_bf16: Exact | None = None,
     paused: bool = False,
 ) -> ExportPlan:
     """Decide how each tensor of a converted model is written; nothing is computed yet.
@@ -86,32 +264,36 @@ def plan_export(
     Args:
         model: the converted model; its tensors may be on the meta device if `source` has the
             values.
-        name: the name of the format.
-        fold: the adapters to fold into weights or to leave out; None: there are none.
+        name: the name of the format; None: all tensors are plain.
+        fold: the adapters to fold into weights or to leave out.
         source: the source of the tensors' values; None: the model.
+        in_bf16: the form of the weights that the format holds, for an engine that casts them to it
+            itself, and experts in its own way; None: FP8.
         paused: whether paused layers count as FP8, as they must for an engine that stays up.
     Raises:
         ValueError: the format cannot hold a layer or express the recipe; the error names both and a
             way out.
     """
-    source = ModelTensors() if source is None else source
-    fold = AdapterFold(model, merge=False) if fold is None else fold
+    source = source or ModelTensors()
+    is_file = name is not None and in_bf16 is None
     smooth = None if adapted_layers(model) else SmoothFold(model)
     places = list(fold.walk(model))
-    layers = {n: m for n, m in places if isinstance(m, Float8Layer)}
+    layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
     if not paused:
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
-    format = ExportFormat(name, one_recipe(layers, name))
-    held = held_layers(model, layers, places, format)
+    format = None if name is None else ExportFormat(name, one_recipe(layers, name))
+    held = {} if format is None else held_layers(model, layers, places, format)
     tied = getattr(model, "all_tied_weights_keys", ())  # by transformers, when it loads the model
-    parts = model_parts(model, places)
-    plan = ExportPlan(format, smooth=smooth)
+    tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
+    experts = {key for name, module in places for key in expert_weights(name, module)}
+    parts = stored_parts(model, tensors, experts)
+    plan = ExportPlan(format)
     seen: dict[int, str] = {}
     for name, module in places:
         reason = held.get(name, "not in FP8") if is_linear(module) else ""
         is_fp8, is_ignored = name in layers, bool(reason)
         fused = {key: parts[key] for key in expert_weights(name, module)}
-        if fused:
+        if fused and format is not None:
             reason = held_experts(name, module, fused, format)
             is_fp8 = isinstance(module, Float8Experts)
             plan.ignored += ignored_experts(fused, format) if reason else []
@@ -119,44 +301,34 @@ def plan_export(
             plan.kept.append((name, reason))
         elif is_fp8:
             plan.fp8.append(name)
-            plan.recast += [name] if fused and format.granularity == BLOCKS else []
+            plan.recast += [name] if fused and format and format.block == FROZEN_BLOCK else []
         for key, tensor in own_tensors(name, module):
             refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and key in tied:
                 refuse_tied(name, before.removesuffix(".weight"), layers)
+            if before != key and (key in tied or not is_file):
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None
-            item = FoldedTensor(key, tensor, module, parts[key], layer, source, fold, smooth)
-            if layer is None and key not in fused:
-                dtype = plain_dtype(model, key, tensor, source.dtype(key, tensor))
-                if dtype not in DTYPES.values():
-                    raise ValueError(f"'{key}' is {dtype}, which safetensors files do not support")
-                group = item.as_plain(dtype)
+            form: ExportFormat | Exact | torch.dtype
+            if format is None or (layer is None and (key not in fused or in_bf16 is not None)):
+                form = plain_dtype(model, key, tensor, source.dtype(key, tensor))
+                if is_file and form not in DTYPES.values():
+                    raise ValueError(f"'{key}' is {form}, which safetensors files do not support")
             elif reason:
-                text = _NOT_EXACT.format(reason)
-                group = item.as_bf16(text) if is_fp8 else item.as_plain(PLAIN)
+                form = Exact(_NOT_EXACT.format(reason)) if is_fp8 else PLAIN
             else:
-                group = item.as_fp8(format)
-                plan.num_fp8_elements += tensor.numel()
-                plan.num_fp8_bytes += group.num_bytes
-            plan.groups.append(group)
+                form = in_bf16 or format
+            plan.groups.append(
+                FoldedTensor(key, tensor, module, parts[key], layer, form, source, fold, smooth)
+            )
         if is_ignored:
             plan.ignored.append(name)
     plan.ignored = with_routers(plan.ignored, places, parts)
-    if not plan.fp8:
+    if format is not None and not plan.fp8:
         raise ValueError(
             f"format {format.name!r} cannot store any of the model's FP8 layers: "
             + first_reasons(plan.kept, 3)
         )
     refuse_ambiguous(plan.fp8, plan.ignored)
     return plan
-
-
-def model_parts(
-    model: nn.Module, places: list[tuple[str, nn.Module]]
-) -> dict[str, list[StoredPart]]:
-    """Return the checkpoint's tensors for each tensor of a model with the modules `places`."""
-    tensors = {key: t.shape for name, module in places for key, t in own_tensors(name, module)}
-    fused = {key for name, module in places for key in expert_weights(name, module)}
-    return stored_parts(model, tensors, fused)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
+from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload, scale_grid
 from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.recipe import CastSpec
@@ -153,7 +153,7 @@ def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | N
             of_file = of_file.to(held.device).reshape(held.shape)
             scale = of_file if torch.equal(of_file.to(held.dtype), held) else scale
     block = _block_of(layer)
-    grid = tuple(math.ceil(n / b) for n, b in zip(qdata.shape, block, strict=True))
+    grid = scale_grid(qdata.shape, block)
     shape = tuple(scale.shape)
     if scale.numel() != math.prod(grid) or (scale.ndim == 2 and shape != grid):
         raise ValueError(

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_fp8.checkpoint.checkpoint_format import read_scales, read_weight
-from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
+from torch_fp8.checkpoint.quantized_files import QuantizedFiles
 from torch_fp8.checkpoint.stored_names import own_tensors
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
@@ -65,7 +64,7 @@ def load_trainable(
         cls: a transformers class (for example ``AutoModelForCausalLM``) that builds the model
             described by ``config.json``, or a function without arguments that returns the model.
         path: a folder with ``*.safetensors`` files, or one such file, in FP8 (see
-            `torch_fp8.checkpoint.checkpoint_format`), BF16 or another dtype. Tensors that are not
+            `torch_fp8.checkpoint.formats`), BF16 or another dtype. Tensors that are not
             FP8 keep their dtype.
         config: the configuration; only `opt_level` and `split_weights` matter here.
         device: the model's device; None: the CPU.
@@ -165,22 +164,14 @@ def _load(
     convert: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Build a model, convert it without data, and fill it from a checkpoint."""
-    files = SafetensorsFiles(path)
-    scales, companions = read_scales(files)
+    files = QuantizedFiles(path)
     model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
     homes = homes_of(model)
-    check_keys(model, files, homes, companions)
+    check_keys(model, files, homes)
     if convert is not None:
         convert(model)
     for key in files:
-        if key in companions:
-            continue
-        owners = homes[key]
-        read: Read
-        if key in scales:
-            read = read_weight(files, key, *scales[key]).to(target)
-        else:
-            read = files[key].to(target)
+        owners, read = homes[key], files.read(key).to(target)
         value = place(key, owners[0][0], read) if len(owners) == 1 else _plain(read)
         if value is not None:
             _assign(owners, value)
@@ -242,9 +233,8 @@ def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 def check_keys(
     model: nn.Module,
-    files: SafetensorsFiles,
+    files: QuantizedFiles,
     homes: Mapping[str, list[tuple[Any, str]]],
-    companions: set[str],
 ) -> None:
     """Compare the names and shapes of file and model.
 
@@ -252,7 +242,6 @@ def check_keys(
         model: the model.
         files: the checkpoint.
         homes: the result of `homes_of`.
-        companions: the keys of tensors that belong to a weight, such as scales.
     Raises:
         ValueError: they differ; the error names the first differences.
     """
@@ -260,15 +249,12 @@ def check_keys(
     why = "nothing was loaded; use from_pretrained for models whose checkpoints have other names"
     present = {id(homes[key]) for key in files if key in homes}
     missing = [name for name, owners in homes.items() if id(owners) not in present]
-    unknown = [key for key in files if key not in homes and key not in companions]
+    unknown = [key for key in files if key not in homes]
     if missing or unknown:
         lacks = f"it is missing {missing[0]!r} and {len(missing) - 1} more" if missing else ""
         has = f"it has unexpected {unknown[0]!r} and {len(unknown) - 1} more" if unknown else ""
         raise ValueError(f"{what}: {' and '.join(filter(None, (lacks, has)))}; {why}")
-    for key, stored in files.stored.items():
-        if key in companions:
-            continue
-        module, name = homes[key][0]
-        expected = tuple(getattr(module, name).shape)
-        if stored.shape != expected:
-            raise ValueError(f"{what}: {key!r} has shape {stored.shape}, not {expected}; {why}")
+    for key in files:
+        shape, expected = files.shape(key), tuple(getattr(*homes[key][0]).shape)
+        if shape != expected:
+            raise ValueError(f"{what}: {key!r} has shape {shape}, not {expected}; {why}")

@@ -6,20 +6,22 @@ dtype, shape and place of each key, and the bytes of all tensors
 ``<name>.index.json``, whose ``weight_map`` names the file of each key. A tensor is read into its
 own memory; a mapped file would keep pages of tensors that are no longer needed.
 
-Before a checkpoint is written, names, dtypes and shapes are planned, because the header depends on
-them. Each tensor is then computed, written to its place and freed before the next one. Files are
-named and filled as by transformers' ``save_pretrained``. Within a file larger dtypes come first, so
-each tensor starts at a multiple of its element size.
+Before a checkpoint is written, names, dtypes and shapes are planned on the meta device, because the
+header depends on them. Each tensor is then computed, written to its place and freed before the next
+one. Files are named and filled as by transformers' ``save_pretrained``. Within a file larger dtypes
+come first, so each tensor starts at a multiple of its element size.
 """
 
 import ctypes
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +101,7 @@ class SafetensorsFiles(Mapping[str, Tensor]):
         return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self.stored)
+        return sum(1 for _ in self)
 
 
 def _files(path: Path) -> list[Path]:
@@ -157,34 +159,22 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class PlannedTensor(NamedTuple):
-    """A tensor that will be written."""
+class TensorGroup(ABC):
+    """Tensors that are computed together and stored in one file."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    @abstractmethod
+    def tensors(self, dry: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), on any device; `dry`: on the meta device, without values."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the tensor in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class TensorGroup(NamedTuple):
-    """Tensors that are computed together and stored in one file.
-
-    Attributes:
-        tensors: the planned tensors.
-        make: a function that computes them in this order, on any device.
-    """
-
-    tensors: tuple[PlannedTensor, ...]
-    make: Callable[[], Iterable[Tensor]]
+    @cached_property
+    def planned(self) -> dict[str, Tensor]:
+        """The tensors without values, by name."""
+        return dict(self.tensors(dry=True))
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors of the group."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.planned.values())
 
 
 def parse_size(size: int | str) -> int:
@@ -219,7 +209,7 @@ def write_safetensors(folder: Path, groups: Sequence[TensorGroup], max_shard_siz
         if len(shards) > 1:
             name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         _write_file(folder / name, shard)
-        weight_map.update({tensor.name: name for group in shard for tensor in group.tensors})
+        weight_map.update({key: name for group in shard for key in group.planned})
     if len(shards) > 1:
         total = sum(group.num_bytes for group in groups)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -240,14 +230,14 @@ def _shards(groups: Sequence[TensorGroup], most: int) -> Iterator[list[TensorGro
 
 
 def _write_file(path: Path, groups: Sequence[TensorGroup]) -> None:
-    planned = [tensor for group in groups for tensor in group.tensors]
+    planned = {name: tensor for group in groups for name, tensor in group.planned.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
-    for tensor in sorted(planned, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name)):
-        places[tensor.name] = end
-        offsets = [end, end + tensor.num_bytes]
+    for name, tensor in sorted(planned.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        places[name] = end
+        offsets = [end, end + tensor.nbytes]
         end = offsets[1]
-        header[tensor.name] = {
+        header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": offsets,
@@ -259,15 +249,15 @@ def _write_file(path: Path, groups: Sequence[TensorGroup]) -> None:
         file.write(text)
         start = file.tell()
         file.truncate(start + end)
-        for group in groups:
-            for tensor, value in zip(group.tensors, group.make(), strict=True):
-                if value.dtype != tensor.dtype or tuple(value.shape) != tensor.shape:
-                    raise ValueError(
-                        f"{tensor.name!r} should be {tensor.dtype} {tensor.shape} but is "
-                        f"{value.dtype} {tuple(value.shape)}; nothing was written"
-                    )
-                file.seek(start + places[tensor.name])
-                _write_bytes(file, value)
+        for name, value in (pair for group in groups for pair in group.tensors()):
+            plan = planned[name]
+            if value.dtype != plan.dtype or value.shape != plan.shape:
+                raise ValueError(
+                    f"{name!r} should be {plan.dtype} {tuple(plan.shape)} but is "
+                    f"{value.dtype} {tuple(value.shape)}; nothing was written"
+                )
+            file.seek(start + places[name])
+            _write_bytes(file, value)
 
 
 def _write_bytes(file: object, value: Tensor) -> None:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.checkpoint.export import unwrapped
-from torch_fp8.checkpoint.export_plan import ExportPlan, model_parts, plan_export
-from torch_fp8.checkpoint.export_tensors import FoldedTensor, ModelTensors
+from torch_fp8.checkpoint.export_plan import Exact, ModelTensors, plan_export
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, refuse_prompts
-from torch_fp8.checkpoint.stored_names import own_tensors, plain_dtype
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
 
-_NOT_EXACT = (
+_IN_BF16 = Exact(
     "has scales from its original checkpoint that are not powers of two, so BF16 cannot hold its "
     "values; use engine='fine-grained'"
 )
@@ -47,8 +45,8 @@ def weights_for_engine(
         The iterator; only one layer's tensors exist at a time. Tied weights are yielded once.
     Raises:
         ValueError: `engine` or `adapters` is unknown; for the FP8 engines, a layer does not run
-            blockwise, or its blocks differ from the engine's (the error names it); a weight is not
-            finite, sharded or without values (raised when it is reached).
+            blockwise, or its blocks differ from the engine's (the error names it); a weight is
+            sharded; a weight is not finite or without values (raised when it is reached).
         TypeError: `model` is not a transformers model.
     """
     check_arguments(weights_for_engine, locals())
@@ -60,24 +58,28 @@ def weights_for_engine(
     if adapters == "merge":
         refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
-    if engine == "bf16":
-        return _in_bf16(root, fold)
     for name, module in fold.walk(root):
-        if isinstance(module, Float8Layer) and module.fp8.recipe.name != "blockwise":
+        is_fp8 = isinstance(module, Float8Layer) and engine != "bf16"
+        if is_fp8 and module.fp8.recipe.name != "blockwise":
             raise ValueError(
                 f"engine={engine!r} multiplies by blocks of 128 x 128, and '{name}' runs recipe "
                 f"{module.fp8.recipe.name!r}; convert the model with recipe='blockwise', or start "
                 "an engine in BF16"
             )
-    plan = plan_export(root, "fine-grained", fold, paused=True)
     if engine == "fine-grained":
-        return _as_planned(plan)
-    for name, reason in plan.kept:
-        raise ValueError(
-            f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
-            f"convert the model with {name!r} in skip, and make the engine skip it too"
+        plan = plan_export(root, engine, fold, paused=True)
+    elif engine == "bf16":
+        plan = plan_export(root, None, fold, _WholeTensors())
+    else:
+        plan = plan_export(
+            root, "fine-grained", fold, _WholeTensors(), in_bf16=_IN_BF16, paused=True
         )
-    return _in_bf16(root, fold, plan)
+        for name, reason in plan.kept:
+            raise ValueError(
+                f"'{name}' runs in FP8, but an engine would quantize it in other blocks: {reason}; "
+                f"convert the model with {name!r} in skip, and make the engine skip it too"
+            )
+    return ((name, value.detach()) for each in plan.groups for name, value in each.tensors())
 
 
 class _WholeTensors(ModelTensors):
@@ -88,31 +90,3 @@ class _WholeTensors(ModelTensors):
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         return tensor
-
-
-def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
-    for group in plan.groups:
-        for planned, value in zip(group.tensors, group.make(), strict=True):
-            yield planned.name, value.detach()
-
-
-@torch.no_grad()
-def _in_bf16(
-    root: nn.Module, fold: AdapterFold, plan: ExportPlan | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield all weights in BF16; those of a plan's FP8 layers have their values in FP8."""
-    places, source = list(fold.walk(root)), _WholeTensors()
-    parts = model_parts(root, places)
-    smooth, fp8 = (None, set()) if plan is None else (plan.smooth, set(plan.fp8))
-    seen: set[int] = set()
-    for name, module in places:
-        for key, tensor in own_tensors(name, module):
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            is_fp8 = key == f"{name}.weight" and name in fp8
-            layer = module if is_fp8 and isinstance(module, Float8Layer) else None
-            item = FoldedTensor(key, tensor, module, parts[key], layer, source, fold, smooth)
-            dtype = plain_dtype(root, key, tensor, source.dtype(key, tensor))
-            values = item.plain(dtype) if layer is None else item.in_bf16(_NOT_EXACT)
-            yield from zip((part.name for part in item.parts), values, strict=True)

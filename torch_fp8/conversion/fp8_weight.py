@@ -18,7 +18,7 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.frozen_payload import FrozenPayload, frozen_from_bytes
 
 FROZEN_BLOCK = (128, 128)
-"""Rows and columns that share a scale in frozen weights."""
+"""Rows and columns that share a scale in frozen weights, and in the recipe ``blockwise``."""
 
 _SCALES = "_fp8_checkpoint_scales"
 """Attribute of a frozen Parameter that holds its scales and the block size."""
@@ -68,6 +68,11 @@ class FP8Weight:
     def has_frozen_blocks(self) -> bool:
         """Return whether a frozen weight can hold these bytes: one scale, or 128 x 128 blocks."""
         return self.scale.numel() == 1 or self.block == FROZEN_BLOCK
+
+
+def scale_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape (ceil(N / R), ceil(K / C)) of the scales of a weight (N, K)."""
+    return tuple(-(-n // side) for n, side in zip(shape, block, strict=True))
 
 
 def frozen_payload(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.checkpoint_format import read_scales, read_weight
 from torch_fp8.checkpoint.export import (
     ExportReport,
     copy_tokenizer,
@@ -23,21 +22,17 @@ from torch_fp8.checkpoint.export import (
     warn_kept,
     write_quantization,
 )
-from torch_fp8.checkpoint.export_format import ExportFormat
-from torch_fp8.checkpoint.export_plan import plan_export
-from torch_fp8.checkpoint.export_tensors import ModelTensors
+from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
+from torch_fp8.checkpoint.fold_adapters import AdapterFold
+from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
-from torch_fp8.checkpoint.safetensors_files import (
-    DTYPES,
-    SafetensorsFiles,
-    parse_size,
-    write_safetensors,
-)
+from torch_fp8.checkpoint.quantized_files import QuantizedFiles
+from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles, parse_size, write_safetensors
 from torch_fp8.checkpoint.stored_names import stored_parts
 from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.fp8_weight import frozen_payload
+from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
 from torch_fp8.conversion.scaling_state import load_scaling_state_dict
 from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights
@@ -87,14 +82,15 @@ def export_checkpoint(
     ExportFormat(format, config.recipe)
     most, path = parse_size(max_shard_size), refuse_existing(path)
     source = Path(checkpoint)
-    files = SafetensorsFiles(source)
     if not (source / "config.json").is_file():
+        SafetensorsFiles(source)  # a folder without weights is refused for that
         if (source / "adapter_config.json").is_file():
             raise ValueError(
                 f"{str(source)!r} is an adapter without its base; load both (PEFT's "
                 "AutoPeftModelForCausalLM), then torch_fp8.export(model, ..., adapters='merge')"
             )
         raise ValueError(f"{str(source)!r} has no config.json, which engines read; add the model's")
+    files = QuantizedFiles(source)
     tensors = _Tensors(files, config, torch.device(device))
     model = built_without_data(cls, source)
     tensors.connect(model)
@@ -107,7 +103,7 @@ def export_checkpoint(
         first = min((key.partition(".")[0] for key in history), key=int, default="") + "."
         own = [key for key in history if key.startswith(first)]
         _load_history(model, {key.removeprefix(first): history[key] for key in own})
-    plan = plan_export(model, format, source=tensors)
+    plan = plan_export(model, format, AdapterFold(model, merge=False), tensors)
     with whole_folder(path) as folder:
         write_safetensors(folder, plan.groups, most)
         for name in ("config.json", "generation_config.json"):
@@ -123,10 +119,9 @@ def export_checkpoint(
 class _Tensors(ModelTensors):
     """The tensors of a checkpoint, read when needed."""
 
-    def __init__(self, files: SafetensorsFiles, config: FP8Config, device: torch.device) -> None:
+    def __init__(self, files: QuantizedFiles, config: FP8Config, device: torch.device) -> None:
         self._files, self._device = files, device
         self._splits = config.keeps_residuals
-        self._scales, self._companions = read_scales(files)
         self._places: dict[str, list[str]] = {}
 
     def connect(self, model: nn.Module) -> None:
@@ -147,16 +142,15 @@ class _Tensors(ModelTensors):
                 )
                 is_part = part.expert is not None
                 owners_of[part.name] = [(matrix, "weight")] if is_part else homes[key]
-        check_keys(model, self._files, owners_of, self._companions)
-        stored = {id(owners_of[key]): key for key in self._files if key not in self._companions}
+        check_keys(model, self._files, owners_of)
+        stored = {id(owners_of[key]): key for key in self._files}
         self._places = {
             key: [stored[id(owners_of[part.name])] for part in of_key]
             for key, of_key in parts.items()
         }
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
-        place = self._places[key][0]
-        return torch.bfloat16 if place in self._scales else DTYPES[self._files.stored[place].dtype]
+        return self._files.dtype(self._places[key][0])
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         places = self._places[key]
@@ -164,13 +158,12 @@ class _Tensors(ModelTensors):
         return values[0] if len(values) == 1 else torch.cat(values).view(tensor.shape)
 
     def _values(self, place: str, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
-        if place not in self._scales:
-            value = self._files[place].to(self._device)
+        read = self._files.read(place).to(self._device)
+        if not isinstance(read, FP8Weight):
             is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
-            if self._splits and value.dtype == torch.float32 and is_matrix:
-                return split(value, RESIDUAL_BITS)[0] if tensor.numel() >= MIN_NUMEL else value
-            return value
-        read = read_weight(self._files, place, *self._scales[place]).to(self._device)
+            if self._splits and read.dtype == torch.float32 and is_matrix:
+                return split(read, RESIDUAL_BITS)[0] if tensor.numel() >= MIN_NUMEL else read
+            return read
         if layer is None:
             return read.dequantize(torch.bfloat16)
         spec = layer.fp8.recipe.weight

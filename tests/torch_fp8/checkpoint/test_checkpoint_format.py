@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, quantized, write
-from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.formats import read_format
+from torch_fp8.checkpoint.quantized_files import QuantizedFiles
 from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
 from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, frozen_payload
 from torch_fp8.quantization.formats import E4M3
@@ -49,12 +50,10 @@ def _written(folder, layout="fine-grained", **options):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_published_layout_is_read_exactly(tmp_path, layout, shards):
     expected = _written(tmp_path, layout, shards=shards)
-    files = SafetensorsFiles(tmp_path)
-    format = read_format(tmp_path)
-    scales = check_scales(files, format)
-    assert scales.keys() == expected.keys()
+    files = QuantizedFiles(tmp_path)
+    assert files.fp8.keys() == expected.keys()
     for key, (qdata, scale, block) in expected.items():
-        weight = read_weight(files, key, *scales[key])
+        weight = files.read(key)
         assert weight.qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
         true = exact(qdata, scale, block)
         # The product of 4 and 24 bits, rounded to 24.
@@ -70,10 +69,9 @@ def test_one_scale_may_have_any_shape_of_one_element(tmp_path, dtype):
     for shape, key in zip([(), (1,), (1, 1)], expected, strict=True):
         tensors[f"{key}_scale"] = torch.full(shape, 0.5, dtype=dtype)
     save_file(tensors, file)
-    files = SafetensorsFiles(file)
-    scales = check_scales(files, read_format(tmp_path))
+    files = QuantizedFiles(file)
     for key, (qdata, _, _) in expected.items():
-        assert torch.equal(read_weight(files, key, *scales[key]).dequantize(), qdata.float() / 2)
+        assert torch.equal(files.read(key).dequantize(), qdata.float() / 2)
 
 
 def test_one_scale_for_a_weight_of_several_blocks_is_refused(tmp_path):
@@ -82,7 +80,7 @@ def test_one_scale_for_a_weight_of_several_blocks_is_refused(tmp_path):
     key = next(key for key, (_, scale, _) in expected.items() if scale.numel() > 1)
     save_file({**load_file(file), f"{key}_scale_inv": torch.ones(1, 1)}, file)
     with pytest.raises(ValueError, match=r"shape \(1, 1\), which does not match a weight"):
-        check_scales(SafetensorsFiles(file), read_format(tmp_path))
+        QuantizedFiles(file)
 
 
 def test_exponents_that_are_stored_as_bytes_are_powers_of_two(tmp_path):
@@ -93,10 +91,9 @@ def test_exponents_that_are_stored_as_bytes_are_powers_of_two(tmp_path):
     for key, (_, scale, _) in expected.items():
         tensors[f"{key}_scale_inv"] = torch.full(scale.shape, 120, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
-    files = SafetensorsFiles(tmp_path)
-    scales = check_scales(files, read_format(tmp_path))
+    files = QuantizedFiles(tmp_path)
     for key, (qdata, _, _) in expected.items():
-        weight = read_weight(files, key, *scales[key])
+        weight = files.read(key)
         assert torch.equal(weight.dequantize(), qdata.float() * 2.0**-7)
 
 
@@ -195,7 +192,7 @@ def test_broken_scales_are_an_error_that_names_the_key(tmp_path, breaks, message
     breaks(tensors)
     save_file(tensors, file)
     with pytest.raises(ValueError, match=message) as error:
-        check_scales(SafetensorsFiles(tmp_path), read_format(tmp_path))
+        QuantizedFiles(tmp_path)
     assert "nothing was loaded" in str(error.value)
 
 
