@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_fp8.optimizers import PreparedOptimizers
-from torch_fp8.distributed.ddp.hook_registration import DDPReport
+from torch_fp8.distributed.ddp.connection import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.nn.class_swap import without_compiler
 

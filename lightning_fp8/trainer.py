@@ -70,8 +70,8 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
             # The forward ran without averaging, because Lightning turns it on only for backward.
             for converted in self._live():
                 ours = [o for o in converted.optimizers if isinstance(o, ConvertedOptimizer)]
-                for reducer in {reducer for o in ours for reducer in o.fp8_reducers}:
-                    reducer.prepare(tensor, synchronize=True)
+                for exchange in {e for o in ours for e in o.fp8_exchanges.values()}:
+                    exchange.prepare(tensor, synchronize=True)
         return super().pre_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:

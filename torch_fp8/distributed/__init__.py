@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_fp8.distributed.ddp.hook_registration import DDPReport
+    from torch_fp8.distributed.ddp.connection import DDPReport
     from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
     from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
     from torch_fp8.distributed.fsdp.split_weights import join_sharded, split_sharded
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "ddp.hook_registration": ("DDPReport",),
+    "ddp.connection": ("DDPReport",),
     "ddp.wrap": ("connect_ddp", "ddp_options"),
     "fsdp.connect": ("FSDPReport", "connect_fsdp"),
     "fsdp.split_weights": ("join_sharded", "split_sharded"),

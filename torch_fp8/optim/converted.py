@@ -2,7 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import refuse_capture
-from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
+from torch_fp8.optim.grad_hooks import GradientExchange, attach_hooks, hook_of
 from torch_fp8.optim.residual import known_residual, loaded_residual, set_residual
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import EXACT_BITS
@@ -31,7 +32,7 @@ class ConvertedOptimizer(Optimizer):
         fp8_why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
         fp8_hooks_restored: the number of lost gradient hooks that were put back so far.
         fp8_released: the parameters stepped in backward since the last ``step``.
-        fp8_reducers: reducers that average 8-bit gradients over ranks, one for each DDP module.
+        fp8_exchanges: the exchange that averages a parameter's gradient over ranks, by parameter.
     """
 
     fp8_config: FP8Config
@@ -39,7 +40,7 @@ class ConvertedOptimizer(Optimizer):
     fp8_why_bf16_gradients: str | None = None
     fp8_hooks_restored: int = 0
     fp8_released: set[Tensor]
-    fp8_reducers: tuple[Any, ...] = ()
+    fp8_exchanges: Mapping[Tensor, GradientExchange] = MappingProxyType({})
     _fp8_base: type[Optimizer]
     _fp8_attributes: ClassVar[tuple[str, ...]] = (
         "fp8_config",

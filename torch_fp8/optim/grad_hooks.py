@@ -19,7 +19,7 @@ split and reorder groups in between.
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,25 @@ def finish_release(optimizer: Any) -> None:
         )
 
 
+class GradientExchange(Protocol):
+    """Averages gradients over ranks during backward, for the hooks of their parameters.
+
+    Attributes:
+        rank: this process's rank.
+    """
+
+    rank: int
+
+    def prepare(self, output: Any, synchronize: bool) -> None:
+        """Prepare for the backward of `output`; `synchronize`: whether it averages."""
+
+    def begun(self) -> bool:
+        """Return whether the running backward averages gradients."""
+
+    def ready(self, parameter: Tensor) -> None:
+        """Take ``parameter.grad``, which is complete on this rank."""
+
+
 class GradientHook:
     """A hook that quantizes, detaches or releases a parameter's gradient for one optimizer.
 
@@ -88,6 +107,7 @@ class GradientHook:
 
     quantize = False
     release = False
+    exchange: GradientExchange | None = None
 
     def __init__(self, optimizer: Any, index: int) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -99,9 +119,8 @@ class GradientHook:
         optimizer = self._optimizer()
         if optimizer is None or stored_grad(parameter) is None:
             return
-        reducer = _reducer_of(optimizer, parameter)
-        if reducer is not None and reducer.begun():
-            reducer.ready(parameter)
+        if self.exchange is not None and self.exchange.begun():
+            self.exchange.ready(parameter)
         elif self.quantize:
             self.to_float8(parameter)
         elif isinstance(parameter, DTensor) and not self.release:
@@ -136,8 +155,7 @@ class GradientHook:
     def rounding(self, parameter: Tensor) -> Rounding:
         """Return the random bits for the rounding of a new gradient."""
         row, col, row_length = shard_origin(parameter)
-        reducer = _reducer_of(self._optimizer(), parameter)
-        rank = 0 if reducer is None else reducer.rank
+        rank = 0 if self.exchange is None else self.exchange.rank
         return Rounding(self._counters, row * row_length + col, rank)
 
     def _counters(self) -> tuple[int, ...]:
@@ -169,19 +187,20 @@ def attach_hooks(optimizer: Any) -> int:
     for index, _, parameter in indexed:
         quantize = parameter in weights
         take_out = narrow and isinstance(parameter, DTensor)
-        averaged = _reducer_of(optimizer, parameter) is not None
+        exchange = optimizer.fp8_exchanges.get(parameter)
         hook = hook_of(parameter)
         if hook is not None and not hook.belongs_to(optimizer):
             remove_hook(parameter)
             hook = None
-        if not (quantize or release or take_out or averaged):
+        if not (quantize or release or take_out or exchange):
             remove_hook(parameter)
         elif hook is None and (quantize or parameter.requires_grad):
             hook = GradientHook(optimizer, index)
             _register(parameter, hook)
             missing += quantize or release
         if hook is not None:
-            hook.index, hook.quantize, hook.release = index, quantize, release
+            hook.index, hook.exchange = index, exchange
+            hook.quantize, hook.release = quantize, release
     return missing
 
 
@@ -253,8 +272,3 @@ def _is_part(grad: Tensor) -> bool:
 def _is_partial(grad: Tensor) -> bool:
     """Return whether a gradient holds partial sums that are still to be reduced."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
-
-
-def _reducer_of(optimizer: Any, parameter: Tensor) -> Any:
-    reducers = getattr(optimizer, "fp8_reducers", ())
-    return next((e for e in reducers if parameter in e.parameters), None)

@@ -7,7 +7,7 @@ import torch
 
 from torch_fp8 import FP8Config
 from torch_fp8.distributed import links
-from torch_fp8.distributed.ddp.hook_registration import DDPReport
+from torch_fp8.distributed.ddp.connection import DDPReport
 from torch_fp8.distributed.links import Exchanges, Times
 
 PLAIN, CODES = "all-reduce torch.bfloat16", "all-to-all torch.uint8"

@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
@@ -229,18 +228,6 @@ class Float8GradReducer:
     def __reduce__(self) -> Any:
         # A copy of a DDP module has its own gradients, and process groups must not be copied.
         return type(None), ()
-
-
-class ForwardHook:
-    """A forward hook of DistributedDataParallel that prepares the reducer after each forward."""
-
-    def __init__(self, reducer: Float8GradReducer | None) -> None:
-        self._reducer = reducer
-
-    @torch.compiler.disable
-    def __call__(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
-        if self._reducer is not None and torch.is_grad_enabled():
-            self._reducer.prepare(output, ddp.require_backward_grad_sync)
 
 
 class _PlainGradient:

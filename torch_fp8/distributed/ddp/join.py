@@ -8,8 +8,7 @@ step counts remain each rank's own, as in stock training.)
 """
 
 import hashlib
-import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -17,67 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
-from torch_fp8.distributed.ddp.hook_registration import HookRegistration
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.residual import settled_residual
 from torch_fp8.tensor.halves import VERSIONS
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
-def connect_join(
-    ddp: DistributedDataParallel,
-    registration: HookRegistration | None,
-    reducer: Float8GradReducer | None,
-    optimizers: Iterable[Optimizer],
-) -> None:
-    """Extend ``ddp.join()`` to the gradients and residuals that DDP does not handle.
-
-    Args:
-        ddp: the DistributedDataParallel, already connected otherwise.
-        registration: the registration of its communication hook; None: it gets none of ours.
-        reducer: the reducer of its 8-bit gradients; None: it has none.
-        optimizers: the optimizers that train it.
-    """
-    ours = [weakref.ref(o) for o in optimizers if isinstance(o, ConvertedOptimizer)]
-    if ours or registration is not None:
-        ddp.join_hook = _JoinHooks(ddp, registration, reducer, ours)
-
-
-class _JoinHooks:
-    """A stand-in for ``ddp.join_hook``; in a copy of DDP it registers the communication hook alone.
-
-    A rank may join before its first forward, which registers that hook otherwise.
-    """
-
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        registration: HookRegistration | None,
-        reducer: Float8GradReducer | None = None,
-        optimizers: Sequence["weakref.ref[ConvertedOptimizer]"] = (),
-    ) -> None:
-        self._ddp, self._registration = weakref.ref(ddp), registration
-        self._reducer, self._optimizers = reducer, optimizers
-
-    def __call__(self, **kwargs: Any) -> JoinHook:
-        ddp = self._ddp()
-        assert ddp is not None
-        if self._registration is not None:
-            self._registration(ddp, ())
-        of_ddp: JoinHook = type(ddp).join_hook(ddp, **kwargs)
-        if not self._optimizers:
-            return of_ddp
-        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        return _Join(ddp, of_ddp, self._reducer, optimizers)
-
-    def __reduce__(self) -> Any:
-        return _JoinHooks, (self._ddp(), self._registration)
-
-
-class _Join(JoinHook):
+class Join(JoinHook):
     """The hook of a rank that has joined: DDP's part, and ours."""
 
     def __init__(

@@ -26,13 +26,14 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.distributed.agreement import check_same_config
-from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer, ForwardHook
-from torch_fp8.distributed.ddp.hook_registration import (
+from torch_fp8.distributed.ddp.connection import (
+    DDPConnection,
     DDPReport,
-    connect_hook,
+    connection_of,
     reason_without_hook,
 )
-from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
+from torch_fp8.distributed.ddp.join import broadcast_state
 from torch_fp8.distributed.links import Exchanges, choose_exchanges, measured_groups
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.experts import Float8Experts
@@ -155,18 +156,20 @@ def connect_ddp(
     check_same_config(config, ddp.process_group, layers, absent="in high precision")
     reason = reason or reason_without_hook(ddp)
     exchanges = _chosen(ddp.module, config, None if reason else ddp.process_group)
-    if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
+    connection = connection_of(ddp)
+    if connection is None:
         reducer = _connect_reducer(ddp, optimizers, names, exchanges)
-        wanted = reason is None and (config.communication != "off" or reducer is not None)
+        averages = reason is None and (config.communication != "off" or reducer is not None)
         if num_ranks > 1:
-            registration = connect_hook(ddp, exchanges, reducer) if wanted else None
-            connect_join(ddp, registration, reducer, optimizers)
+            DDPConnection(ddp, exchanges, reducer, averages, optimizers).connect(ddp)
+    else:
+        connection.train_with(optimizers)
     if not exchanges["average"]:
         reason = exchanges.note("average") or "communication='off'"
-    reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
-    parameters = {p for e in reducers for p in e.parameters}.intersection(ddp.module.parameters())
+    averaged = {p for o in optimizers for p in getattr(o, "fp8_exchanges", ())}
+    averaged.intersection_update(ddp.module.parameters())
     note = exchanges.note("average")
-    return DDPReport(num_ranks, reason, len(parameters), exchanges["average"], note)
+    return DDPReport(num_ranks, reason, len(averaged), exchanges["average"], note)
 
 
 def _chosen(module: nn.Module, config: FP8Config, group: Any, agree: bool = False) -> Exchanges:
@@ -201,13 +204,12 @@ def _connect_reducer(
     reducer = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
         reducer = Float8GradReducer(kept, ddp.process_group, exchanges)
-        ddp.register_forward_hook(ForwardHook(reducer))
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, ConvertedOptimizer):
-            # Keep the reducers of other modules: an optimizer may train several.
-            others = [e for e in optimizer.fp8_reducers if not e.parameters & parameters]
-            optimizer.fp8_reducers = tuple(others if reducer is None else [*others, reducer])
+            # Keep the exchanges of other modules: an optimizer may train several.
+            others = {p: e for p, e in optimizer.fp8_exchanges.items() if p not in parameters}
+            optimizer.fp8_exchanges = others | (dict.fromkeys(kept, reducer) if reducer else {})
             attach_hooks(optimizer)
     return reducer
 

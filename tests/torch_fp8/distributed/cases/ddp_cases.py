@@ -324,7 +324,7 @@ def case_overlapped():
         torch.manual_seed(RANK)
         layers = [nn.Linear(96, 96) for _ in range(5)]
         ddp, optimizer, _ = wrapped(model=nn.Sequential(*layers, nn.LayerNorm(96)))
-        (reducer,) = optimizer.fp8_reducers
+        (reducer,) = {*optimizer.fp8_exchanges.values()}
         reducer._overlaps = overlaps
         train(ddp, optimizer, 3, 2)
         made.append(merged_state_dict(ddp, optimizer))
@@ -695,14 +695,14 @@ def case_compiled():
         optimizer.step()
         optimizer.zero_grad()
     equal = equal_on_ranks(merged_state_dict(ddp, optimizer).values())
-    return [eight, equal, len(optimizer.fp8_reducers), len(ddp._forward_hooks)]
+    return [eight, equal, len({*optimizer.fp8_exchanges.values()}), len(ddp._forward_hooks)]
 
 
 def case_copied():
     ddp, optimizer, _ = wrapped()
     train(ddp, optimizer, 1)
     twin = copy.deepcopy(ddp.module)
-    return [len(twin.state_dict()), "fp8_reducers" in copy.deepcopy(optimizer).__dict__]
+    return [len(twin.state_dict()), "fp8_exchanges" in copy.deepcopy(optimizer).__dict__]
 
 
 def case_one_process():
@@ -720,4 +720,4 @@ def case_one_process():
         single.step()
         single.zero_grad()
     pairs = zip(model.parameters(), ddp.module.parameters(), strict=True)
-    return [optimizer.fp8_reducers == (), all(torch.equal(p, q) for p, q in pairs)]
+    return [optimizer.fp8_exchanges == {}, all(torch.equal(p, q) for p, q in pairs)]

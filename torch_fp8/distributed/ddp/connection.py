@@ -1,0 +1,140 @@
+"""`DDPConnection`: our communication hook on DistributedDataParallel, and uneven inputs.
+
+DDP accepts one hook, and a user may register it after wrapping the module. So ours is registered as
+late as possible: at the first forward, or when a rank joins (uneven inputs) without a forward.
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
+from torch_fp8.distributed.ddp.join import Join
+from torch_fp8.distributed.links import Exchanges
+from torch_fp8.optim.converted import ConvertedOptimizer
+
+
+@dataclass(frozen=True)
+class DDPReport:
+    """How the gradients of a DistributedDataParallel are averaged.
+
+    Attributes:
+        num_ranks: the number of ranks.
+        reason: the reason why DDP's buckets are not averaged in FP8; None if they are.
+        num_fp8_gradients: the number of weights with 8-bit gradients (O3), averaged beside DDP.
+        fp8_exchange: whether these 8-bit gradients travel in FP8.
+        note: a note on the choice of ``communication="auto"``; empty if it made none.
+    """
+
+    num_ranks: int
+    reason: str | None = None
+    num_fp8_gradients: int = 0
+    fp8_exchange: bool = True
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.num_ranks == 1:
+            return "1, so nothing is exchanged"
+        text = f"{self.num_ranks}, gradients averaged in "
+        if self.reason is None:
+            return f"{text}FP8, 1.03 bytes each{f', {self.note}' if self.note else ''}"
+        if self.num_fp8_gradients and self.fp8_exchange:
+            text += f"FP8 if they have 8 bits ({self.num_fp8_gradients}), others in "
+        return f"{text}their dtype: {self.reason}"
+
+
+def users_hook(ddp: DistributedDataParallel) -> str | None:
+    """Return the name of the user's communication hook (Python or built in), or None."""
+    name = ddp._get_ddp_logging_data().get("comm_hook")
+    return None if name in (None, "", average_bucket.__qualname__) else str(name)
+
+
+def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
+    """Return why our hook must not be registered, as far as is known now."""
+    name = users_hook(ddp)
+    if name is not None:
+        return f"the communication hook {name} is registered"
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
+        return "torch.compile exchanges them itself (optimize_ddp='python_reducer')"
+    return None
+
+
+class DDPConnection:
+    """What this package adds to one DistributedDataParallel; a copy of it has only our hook.
+
+    Args:
+        ddp: the DistributedDataParallel of several ranks.
+        exchanges: the choice whether gradients travel in 8 bits or in their dtype.
+        reducer: the reducer of the gradients that DDP ignores; None: there are none.
+        averages: whether our hook averages DDP's buckets, unless the first forward finds another.
+        optimizers: the optimizers that train it, whose residuals a rank shares after a join.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        exchanges: Exchanges,
+        reducer: Float8GradReducer | None,
+        averages: bool,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:
+        self._ddp, self._exchanges, self._reducer = weakref.ref(ddp), exchanges, reducer
+        self._averages, self._registered = averages, False
+        self._optimizers: dict[weakref.ref[ConvertedOptimizer], None] = {}
+        self.train_with(optimizers)
+
+    def train_with(self, optimizers: Iterable[Optimizer]) -> None:
+        """Add optimizers that train the module."""
+        ours = (o for o in optimizers if isinstance(o, ConvertedOptimizer))
+        self._optimizers |= dict.fromkeys(map(weakref.ref, ours))
+
+    def connect(self, ddp: DistributedDataParallel) -> None:
+        """Run in each forward of `ddp`, and in place of its ``join_hook``."""
+        ddp.register_forward_pre_hook(self.register_hook)
+        if self._reducer is not None:
+            ddp.register_forward_hook(self.prepare)
+        ddp.join_hook = self.join
+
+    @torch.compiler.disable
+    def register_hook(self, ddp: DistributedDataParallel, args: Any = ()) -> None:
+        """Register the communication hook, once."""
+        if self._registered or not self._averages:
+            return
+        self._registered = True
+        wanted = self._exchanges["average"] or self._reducer is not None
+        if wanted and reason_without_hook(ddp) is None:
+            state = QuantizedAllReduce(ddp.process_group, self._reducer, self._exchanges)
+            ddp.register_comm_hook(state, average_bucket)
+            if self._reducer is not None:
+                self._reducer.leads = True
+
+    @torch.compiler.disable
+    def prepare(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
+        """Prepare the reducer for the backward of a forward's output."""
+        if self._reducer is not None and torch.is_grad_enabled():
+            self._reducer.prepare(output, ddp.require_backward_grad_sync)
+
+    def join(self, **kwargs: Any) -> JoinHook:
+        """Return the hook of a rank that may run out of inputs, also before its first forward."""
+        ddp = self._ddp()
+        assert ddp is not None
+        self.register_hook(ddp)
+        of_ddp: JoinHook = type(ddp).join_hook(ddp, **kwargs)
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        return Join(ddp, of_ddp, self._reducer, optimizers) if self._optimizers else of_ddp
+
+    def __reduce__(self) -> Any:
+        return DDPConnection, (self._ddp(), self._exchanges, None, self._averages)
+
+
+def connection_of(ddp: DistributedDataParallel) -> DDPConnection | None:
+    """Return what `DDPConnection.connect` has connected; None: nothing."""
+    connection = getattr(vars(ddp).get("join_hook"), "__self__", None)
+    return connection if isinstance(connection, DDPConnection) else None
