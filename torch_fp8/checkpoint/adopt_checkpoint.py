@@ -9,8 +9,9 @@ with which `torch_fp8.conversion.fp8_weight.known_bytes` returns the file's byte
 only in FP8. A weight that was changed after loading stays as it is.
 """
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def take_over(
     already = any(isinstance(p, DTensor) for p in model.parameters())
     sharded = sharded or already
     lines = take_over_layers(
-        model, config, spec, _ScalesOfFiles(model), trained=trained, residuals=not sharded
+        model, config, spec, _scales_of_files(model), trained=trained, residuals=not sharded
     )
     if not (already or (trained and sharded)):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
@@ -226,22 +227,19 @@ def adopt_checkpoints(
     return reports
 
 
-class _ScalesOfFiles:
-    """The scales that a layer has in the checkpoint; files are opened only when needed."""
+def _scales_of_files(model: nn.Module) -> Callable[[nn.Module], Tensor | None]:
+    """Return a function from a layer to its scales in files, which it opens when it is called."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._places: dict[nn.Module, tuple[_Source, str]] | None = None
+    @functools.cache
+    def places() -> dict[nn.Module, tuple[QuantizedFiles, str]]:
+        sources = _sources(model)
+        return {layer: (s.files, key) for s in sources for key, layer in s.layers()}
 
-    def __call__(self, layer: nn.Module) -> Tensor | None:
-        if self._places is None:
-            sources = list(_sources(self._model))
-            self._places = {own: (s, key) for s in sources for key, own in s.layers()}
-        place = self._places.get(layer)
-        if place is None:
-            return None
-        source, key = place
-        return source.files.scale(key)
+    def scale_of(layer: nn.Module) -> Tensor | None:
+        files, key = places().get(layer, (None, ""))
+        return None if files is None else files.scale(key)
+
+    return scale_of
 
 
 def _sources(model: nn.Module) -> Iterator[_Source]:

@@ -158,7 +158,7 @@ def _compressed_tensors(quantization: Mapping[str, Any], where: str) -> Checkpoi
         is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
         if own not in _PLAIN or not is_fp8:
             raise ValueError(f"{where} is a compressed-tensors checkpoint of {own!r}; {_WAY_OUT}")
-        blocks.append(_strategy(weights, where))
+        blocks.append(block_of_strategy(weights, where))
     if form not in _PLAIN or not blocks:
         raise ValueError(f"{where} is a compressed-tensors checkpoint of {form!r}; {_WAY_OUT}")
     name = f"compressed-tensors {form!r}"
@@ -166,7 +166,8 @@ def _compressed_tensors(quantization: Mapping[str, Any], where: str) -> Checkpoi
     return CheckpointFormat(name, "_scale", tuple(dict.fromkeys(blocks)), exponents)
 
 
-def _strategy(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
+def block_of_strategy(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
+    """Return the (rows, columns) that share a scale in compressed-tensors' weights; 0 for all."""
     strategy = weights.get("strategy")
     if strategy == "tensor":
         return 0, 0

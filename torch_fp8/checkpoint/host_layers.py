@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.checkpoint.formats import block_of_strategy
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload, scale_grid
 from torch_fp8.conversion.frozen_layers import option_that_keeps
@@ -124,23 +125,16 @@ def _kind(layer: nn.Module) -> str:
     return "transformers' FP8Linear layers" if own else "compressed-tensors layers"
 
 
-def _block_of(layer: Any) -> tuple[int, int]:
+def _block_of(name: str, layer: Any) -> tuple[int, int]:
     """Return the rows and columns of a layer's weight that share a scale."""
+    scheme, block = vars(layer).get("quantization_scheme"), (0, 0)
+    if scheme is not None:
+        strategy = getattr(scheme.weights.strategy, "value", scheme.weights.strategy)
+        block = block_of_strategy({**vars(scheme.weights), "strategy": strategy}, name)
+    elif layer.block_size:
+        block = layer.block_size
     rows, cols = layer.weight.shape
-    scheme = vars(layer).get("quantization_scheme")
-    if scheme is None:
-        height, width = layer.block_size or (rows, cols)
-        return height, width
-    weights = scheme.weights
-    strategy = getattr(weights.strategy, "value", weights.strategy)
-    blocks = {
-        "tensor": (rows, cols),
-        "channel": (1, cols),
-        "group": (1, weights.group_size),
-        "block": tuple(weights.block_structure or ()),
-    }
-    height, width = blocks[strategy]
-    return height, width
+    return block[0] or rows, block[1] or cols
 
 
 def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | None]) -> FP8Weight:
@@ -152,7 +146,7 @@ def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | N
         if of_file is not None and of_file.numel() == held.numel():
             of_file = of_file.to(held.device).reshape(held.shape)
             scale = of_file if torch.equal(of_file.to(held.dtype), held) else scale
-    block = _block_of(layer)
+    block = _block_of(name, layer)
     grid = scale_grid(qdata.shape, block)
     shape = tuple(scale.shape)
     if scale.numel() != math.prod(grid) or (scale.ndim == 2 and shape != grid):
@@ -201,20 +195,18 @@ def take_over_experts(
     Raises:
         ValueError: scales of a weight are broken (the error names it); nothing was changed then.
     """
-    experts = host_experts(model)
-    for name, module in experts:
-        for key, weight, scale in _weights(module):
-            _expert_block(f"{name}.{key}", weight, scale)
+    experts = [
+        (name, module, {key: _fused_weight(f"{name}.{key}", *of) for key, *of in _weights(module)})
+        for name, module in host_experts(model)
+    ]
     stocks: dict[str, nn.Module] = {}
     exact = anew = 0
     while experts:  # free each one before the next
-        name, module = experts.pop()
+        name, module, fused = experts.pop()
         stock = _stock_module(model, name, stocks)
         for key, weight, scale in _weights(module):
-            block = _expert_block(name, weight, scale)
+            stored = fused.pop(key)
             scale.requires_grad_(False)  # an optimizer may have it
-            codes = weight.detach().reshape(-1, weight.shape[2])  # (E, R, C) -> (E * R, C)
-            stored = FP8Weight(codes, scale.detach().float().reshape(-1, scale.shape[2]), block)
             if trained and weight.requires_grad:
                 continue_exactly(weight, stored, config, residuals)
                 stock._parameters[key] = weight
@@ -225,7 +217,7 @@ def take_over_experts(
                 anew += 1
         stock.train(module.training)
         model.set_submodule(name, stock)
-        del module, weight, scale, codes, stored
+        del module, weight, scale, stored
     said = _counts(
         ("are trained from their exact values", exact),
         ("are cast again when frozen, with one scale per row", anew),
@@ -267,8 +259,8 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             yield name, module._parameters[name], scale
 
 
-def _expert_block(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
-    """Return the rows and columns of a weight (E, R, C) that share a scale.
+def _fused_weight(name: str, weight: Tensor, scale: Tensor) -> FP8Weight:
+    """Return a weight (E, R, C) as one matrix (E * R, C).
 
     Args:
         name: the weight's qualified name.
@@ -283,7 +275,8 @@ def _expert_block(name: str, weight: Tensor, scale: Tensor) -> tuple[int, int]:
             "blocks: the checkpoint is broken"
         )
     check_positive(f"{name}{_EXPERT_SCALES}", scale)
-    return shape[1] // grid[1], shape[2] // grid[2]
+    codes, scales = weight.detach().flatten(0, 1), scale.detach().float().flatten(0, 1)
+    return FP8Weight(codes, scales, (shape[1] // grid[1], shape[2] // grid[2]))
 
 
 def _stock_module(model: nn.Module, name: str, stocks: dict[str, nn.Module]) -> nn.Module:

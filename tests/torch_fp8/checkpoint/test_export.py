@@ -12,20 +12,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torch_fp8
-from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
+from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
 from torch_fp8 import FP8Config, convert_to_float8, export
 from torch_fp8.checkpoint import safetensors_files, whole_folder
 from torch_fp8.nn import linear_function
 from torch_fp8.nn.linear import pause
-
-CASES = [
-    ("fine-grained", "blockwise"),
-    ("compressed-tensors", "tensorwise"),
-    ("compressed-tensors", "rowwise"),
-    ("compressed-tensors", "blockwise"),
-    ("compressed-tensors", "mxfp8"),
-    ("modelopt", "delayed"),
-]
 
 
 def _trained(recipe, steps=2, config=None, **changes):
@@ -81,7 +72,7 @@ def _read(folder):
     return tensors
 
 
-@pytest.mark.parametrize(("format", "recipe"), CASES)
+@pytest.mark.parametrize(("format", "recipe"), EXPORTS)
 def test_the_file_holds_what_training_multiplies_by(tmp_path, monkeypatch, format, recipe):
     model = _trained(recipe)
     report = export(model, tmp_path / "out", format)
@@ -105,7 +96,7 @@ def test_the_file_holds_what_training_multiplies_by(tmp_path, monkeypatch, forma
     assert report.ignored == ("lm_head",)
 
 
-@pytest.mark.parametrize(("format", "recipe"), [case for case in CASES if case[0] != "modelopt"])
+@pytest.mark.parametrize(("format", "recipe"), [case for case in EXPORTS if case[0] != "modelopt"])
 def test_stock_transformers_opens_it_with_the_same_values(tmp_path, monkeypatch, format, recipe):
     """What compressed-tensors wrote is loaded by that library; float32 keeps tensorwise scales."""
     from transformers import AutoModelForCausalLM
@@ -557,7 +548,7 @@ def test_the_folder_is_as_readable_as_others(tmp_path):
     assert os.listdir(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("format", "recipe"), CASES)
+@pytest.mark.parametrize(("format", "recipe"), EXPORTS)
 def test_it_is_read_back_exactly(tmp_path, monkeypatch, format, recipe):
     """The residual of 8 bits adds nothing to values that BF16 holds, and half a unit to others."""
     from transformers import AutoModelForCausalLM
@@ -575,7 +566,7 @@ def test_it_is_read_back_exactly(tmp_path, monkeypatch, format, recipe):
         assert bool((error <= bound * values.abs()).all()), name
 
 
-@pytest.mark.parametrize(("format", "recipe"), [CASES[0], CASES[-1]])
+@pytest.mark.parametrize(("format", "recipe"), [EXPORTS[0], EXPORTS[-1]])
 @pytest.mark.parametrize("how", ["no file", "nothing in it"])
 @pytest.mark.parametrize("load", [torch_fp8.load_frozen, torch_fp8.load_trainable])
 def test_a_folder_without_its_config_is_refused_by_name(tmp_path, format, recipe, how, load):

@@ -7,18 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import torch_fp8
-from tests.fp8_checkpoints import tiny_llama
+from tests.fp8_checkpoints import EXPORTS, tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, export, load_frozen, weights_for_engine
 from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
-FORMATS = [
-    ("fine-grained", "blockwise"),
-    ("compressed-tensors", "tensorwise"),
-    ("compressed-tensors", "rowwise"),
-    ("compressed-tensors", "blockwise"),
-    ("compressed-tensors", "mxfp8"),
-    ("modelopt", "delayed"),
-]
 ORIGINS = ["bfloat16", "float16", "O1", "O2", "O3"]
 """The dtype of a model, or the level at which a float32 model is trained."""
 TOKENS = torch.arange(1, 9)[None]
@@ -58,7 +50,7 @@ def _dtypes(folder):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*written in BF16")
-@pytest.mark.parametrize(("format", "recipe"), FORMATS)
+@pytest.mark.parametrize(("format", "recipe"), EXPORTS)
 def test_every_export_is_opened_and_generates(tmp_path, format, recipe):
     """transformers opens all but ModelOpt's, which `load_frozen` opens."""
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
