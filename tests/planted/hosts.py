@@ -70,8 +70,8 @@ FAULTS = [
     Fault(
         "manual optimization does not average over ranks",
         "lightning_fp8/trainer.py",
-        "                    reducer.prepare(tensor, synchronize=True)",
-        "                    reducer.prepare(tensor, synchronize=False)",
+        "                    exchange.prepare(tensor, synchronize=True)",
+        "                    exchange.prepare(tensor, synchronize=False)",
         f"{_LIGHTNING}/test_data_parallel.py",
     ),
 ]

@@ -10,7 +10,7 @@ from torch import nn
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import memory_report
-from torch_fp8.optim.grad_hooks import attach_hooks, hook_of
+from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.float8_moment import Float8Moment
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -168,9 +168,8 @@ def test_a_copy_of_an_optimizer_keeps_8_bits_and_a_pickle_is_plain():
 
 def test_a_gradient_is_rounded_with_the_bits_of_the_rank_that_has_it():
     layer = nn.Sequential(nn.Linear(64, 96))
-    optimizer, _ = adamw(layer, FP8Config(opt_level="O3"))
+    adamw(layer, FP8Config(opt_level="O3"))
     weight = layer[0].weight
     for rank in (0, 3):
-        optimizer.fp8_exchanges = {weight: types.SimpleNamespace(rank=rank)}
-        attach_hooks(optimizer)
+        hook_of(weight).exchange = types.SimpleNamespace(rank=rank)
         assert hook_of(weight).rounding(weight).rank == rank
