@@ -42,15 +42,15 @@ FAULTS = [
     Fault(
         "the gradient of a frozen weight counts as a product",
         "torch_fp8/conversion/matmul_flops.py",
-        "        total += (2 + trained) * numel",
-        "        total += 3 * numel",
+        "            total += (2 + trained) * numel",
+        "            total += 3 * numel",
         f"{_TESTS}/test_report.py {_TESTS}/test_convert.py",
     ),
     Fault(
         "experts count with all of them, not with those of a token",
         "torch_fp8/conversion/matmul_flops.py",
-        "                numel = parameter.numel() * share\n",
-        "                numel = parameter.numel() * 1.0\n",
+        "        yield parameter.numel() * share, ",
+        "        yield parameter.numel() * 1.0, ",
         f"{_TESTS} tests/torch_fp8/test_mixture_of_experts.py",
     ),
     Fault(

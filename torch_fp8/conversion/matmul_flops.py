@@ -1,6 +1,7 @@
 """Number of multiply-adds of a model's GEMMs with a weight, and of those that run in FP8."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,29 +41,27 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
     """
     total = fp8 = experts = 0.0
     for module in model.modules():
-        if not is_linear(module):
-            of_experts = any(expert_weights("", module))
-            for key in stacked_weights("", module):
-                parameter = getattr(module, key)
-                share = _active_share(model, module, parameter) if of_experts else 1.0
-                numel = parameter.numel() * share
-                if isinstance(module, Float8Experts):
-                    total += (2 + parameter.requires_grad) * numel
-                    wgrad = parameter.requires_grad and module.fp8.recipe.wgrad is not None
-                    fp8 += (2 + wgrad) * numel
-                elif of_experts:
-                    experts += (2 + parameter.requires_grad) * numel
-                else:
-                    total += (2 + parameter.requires_grad) * numel
-            continue
+        in_fp8 = isinstance(module, (Float8Layer, Float8Experts))
+        for numel, trained, of_experts in _weights(model, module):
+            total += (2 + trained) * numel
+            if in_fp8:
+                fp8 += (2 + (trained and module.fp8.recipe.wgrad is not None)) * numel
+            elif of_experts:
+                experts += (2 + trained) * numel
+    return MatmulFlops(total, fp8, experts)
+
+
+def _weights(model: nn.Module, module: nn.Module) -> Iterator[tuple[float, bool, bool]]:
+    """Yield (multiply-adds per token, is trained, is of experts) of each weight of a module."""
+    if is_linear(module):
         weight = module._parameters.get("weight")  # may be packed, or missing
-        trained = weight is not None and weight.requires_grad
-        numel = math.prod(features(module))
-        total += (2 + trained) * numel
-        if isinstance(module, Float8Layer):
-            fp8_wgrad = trained and module.fp8.recipe.wgrad is not None
-            fp8 += (2 + fp8_wgrad) * numel
-    return MatmulFlops(total + experts, fp8, experts)
+        yield math.prod(features(module)), weight is not None and weight.requires_grad, False
+        return
+    of_experts = any(expert_weights("", module))
+    for key in stacked_weights("", module):
+        parameter = module.get_parameter(key)
+        share = _active_share(model, module, parameter) if of_experts else 1.0
+        yield parameter.numel() * share, parameter.requires_grad, of_experts
 
 
 def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """`ConversionReport`, the result of a conversion, and the start-up summary that it prints."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -125,31 +125,7 @@ class ConversionReport:
             communication: report about traffic between ranks, from `torch_fp8.distributed`; None in
                 a single process.
         """
-        chosen = "auto -> " if self.config.recipe == "auto" else ""
-        backend = backend_name(self.device, self.emulated)
-        if self.config.backend == "transformer-engine":
-            backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
-        lines = [
-            f"FP8: {self.num_converted} of {counted(self.num_layers, 'linear layer')}, "
-            f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
-            f"  recipe    {chosen}{self.recipe}",
-            *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
-            *self._override_lines(),
-            f"  GEMMs     {backend}",
-            *self._producer_lines(),
-            *self._smooth_lines(),
-            *self._expert_lines(),
-            *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
-            *self._high_precision_lines(),
-            *(f"  skipped   {line}" for line in self._skipped_by_reason()),
-        ]
-        unused = {"skip pattern(s)": self.unused_skip}
-        unused["pattern(s) of overrides"] = self.unused_overrides
-        lines += [
-            f"  warning   {noun} {', '.join(map(repr, patterns))} match no module"
-            for noun, patterns in unused.items()
-            if patterns
-        ]
+        lines = list(self._lines())
         if self.config.opt_level != "O1":
             if optimizer_reports is None:
                 lines.append(_NEXT)
@@ -163,90 +139,100 @@ class ConversionReport:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)
 
-    def _override_lines(self) -> list[str]:
-        names = defaultdict(list)
-        for name, recipe in self.overridden.items():
-            names[str(recipe)].append(name)
-        return [f"  override  {first_of(members)}: {recipe}" for recipe, members in names.items()]
+    def _lines(self) -> Iterator[str]:
+        """Yield what runs in FP8, how, and what does not."""
+        chosen = "auto -> " if self.config.recipe == "auto" else ""
+        backend = backend_name(self.device, self.emulated)
+        if self.config.backend == "transformer-engine":
+            backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
+        yield (
+            f"FP8: {self.num_converted} of {counted(self.num_layers, 'linear layer')}, "
+            f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}"
+        )
+        yield f"  recipe    {chosen}{self.recipe}"
+        if self.choice is not None:
+            yield f"  {self.choice.label:<9} {self.choice}"
+        overridden = ((name, str(recipe)) for name, recipe in self.overridden.items())
+        for recipe, names in by_reason(overridden).items():
+            yield f"  override  {first_of(names)}: {recipe}"
+        yield f"  GEMMs     {backend}"
+        yield from self._producer_lines()
+        if self.choice is not None and self.choice.experts.speedups:
+            yield f"  experts   {self.choice.experts} as fast as BF16, forward and backward"
+        if self.experts:
+            yield (
+                f"  experts   {counted(len(self.experts), 'fused weight')} in FP8 grouped GEMMs, "
+                f"{expert_recipe(self.config)}"
+            )
+        if self.experts and self.were_eager:
+            yield "  experts   experts_implementation was 'eager' and is now 'grouped_mm'"
+        if self.frozen.frozen:
+            yield f"  frozen    {self.frozen}"
+        yield from self._high_precision_lines()
+        skipped = [s for s in self.skipped if s.reason != ADAPTER and not _is_foreign(s.reason)]
+        for reason, names in by_reason(skipped).items():
+            yield f"  skipped   {first_of(names)}: {reason}"
+        unused = {"skip pattern(s)": self.unused_skip}
+        unused["pattern(s) of overrides"] = self.unused_overrides
+        for noun, patterns in unused.items():
+            if patterns:
+                yield f"  warning   {noun} {', '.join(map(repr, patterns))} match no module"
 
-    def _smooth_lines(self) -> list[str]:
-        if self.smooth:
-            return [
-                f"  smooth    {len(self.smooth)} down projections of gated MLPs, with one scale "
-                "per channel; their weights are cast again in each forward"
-            ]
-        if self.config.smooth_swiglu:
-            return [
-                "  warning   smooth_swiglu=True changes nothing: no gated MLP was found whose down "
-                "projection runs in FP8"
-            ]
-        return []
-
-    def _producer_lines(self) -> list[str]:
-        lines = []
+    def _producer_lines(self) -> Iterator[str]:
+        """Yield what norms and gated MLPs emit, and the layers with a scale for each channel."""
         if self.producers:
             number = len(self.producers)
             noun = "norm or gated MLP" if number == 1 else "norms and gated MLPs"
             storage = "in FP8" if self.config.save_activations == "fp8" else "unchanged"
-            lines.append(
+            yield (
                 f"  fused     {number} {noun} with FP8 outputs; tensors for backward are saved "
                 f"{storage}"
             )
         if self.unfused:
-            lines.append(
+            yield (
                 f"  not fused {first_of(self.unfused)}: the layers that read it have different "
                 "recipes, so each casts its own input"
             )
         if self.num_liger:
-            lines.append(
+            yield (
                 f"  liger     {counted(self.num_liger, 'module')} of Liger Kernel, whose outputs "
                 "are in high precision; the linear layers cast them"
             )
-        return lines
+        if self.smooth:
+            yield (
+                f"  smooth    {len(self.smooth)} down projections of gated MLPs, with one scale "
+                "per channel; their weights are cast again in each forward"
+            )
+        elif self.config.smooth_swiglu:
+            yield (
+                "  warning   smooth_swiglu=True changes nothing: no gated MLP was found whose down "
+                "projection runs in FP8"
+            )
 
-    def _expert_lines(self) -> list[str]:
-        lines = []
-        if self.choice is not None and self.choice.experts.speedups:
-            lines.append(f"  experts   {self.choice.experts} as fast as BF16, forward and backward")
-        if not self.experts:
-            return lines
-        lines += [
-            f"  experts   {counted(len(self.experts), 'fused weight')} in FP8 grouped GEMMs, "
-            f"{expert_recipe(self.config)}"
-        ]
-        if self.were_eager:
-            lines.append("  experts   experts_implementation was 'eager' and is now 'grouped_mm'")
-        return lines
-
-    def _high_precision_lines(self) -> list[str]:
+    def _high_precision_lines(self) -> Iterator[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in
         high precision with their effect on speed; one line each.
         """
         libraries = Counter(r.removeprefix(QUANTIZED) for _, r in self.skipped if _is_foreign(r))
-        lines = [
-            f"  quantized {counted(count, 'layer')} by {library}, which runs them as it does "
-            "without FP8; to run this base in FP8, load a checkpoint in BF16 or FP8 without this "
-            "quantization"
-            for library, count in libraries.items()
-        ]
+        for library, count in libraries.items():
+            yield (
+                f"  quantized {counted(count, 'layer')} by {library}, which runs them as it does "
+                "without FP8; to run this base in FP8, load a checkpoint in BF16 or FP8 without "
+                "this quantization"
+            )
         if self.adapters:
-            lines.append(
+            yield (
                 f"  adapters  {counted(len(self.adapters), 'linear layer')} of LoRA or another "
                 "adapter, in high precision"
             )
         if self.flops.experts:
             of_all = 100 * self.flops.experts / self.flops.total
             faster = 1 / (1 - self.flops_share * (1 - 1 / _FASTER))
-            lines.append(
+            yield (
                 f"  experts   {of_all:.1f} % of the matmul FLOPs are in fused experts that stay in "
                 "high precision: even if FP8 doubles a GEMM's speed, all GEMMs together are only "
                 f"{faster:.2f} times as fast"
             )
-        return lines
-
-    def _skipped_by_reason(self) -> list[str]:
-        skipped = [s for s in self.skipped if s.reason != ADAPTER and not _is_foreign(s.reason)]
-        return [f"{first_of(names)}: {reason}" for reason, names in by_reason(skipped).items()]
 
     __str__ = summary
 
