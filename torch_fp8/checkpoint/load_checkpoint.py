@@ -20,16 +20,16 @@ from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
 from torch_fp8.conversion.freeze import refuse_kept
 from torch_fp8.conversion.frozen_layers import freeze_weights, frozen_recipe
-from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.frozen_payload import freeze_tensor
+from torch_fp8.tensor.frozen_weight import frozen_parameter
 
 Read: TypeAlias = Tensor | FP8Weight
-Place = Callable[[str, nn.Module, Read], Tensor | None]
+Place = Callable[[str, nn.Module, Read], Tensor]
 """The function that creates a layer's tensor from what was read:
-``place(qualified name, layer, read)``. It returns None if the layer has the tensor already.
+``place(qualified name, layer, read)``.
 """
 
 
@@ -121,29 +121,27 @@ def load_frozen(
     check_arguments(load_frozen, locals())
     refuse_kept(config, "load_frozen")
     target = _device(device)
-    recipe, emulate = frozen_recipe(config, target)
-    notice = ThawNotice()
+    spec = frozen_recipe(config, target)[0].weight
 
     def convert(model: nn.Module) -> None:
         convert_to_float8(model, config, device=target)
 
-    def place(name: str, layer: nn.Module, read: Read) -> Tensor | None:
+    def place(name: str, layer: nn.Module, read: Read) -> Tensor:
         if not isinstance(layer, Float8Layer) or not name.endswith("weight"):
             return _plain(read)
         payload = None
         if isinstance(read, FP8Weight):
-            payload = frozen_payload(read, recipe.weight, name, torch.bfloat16)
+            payload = frozen_payload(read, spec, name, torch.bfloat16)
         if payload is None:
             whole = read if isinstance(read, Tensor) else read.dequantize()
-            payload = freeze_tensor(whole, recipe.weight, name, torch.bfloat16)
-        layer.freeze_weights(recipe, emulate, notice, payload)
-        return None
+            payload = freeze_tensor(whole, spec, name, torch.bfloat16)
+        return frozen_parameter(payload)
 
     model = _load(cls, path, target, place, convert)
     for layer in model.modules():
         if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
             layer.restart()  # the layer was created on the meta device
-    freeze_weights(model, config, target, lambda module: bool(module.frozen_weights))
+    freeze_weights(model, config, target, lambda _: False)  # the layers of the weights placed here
     return model.requires_grad_(False)
 
 
@@ -172,9 +170,7 @@ def _load(
         convert(model)
     for key in files:
         owners, read = homes[key], files.read(key).to(target)
-        value = place(key, owners[0][0], read) if len(owners) == 1 else _plain(read)
-        if value is not None:
-            _assign(owners, value)
+        _assign(owners, place(key, owners[0][0], read) if len(owners) == 1 else _plain(read))
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False)]:
             setattr(module, name, buffer.to(target))

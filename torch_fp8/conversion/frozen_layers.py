@@ -7,7 +7,7 @@ GEMMs for such scales. On other cards a frozen weight has a single scale.
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -115,13 +115,14 @@ def option_that_keeps(config: FP8Config) -> str | None:
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
     """Freeze the modules of a converted model to which `config.frozen_weights` applies.
 
-    With `config.merge_aware`, LoRA layers over them then multiply by merged weights.
+    With `config.merge_aware`, LoRA layers over them then multiply by merged weights. Norms and MLPs
+    are not reconnected.
     """
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
     meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
-    report = freeze_weights(model, config, device, meant)
+    report = _freeze_weights(model, config, device, meant)
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
     return report
@@ -135,53 +136,83 @@ def freeze_weights(
 ) -> FreezeReport:
     """Store the weights of some FP8 modules as FP8 only, and reconnect norms and MLPs to them.
 
+    Weights whose bytes were taken over from a checkpoint or a host are stored in any case.
+
     Args:
         model: converted model.
         config: configuration of its conversion.
         device: device on which it will run.
         meant: function that tells whether a module should be frozen if it can be.
     """
+    report = _freeze_weights(model, config, device, meant)
+    if report.frozen:
+        convert_producers(model, config)
+    return report
+
+
+def _freeze_weights(
+    model: nn.Module, config: FP8Config, device: torch.device, meant: Callable[[RunsFP8], bool]
+) -> FreezeReport:
     recipe, emulate = frozen_recipe(config, device)
     refusals, notice, waits = _refusals(model), ThawNotice(), False
     layers = experts = NOTHING
     for name, module in model.named_modules():
         if not isinstance(module, Float8Layer | Float8Experts):
             continue
-        held = module.frozen_weights
-        # The bytes of a host's own FP8 layer were taken over, but it still runs another recipe.
-        taken_over = bool(held) and module.fp8.frozen is None
-        if not (taken_over or meant(module)):
+        if not (_is_taken_over(module) or meant(module)):
             continue
-        is_layer, weights = isinstance(module, Float8Layer), module.fp8_weights
-        keys = () if is_layer else module.fp8_weight_names
-        names = tuple(f"{name}.{key}".lstrip(".") for key in keys) or (name,)
-        reason = None if held else refusals(module)
+        reason = None if module.frozen_weights else refusals(module)
         if reason is not None:
-            report = replace(NOTHING, kept=tuple((full, reason) for full in names))
+            refused = tuple((full, reason) for full in _names(name, module))
+            report = replace(NOTHING, kept=refused)
         else:
-            sharded = any(isinstance(w, DTensor) for w in weights)
-            before, payload = thawed_bytes(*weights), None
-            if taken_over:
-                payload = held["weight"].payload
-                before = payload.num_bytes
-            elif is_layer and not (held or sharded):
-                payload = known_payload(module.weight, recipe.weight, f"{name}.weight")
-            waits = waits or (sharded and not held)
-            numel = sum(local(w).numel() for w in weights)
-            own = (recipe, emulate) if is_layer else (module.fp8.recipe, module.fp8.emulate)
-            del weights  # a further reference would prevent swapping the Parameters
-            if taken_over or not held:
-                module.freeze_weights(*own, notice, payload)
-            after = sum(w.payload.num_bytes for w in module.frozen_weights.values()) or numel
-            report = FreezeReport(names, (), own[0], numel, before, after)
-        layers, experts = (layers + report, experts) if is_layer else (layers, experts + report)
+            is_sharded = any(isinstance(w, DTensor) for w in module.fp8_weights)
+            waits = waits or (is_sharded and not module.frozen_weights)
+            report = _freeze(name, module, recipe, emulate, notice)
+        if isinstance(module, Float8Layer):
+            layers += report
+        else:
+            experts += report
     if waits:
         connect_fsdp(model, config)
-    if layers.frozen:
-        convert_producers(model, config)
     if layers.frozen or experts.frozen:
         _warn_of_merges()
     return layers + experts
+
+
+def _freeze(
+    name: str,
+    module: Float8Layer | Float8Experts,
+    recipe: Recipe,
+    emulate: bool,
+    notice: ThawNotice,
+) -> FreezeReport:
+    """Store the weights of one module as FP8 only; experts run their own recipe."""
+    if isinstance(module, Float8Experts):
+        recipe, emulate = module.fp8.recipe, module.fp8.emulate
+    held, payload = module.frozen_weights, None
+    before = _thawed_bytes(module.fp8_weights)
+    numel = sum(local(w).numel() for w in module.fp8_weights)
+    if _is_taken_over(module):
+        payload = held["weight"].payload
+        before = payload.num_bytes
+    elif isinstance(module, Float8Layer) and not (held or isinstance(module.weight, DTensor)):
+        payload = known_payload(module.weight, recipe.weight, f"{name}.weight")
+    if payload is not None or not held:
+        module.freeze_weights(recipe, emulate, notice, payload)
+    after = sum(w.payload.num_bytes for w in module.frozen_weights.values()) or numel
+    return FreezeReport(_names(name, module), (), recipe, numel, before, after)
+
+
+def _is_taken_over(module: Float8Layer | Float8Experts) -> bool:
+    """Return whether a module got stored bytes, but still runs another recipe."""
+    return bool(module.frozen_weights) and module.fp8.frozen is None
+
+
+def _names(name: str, module: Float8Layer | Float8Experts) -> tuple[str, ...]:
+    """Return the qualified names of a layer, or of the weights of experts."""
+    keys = module.fp8_weight_names if isinstance(module, Float8Experts) else ()
+    return tuple(f"{name}.{key}".lstrip(".") for key in keys) or (name,)
 
 
 def _warn_of_merges() -> None:
@@ -197,7 +228,7 @@ def _warn_of_merges() -> None:
         )
 
 
-def thawed_bytes(*weights: Tensor) -> int:
+def _thawed_bytes(weights: Iterable[Tensor]) -> int:
     """Return the bytes that weights, or this rank's shards, have when they are not frozen."""
     shards = [local(weight) for weight in weights]
     dtypes = [

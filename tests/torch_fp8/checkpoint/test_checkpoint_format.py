@@ -17,18 +17,10 @@ from torch_fp8.quantization.recipe import CastSpec
 
 LAYOUTS = {
     "fine-grained": (FINE_GRAINED, "_scale_inv", lambda shape: (128, 128)),
-    "fine-grained, one scale": (
-        FINE_GRAINED | {"weight_block_size": None},
-        "_scale_inv",
-        tuple,
-    ),
+    "fine-grained, one scale": (FINE_GRAINED | {"weight_block_size": None}, "_scale_inv", tuple),
     "tensor": (compressed("tensor"), "_scale", tuple),
     "channel": (compressed("channel"), "_scale", lambda shape: (1, shape[1])),
-    "block": (
-        compressed("block", block_structure=[128, 128]),
-        "_scale",
-        lambda shape: (128, 128),
-    ),
+    "block": (compressed("block", block_structure=[128, 128]), "_scale", lambda shape: (128, 128)),
     "group": (compressed("group", group_size=32), "_scale", lambda shape: (1, 32)),
 }
 
