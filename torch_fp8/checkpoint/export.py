@@ -198,8 +198,6 @@ def prepare_export(
     """
     root = unwrapped(model)
     adapted = adapted_layers(root)
-    if adapters not in (None, *ADAPTERS):
-        raise ValueError(f"adapters={adapters!r} is unknown; supported: 'merge' and 'apart'")
     if adapted and adapters is None:
         raise ValueError(
             f"'{adapted[0]}' has an adapter, and no FP8 format can store one: adapters='merge' "
@@ -207,10 +205,20 @@ def prepare_export(
             "FP8; adapters='apart' writes only the base, for an engine that serves the adapter "
             "from model.save_pretrained beside it"
         )
-    if adapters != "apart":
+    return root, plan_export(root, format, fold_of(model, root, adapters or "merge"))
+
+
+def fold_of(model: nn.Module, root: nn.Module, adapters: str) -> AdapterFold:
+    """Return the fold of the adapters of `root`, which is `model` inside wrappers.
+
+    Raises:
+        ValueError: `adapters` is unknown, or an adapter cannot be folded into weights.
+    """
+    if adapters not in ADAPTERS:
+        raise ValueError(f"adapters={adapters!r} is unknown; supported: 'merge' and 'apart'")
+    if adapters == "merge":
         refuse_prompts(model)
-    fold = AdapterFold(root, merge=adapters == "merge")
-    return root, plan_export(root, format, fold)
+    return AdapterFold(root, merge=adapters == "merge")
 
 
 def unwrapped(model: nn.Module) -> Any:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.checkpoint.export import unwrapped
+from torch_fp8.checkpoint.export import fold_of, unwrapped
 from torch_fp8.checkpoint.export_plan import Exact, ModelTensors, plan_export
-from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, refuse_prompts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
 
@@ -52,12 +51,8 @@ def weights_for_engine(
     check_arguments(weights_for_engine, locals())
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; one of {', '.join(map(repr, ENGINES))}")
-    if adapters not in ADAPTERS:
-        raise ValueError(f"adapters={adapters!r} is unknown; supported: 'merge' and 'apart'")
     root = unwrapped(model)
-    if adapters == "merge":
-        refuse_prompts(model)
-    fold = AdapterFold(root, merge=adapters == "merge")
+    fold = fold_of(model, root, adapters)
     for name, module in fold.walk(root):
         is_fp8 = isinstance(module, Float8Layer) and engine != "bf16"
         if is_fp8 and module.fp8.recipe.name != "blockwise":
