@@ -192,7 +192,8 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     Raises:
         ValueError: no forward has recorded an amax yet, or an amax is not finite.
     """
-    config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
+    config, (history, _, slots) = layer.fp8.config, scaling_buffers(layer)
+    amaxes = torch.stack(slots[:2]).view(torch.float32)
     if not bool(history.isfinite().all() & amaxes.isfinite().all()):
         raise ValueError(
             f"the amax history of the input of '{name}' holds an Inf or NaN, so its serving scale "
