@@ -22,9 +22,9 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
-from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.payload_cache import PayloadCache, cast_weight
 from torch_fp8.tensor.scale_source import ScaleSource
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class Quantizer(NamedTuple):
@@ -143,9 +143,10 @@ class WeightQuantizer(NamedTuple):
         cache = self._step_cache(weight)
         if cache is not None:
             return cache.training_row(weight, self.quantizer.spec)
-        if isinstance(weight, SplitWeight):
-            weight = weight.halves.high
-        row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
+        if isinstance(weight, SplitWeight) and weight.halves.amax is not None:
+            row, col = cast_weight(weight, self.quantizer.spec, rowwise=not flip, columnwise=flip)
+        else:
+            row, col, _ = self.quantizer(stored(weight), rowwise=not flip, columnwise=flip)
         layout = col if flip else row  # (N, K), whichever way the weight is stored
         assert layout is not None
         return layout
@@ -168,7 +169,7 @@ class WeightQuantizer(NamedTuple):
     def _step_cache(self, weight: Tensor) -> PayloadCache | None:
         """Return the cache if it keeps this weight between optimizer steps; else None."""
         cache = self.cache
-        if cache is None or cache.between_steps is None or torch.compiler.is_compiling():
+        if cache is None or not cache.between_steps or torch.compiler.is_compiling():
             return None
         return cache if isinstance(weight, SplitWeight) else None
 
@@ -194,9 +195,7 @@ class WeightQuantizer(NamedTuple):
             if cache is not None and (layout := cache.col(weight)) is not None:
                 return layout
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
-            if isinstance(weight, SplitWeight):
-                weight = weight.halves.high
-            row, col = quantize_layouts(weight, options)
+            row, col = quantize_layouts(stored(weight), options)
         layout = row if flip else col  # (K, N)
         assert layout is not None
         return layout
