@@ -27,12 +27,14 @@ from benchmarks.evidence.generated_code import Code, code_of
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B, LLAMA_3_2_1B
-from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
 
 BLOCKS = {"8B": (LLAMA_3_1_8B, 8192), "1B": (LLAMA_3_2_1B, 16384)}
 BF16 = "BF16"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
-VARIANTS = (BF16, *RECIPES, "torchao tensorwise", "torchao rowwise")
+O2 = ("tensorwise O2",)
+"""Recipes with float32 weights in two halves, which bring their amax."""
+VARIANTS = (BF16, *RECIPES, *O2, "torchao tensorwise", "torchao rowwise")
 COUNTS = ("opaque", "launches", "assertions", "gb", "skip_reason")
 COLUMNS = ("block", "variant", *COUNTS, "torch", "triton", "commit", "date", "command")
 
@@ -56,12 +58,17 @@ class Block(nn.Module):
         super().__init__()
         config = LlamaConfig(**layout, attn_implementation="cudnn")
         with torch.device("meta"):
-            layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
-        self.layer = layer.to_empty(device="cpu")
+            layer = LlamaDecoderLayer(config, 0)
+            if variant in O2:
+                options = FP8Config(recipe=variant.removesuffix(" O2"))
+                convert_to_float8(layer, options)
+                optimizer = torch.optim.AdamW(layer.parameters())
+                convert_optimizer(optimizer, options, model=layer)
+        self.layer = (layer if variant in O2 else layer.to(torch.bfloat16)).to_empty(device="cpu")
         if variant.startswith("torchao "):
             with mock.patch.object(torch.cuda, "is_available", return_value=True):  # no emulation
                 self.layer = peers.torchao(self.layer, variant.removeprefix("torchao "))
-        elif variant != BF16:
+        elif variant != BF16 and variant not in O2:
             convert_to_float8(self.layer, FP8Config(recipe=variant))
         for module in self.layer.modules():  # as after an optimizer's step
             if isinstance(module, Float8Linear) and module.fp8.scaling is not None:
@@ -69,7 +76,8 @@ class Block(nn.Module):
                 module.load_scaling_state(history.fill_(1), scales)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        output: Tensor = self.layer(hidden, position_embeddings=(cos, sin))
+        with torch.autocast("cpu", torch.bfloat16):
+            output: Tensor = self.layer(hidden, position_embeddings=(cos, sin))
         return output
 
 

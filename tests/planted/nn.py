@@ -53,4 +53,18 @@ FAULTS = [
         "        return grad[row[:, 0].clamp(min=0).long()], None, None",
         f"{_TESTS}/test_expert_adapters.py",
     ),
+    Fault(
+        "in a graph, SwiGLU's backward raises the slot of one gradient for both",
+        "torch_fp8/nn/swiglu_function.py",
+        "slot = None if options.amax is None else other.slot",
+        "slot = options.amax",
+        "tests/torch_fp8/nn/test_delayed_producers.py",
+    ),
+    Fault(
+        "a graph casts the product of a gated MLP with the scale of gate's gradient",
+        "torch_fp8/nn/gated_mlp.py",
+        "ahead = known_quantizers(down, first, training, of_down).input",
+        "ahead = known_quantizers(down, first, training, of_inputs[:4]).input",
+        "tests/torch_fp8/compile/test_fused_casts.py",
+    ),
 ]

@@ -14,7 +14,7 @@ FAULTS = [
     Fault(
         "a graph launches kernels on a card that has no FP8",
         "torch_fp8/ops/registry.py",
-        "and not emulates_casts(first.device)",
+        "and not emulates_casts(x.device)",
         "",
         "tests/torch_fp8/compile/test_visible_kernels.py",
     ),

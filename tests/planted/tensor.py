@@ -67,8 +67,29 @@ FAULTS = [
     Fault(
         "the refilled payload of a weight is that of the step before",
         "torch_fp8/tensor/payload_cache.py",
-        "            self._keep(None, *self._cast(weight, spec, self.between_steps))",
+        "            self._keep(version, *self._cast(weight, spec, self.between_steps))",
         "            pass",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "the amax that a weight keeps is not measured again after other code has written it",
+        "torch_fp8/tensor/halves.py",
+        "(self.measured != self.version or in_shared_memory(self.high))",
+        "(not self.measured or in_shared_memory(self.high))",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "the amax of a weight in shared memory is kept",
+        "torch_fp8/tensor/halves.py",
+        "(self.measured != self.version or in_shared_memory(self.high))",
+        "self.measured != self.version",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "an optimizer's step raises the amax of the step before",
+        "torch_fp8/optim/step.py",
+        "        torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))",
+        "        pass",
         f"{_TESTS}/test_payload_cache.py",
     ),
 ]

@@ -211,7 +211,8 @@ class FoldedTensor(TensorGroup):
         if dry:
             return torch.empty((), dtype=torch.float32, device="meta")
         name = self.key.removesuffix(".weight")
-        config, (history, _, amaxes, _) = layer.fp8.config, scaling_buffers(layer)
+        config, (history, _, slots) = layer.fp8.config, scaling_buffers(layer)
+        amaxes = torch.stack(slots[:2]).view(torch.float32)
         if not bool(history.isfinite().all() & amaxes.isfinite().all()):
             raise ValueError(
                 f"the amax history of the input of '{name}' holds an Inf or NaN, so its serving "

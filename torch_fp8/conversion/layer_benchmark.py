@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.payload_cache import keeps_scale
-from torch_fp8.tensor.split_weight import split_parameter
+from torch_fp8.tensor.payload_cache import keeps_amax
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 WARMUP, REPETITIONS = 1, 5
 CYCLES = 2e9
@@ -51,7 +51,7 @@ class LayerShape(NamedTuple):
 Kept = bool | str | None
 """Cached parts of a weight between optimizer steps, as in ``FP8Config.cache_weights``.
 
-None: nothing. False: only its scale. True: its payload. ``"both"``: payload and transpose.
+None: nothing. False: only its amax. True: its payload. ``"both"``: payload and transpose.
 """
 
 
@@ -191,8 +191,9 @@ def _layer(
         layer.__class__ = cls
         assert isinstance(layer, Float8Linear)
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
-        if kept or (kept is not None and keeps_scale(recipe.weight)):
-            layer.fp8.payloads.between_steps = kept  # filled by the warm-up pass
+        layer.fp8.payloads.between_steps = kept or False  # filled by the warm-up pass
+        if kept is not None and isinstance(weight, SplitWeight) and keeps_amax(recipe.weight):
+            weight.halves.keep_amax()
     return layer
 
 

@@ -31,7 +31,7 @@ from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantized_state import QuantizedState
-from torch_fp8.tensor.split_weight import SplitWeight, stored
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
@@ -111,6 +111,7 @@ def memory_report(
     shards = map(local, counted)
     scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
     scales += [s for _, ss in gradients for s in ss]
+    amaxes = [h.amax for p in counted if (h := halves_of(p)) and h.amax is not None]
     caches: list[PayloadCache] = []
     if parameters is None:
         buffers = model.named_buffers()
@@ -124,7 +125,7 @@ def memory_report(
         moments=_num_bytes(states["moments"]),
         master=_num_bytes(states["master"]),
         scales=_num_bytes([*states["scales"], *scales]),
-        caches=_num_bytes([t for cache in caches for t in cache.tensors]),
+        caches=_num_bytes([*amaxes, *(t for cache in caches for t in cache.tensors)]),
     )
 
 
@@ -158,15 +159,14 @@ def expected_memory(
 
 
 def _cached(layer: Float8Layer) -> int:
-    """Return the bytes of a layer's cache between steps: payloads if configured, and scales."""
-    cache = layer.fp8.payloads
-    if cache.between_steps is None:
-        return 0
+    """Return the bytes kept between steps: payloads and scales if configured, and the amax."""
+    cache, halves = layer.fp8.payloads, halves_of(layer.weight)
+    amax = 4 if halves is not None and halves.amax is not None else 0
     rows, cols = layer.weight.shape
     granularity = layer.fp8.recipe.weight.granularity
     layouts = [(rows, cols), (cols, rows)][: cache.num_layouts]
     if granularity == "tensorwise":
-        return len(layouts) * rows * cols + 4
+        return amax + len(layouts) * rows * cols + 4 * bool(layouts)
     return sum(r * c + 4 * math.prod(scale_shape(r, c, granularity)) for r, c in layouts)
 
 

@@ -28,9 +28,9 @@ class CastOptions(NamedTuple):
             `torch_fp8.quantization.payload_shape`.
         scale: () float32 dequantization scale for tensorwise, used unchanged; or None.
         amax: () float32 for tensorwise, or None. Without `scale`, an upper bound of |x|, from which
-            the cast derives the scale. With `scale`, a slot (>= 0 or NaN) that the cast raises in
+            the cast derives the scale. With `scale`, a slot (`raise_slot`) that the cast raises in
             place to the amax of x. Operator schemas do not declare that write, so graphs of
-            torch.compile pass no slot, and unused casts can be eliminated.
+            torch.compile pass a slot only to operators whose kernels they see.
     """
 
     dtype: torch.dtype

@@ -65,9 +65,8 @@ def pad_of(rows: int, granularity: str, pads: bool) -> int:
 
 def amax_slot(options: CastOptions | None) -> Tensor | None:
     """Return the int32 bits of the amax slot that a cast raises, or None."""
-    if options is None or options.amax is None or options.scale is None:
-        return None
-    return options.amax.view(torch.int32)
+    slot = None if options is None or options.scale is None else options.amax
+    return slot if slot is None or slot.dtype == torch.int32 else slot.view(torch.int32)
 
 
 def cast_flags(options: CastOptions) -> dict[str, object]:

@@ -36,12 +36,13 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.scale_source import ScaleSource
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
-BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_amaxes", "fp8_grad_amax")
-"""Buffers of delayed scaling, all float32.
+BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_input_amax", "fp8_weight_amax", "fp8_grad_amax")
+"""Buffers of delayed scaling.
 
-Histories (3, H), the newest amax first; scales (3, 4), each repeated four times because GEMMs need
-scales at multiples of 16 bytes, and 0 if unknown; slots of input and weight (2,); slot of the
-gradient (1,). Forward and backward write slots in separate tensors, which torch.compile needs.
+Histories (3, H) float32, the newest amax first; scales (3, 4) float32, each repeated four times
+because GEMMs need scales at multiples of 16 bytes, and 0 if unknown; and a slot for each operand,
+() int32, see `torch_fp8.quantization.scaling.raise_slot`. Slots are whole tensors, because the
+kernels of a graph write to its inputs in place only if these are no views.
 """
 
 _layers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -49,14 +50,19 @@ _numbers = itertools.count()
 _hooks: list[Any] = []
 
 
-def scaling_buffers(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the buffers that `BUFFERS` names, as local tensors.
+def scaling_buffers(layer: Any) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return histories, scales and the three slots (see `BUFFERS`), as local tensors.
 
     Raises:
         AttributeError: the layer has no delayed scaling.
     """
-    history, scales, amaxes, grad_amax = (local(getattr(layer, name)) for name in BUFFERS)
-    return history, scales, amaxes, grad_amax
+    history, scales, *slots = (local(getattr(layer, name)) for name in BUFFERS)
+    return history, scales, tuple(slots)
+
+
+def graph_buffers(layer: Any) -> tuple[Tensor, ...]:
+    """Return scales and slots of a layer that is not sharded, as inputs of a compiled graph."""
+    return layer.fp8_scales, layer.fp8_input_amax, layer.fp8_weight_amax, layer.fp8_grad_amax
 
 
 class LayerScaling:
@@ -77,17 +83,18 @@ class LayerScaling:
 
     def start(self, layer: Any) -> None:
         """Create the layer's buffers with empty histories."""
-        shapes = (3, layer.fp8.config.amax_history_len), (3, 4), (2,), (1,)
-        for name, shape in zip(BUFFERS, shapes, strict=True):
-            empty = torch.empty(shape, dtype=torch.float32, device=layer.weight.device)
+        shapes = (3, layer.fp8.config.amax_history_len), (3, 4), *[()] * 3
+        dtypes = *[torch.float32] * 2, *[torch.int32] * 3
+        for name, shape, dtype in zip(BUFFERS, shapes, dtypes, strict=True):
+            empty = torch.empty(shape, dtype=dtype, device=layer.weight.device)
             layer.register_buffer(name, empty, persistent=False)
         self.reset(layer)
         self.track(layer)
 
     def reset(self, layer: Any) -> None:
         """Empty the histories and forget the scales."""
-        for buffer in scaling_buffers(layer):
-            buffer.zero_()
+        for name in BUFFERS:
+            local(getattr(layer, name)).zero_()
         self.ready = self.recorded = False
         self.forget(layer)
 
@@ -123,9 +130,8 @@ class LayerScaling:
                 for name in BUFFERS:
                     if (buffer := getattr(layer, name)).is_inference():  # copied or moved there
                         setattr(layer, name, buffer.clone())
-                _, scales, amaxes, grad_amax = scaling_buffers(layer)
-                slots = *amaxes.unbind(), grad_amax[0], None, None
-                self._sources = tuple(ScaleSource(None, slot) for slot in slots)
+                _, scales, slots = scaling_buffers(layer)
+                self._sources = tuple(ScaleSource(None, slot) for slot in (*slots, None, None))
                 if self.ready:
                     self.take(layer, scales.clone())
         return self._sources
@@ -184,8 +190,8 @@ class LayerScaling:
 
 def pushed_history(layer: Any) -> Tensor:
     """Return the histories (3, H), with the amaxes since the optimizer's last step in front."""
-    history, _, amaxes, grad_amax = scaling_buffers(layer)
-    recorded = torch.cat([amaxes, grad_amax])  # (2,), (1,) -> (3,)
+    history, _, slots = scaling_buffers(layer)
+    recorded = torch.stack(slots).view(torch.float32)  # (3,)
     return push_amax(history, recorded, layer.fp8.config.amax_compute_algo)
 
 
@@ -259,20 +265,18 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
         layers: layers of one kind, see `_by_kind`.
         mesh: mesh of the ranks that agree on scales; None: each rank has its own.
     """
-    histories, _, amaxes, grad_amaxes = map(
-        list, zip(*(scaling_buffers(layer) for layer in layers), strict=True)
-    )
-    pairs = zip(amaxes, grad_amaxes, strict=True)
-    recorded = torch.cat([slot for pair in pairs for slot in pair]).view(-1, 3)  # (L, 3)
+    buffers = [scaling_buffers(layer) for layer in layers]
+    histories = [history for history, _, _ in buffers]
+    slots = [slot for _, _, of_layer in buffers for slot in of_layer]
+    recorded = torch.stack(slots).view(torch.float32).view(-1, 3)  # (L, 3)
     for dim in range(0 if mesh is None else mesh.ndim):
         # Backends disagree on max(number, NaN), but not on max(number, infinity).
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     algorithm = layers[0].fp8.config.amax_compute_algo
     pushed = push_amax(torch.stack(histories), recorded, algorithm)  # (L, 3, H)
-    zeros = torch.zeros_like(recorded)  # (L, 3)
-    slots = *zeros[:, :2].unbind(), *zeros[:, 2:].unbind()  # L of (2,), L of (1,)
-    torch._foreach_copy_([*histories, *amaxes, *grad_amaxes], [*pushed.unbind(), *slots])
+    zero = torch.zeros((), dtype=torch.int32, device=recorded.device)
+    torch._foreach_copy_([*histories, *slots], [*pushed.unbind(), *[zero] * len(slots)])
     _take_scales(layers, scales_of(layers[0], pushed))
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8, is_plain, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
@@ -27,12 +28,14 @@ from torch_fp8.autograd.function import (
     once_differentiable,
     only_shape_matters,
     shape_of_result,
+    written_in_backward,
 )
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
-from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
+from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, graph_buffers
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.linear_function import known_quantizers
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.fused_quantize import saved_stand_ins
@@ -153,15 +156,25 @@ class Float8GatedMLP(RunsFP8):
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
         """Compute the product in a graph of torch.compile."""
-        down, down_wgrad = None, False
+        down, down_wgrad, first = None, False, None
+        of_down: tuple[Tensor, ...] = ()
+        of_inputs: tuple[Tensor, ...] = ()
         if _in_fp8(down_layer):
             down, down_wgrad = down_layer.fp8.casts, down_layer.weight.requires_grad
+            of_down = _known(down_layer)
+        layers = [getattr(self, name) for name in self.fp8.spec.inputs]
+        if len(layers) == 2 and all(map(_in_fp8, layers)):
+            gate, up = layers
+            if gate.fp8.casts == up.fp8.casts and _known(gate) and _known(up):
+                first, of_inputs = gate.fp8.casts, (*_known(gate), *_known(up))
         product: Tensor = _product_in_graph(
             inputs[0],
             inputs[1] if len(inputs) == 2 else None,
             self.fp8.config.save_activations == "fp8",
             self.fp8.spec.gate_first,
-            (down, down_wgrad),
+            (down, down_wgrad, first, down_layer.training),
+            of_down,
+            of_inputs,
         )
         return product
 
@@ -255,30 +268,52 @@ def _product_in_graph(
     second: Tensor | None,
     save_fp8: bool,
     gate_first: bool,
-    down: tuple[str | None, bool],
+    layers: tuple[str | None, bool, str | None, bool],
+    of_down: tuple[Tensor, ...],
+    of_inputs: tuple[Tensor, ...],
 ) -> Tensor:
     """Call `_SwiGLUFunction` as a single node of Dynamo's graph; see `as_text`.
 
     Args:
         first, second: arguments of `_SwiGLUFunction`.
         save_fp8, gate_first: fields of `_Options`.
-        down: casts of the down layer, or None, and whether its weight needs a gradient.
+        layers: casts of the down layer, or None, and whether its weight needs a gradient; casts of
+            gate and up, if their scales are known; whether they are in training mode.
+        of_down, of_inputs: buffers of these layers with known scales (`_known`), or none.
     """
+    down, trains_down, casts, training = layers
     if only_shape_matters(first):
         width = first.shape[-1] // (2 if second is None else 1)
         return shape_of_result((*first.shape[:-1], width), first.dtype, first, second)
-    keep, ahead = torch.is_grad_enabled(), None
-    if down[0] is not None:
-        recipe, *_ = of_text(down[0])
+    keep, ahead, readers = torch.is_grad_enabled(), None, None
+    if down is not None:
+        recipe, *_ = of_text(down)
         # A rowwise cast is not fused, but one operator both casts and saves gate and up: selective
         # checkpointing would recompute a separate save in backward, with two GEMMs.
-        if recipe.input.granularity != "tensorwise" and not recipe.smooth:
-            wgrad = keep and down[1] and recipe.wgrad is not None
-            ahead = Quantizer(recipe.input, OF_TENSOR, columnwise_usage=wgrad)
-    options = _Options("", keep, save_fp8, ahead, None, gate_first, True)
+        known = recipe.input.granularity != "tensorwise" or of_down
+        if known and not recipe.smooth:
+            wgrad = keep and trains_down and recipe.wgrad is not None
+            ahead = Quantizer(recipe.input, OF_TENSOR)
+            if of_down:
+                ahead = known_quantizers(down, first, training, of_down).input
+            ahead = ahead._replace(columnwise_usage=wgrad)
+    if casts is not None:
+        written_in_backward((of_inputs[3], of_inputs[7]))
+        of_gate, of_up = (
+            known_quantizers(casts, first, training, buffers).grad_output
+            for buffers in (of_inputs[:4], of_inputs[4:])
+        )
+        readers = of_gate, of_up
+    options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
     inputs = (first,) if second is None else (first, second)
     output: Tensor = _SwiGLUFunction.apply(options, *inputs)
     return output
+
+
+def _known(layer: Float8Linear) -> tuple[Tensor, ...]:
+    """Return the buffers of delayed scaling of a layer in a graph, if its scales are known."""
+    known = layer.fp8.scales_known and not isinstance(layer.weight, DTensor)
+    return graph_buffers(layer) if known else ()
 
 
 def _unread(name: str, gate_first: bool, inputs: Sequence[Tensor]) -> Tensor:

@@ -46,6 +46,7 @@ from torch_fp8.autograd.current_pass import (
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.delayed_scaling import (
     BUFFERS,
+    graph_buffers,
     pushed_history,
     restore_scales,
     scales_of,
@@ -227,7 +228,7 @@ class Float8Layer(FrozenStorage):
         scaling = self.fp8.scaling
         if scaling is None or self.weight.is_meta:
             return
-        if any(buffer.is_meta for buffer in scaling_buffers(self)):
+        if any(getattr(self, buffer).is_meta for buffer in BUFFERS):
             scaling.start(self)  # assign=True replaced the weight and left the buffers on meta
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -251,7 +252,8 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     if isinstance(x, _NOT_PLAIN) or isinstance(weight, _NOT_PLAIN):
         operands = fp8.operands(layer, x)
         if fp8.scaling is not None:
-            buffers = scaling_buffers(layer)[1:]
+            _, scales, slots = scaling_buffers(layer)
+            buffers = scales, *slots
         shape = operands.shape
         # torch 2.13 loses views in the backward of a function with sharded tensors: pass none.
         rows = operands.input.reshape(-1, shape[-1])  # (M, K)
@@ -261,8 +263,7 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
     check_input(fp8, x, weight)
     bias = layer.bias if layer.fp8_adds_bias else None
     if fp8.scaling is not None:
-        ready = fp8.scaling.ready
-        buffers = layer.fp8_scales, layer.fp8_amaxes, layer.fp8_grad_amax
+        ready, buffers = fp8.scaling.ready, graph_buffers(layer)
     if not layer.training and not torch.is_grad_enabled() and fp8.served is not None:
         served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
         return served

@@ -113,6 +113,19 @@ def _options(
     return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
 
 
+def known_quantizers(
+    casts: str, x: Tensor, training: bool, buffers: tuple[Tensor, ...]
+) -> Quantizers:
+    """Return the quantizers of a layer with delayed scaling in a graph, whose scales are known.
+
+    Args:
+        casts: see `LayerFP8.casts`.
+        x, training: tensor of the input's dtype; whether the layer is in training mode.
+        buffers: see `torch_fp8.nn.delayed_scaling.graph_buffers`.
+    """
+    return _options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
+
+
 @functools.cache
 def _warn_of_decoding() -> None:
     warnings.warn(
@@ -305,7 +318,7 @@ class LinearFunction(torch.autograd.Function):
             # (K, N), along N
             w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
         # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias
-        g, g_t, grad_bias = ctx.grad_output.in_backward(ctx.buffers)(
+        g, g_t, grad_bias = ctx.grad_output(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )
         if options.quantizers.observer is not None:

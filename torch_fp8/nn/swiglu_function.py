@@ -133,7 +133,8 @@ class Gradients:
             casts = [options] * 2
             if options.scale is not None and self.readers is not None:
                 other = self.readers[1 - i].source
-                casts[1 - i] = options._replace(scale=other.scale, amax=other.slot)
+                slot = None if options.amax is None else other.slot
+                casts[1 - i] = options._replace(scale=other.scale, amax=slot)
             elif options.needs_amax:
                 casts = [options._replace(amax=self.amax())] * 2
             of_gate, of_up = casts
@@ -148,7 +149,9 @@ class Gradients:
         """Return whether the scales of both gradients are known, or both are unknown."""
         if options.scale is None:
             return options.amax is None
-        return self.readers is not None and options.scale is self.readers[i].source.scale
+        if self.readers is None:
+            return False
+        return self.in_graph or options.scale is self.readers[i].source.scale
 
 
 class _OneGradient(Producer):

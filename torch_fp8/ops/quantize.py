@@ -41,7 +41,7 @@ from torch_fp8.quantization.payload_shape import (
     padded_rows,
 )
 from torch_fp8.quantization.recipe import CastSpec, Granularity
-from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
+from torch_fp8.quantization.scaling import raise_slot, scale_from_amax, tensor_amax
 
 
 class QuantizedTensor(NamedTuple):
@@ -221,7 +221,7 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
             amax = tensor_amax(x) if amax is None else amax
             scale = new_scale = scale_from_amax(amax, format, options.power_of_two)
         elif amax is not None:
-            torch.maximum(amax, tensor_amax(x), out=amax)
+            raise_slot(amax, tensor_amax(x))
         qdata = cast_saturating(x.float(), scale, format)
         row = qdata.contiguous() if options.rowwise else None
         col = transposed_bytes.reference(qdata, x.shape[0] + more) if options.columnwise else None

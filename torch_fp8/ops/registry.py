@@ -140,7 +140,7 @@ def _decompose(name: str, traced: Callable[..., Any]) -> None:
     """Let `traced` replace an operator while AOTAutograd traces a graph for CUDA."""
 
     def functional(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_visible(args):
+        if not is_visible(args[0]):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         with mode:
             return traced(*args)
@@ -148,14 +148,10 @@ def _decompose(name: str, traced: Callable[..., Any]) -> None:
     torch.library.register_torch_dispatch(name, FunctionalTensorMode, functional, lib=_LIBRARY)
 
 
-def _is_visible(args: Sequence[Any]) -> bool:
-    """Return whether an operator's kernels become nodes of the graph that is being traced."""
-    first: Tensor = args[0]
-    return (
-        on_cuda(first)
-        and not torch.compiler._is_exporting_flag
-        and not emulates_casts(first.device)
-    )
+def is_visible(x: Tensor) -> bool:
+    """Return whether the kernels of an operator on x become nodes of a graph that is traced."""
+    exporting = torch.compiler._is_exporting_flag
+    return on_cuda(x) and not exporting and not emulates_casts(x.device)
 
 
 def _first(args: Sequence[Any]) -> Tensor:

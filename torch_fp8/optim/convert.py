@@ -35,7 +35,7 @@ from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.option_values import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.payload_cache import keeps_scale
+from torch_fp8.tensor.payload_cache import keeps_amax
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.swap import REFERRED, swappable
@@ -254,7 +254,7 @@ def restore_weights(optimizer: Optimizer) -> int:
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
-    """Let layers keep the scales of stepped weights, or with `cache_weights` the FP8 payloads.
+    """Let stepped weights keep their amaxes, and layers, with `cache_weights`, the FP8 payloads.
 
     Returns:
         The number of weights whose payloads are kept.
@@ -268,12 +268,14 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     num_payloads = 0
     for layer in layers:
         cache, weight, spec = layer.fp8.payloads, layer.weight, layer.fp8.recipe.weight
-        if weight not in stepped or not (payloads or keeps_scale(spec)):
+        if weight not in stepped or not isinstance(weight, SplitWeight):
             continue
-        if isinstance(weight, SplitWeight):
+        if keeps_amax(spec):
+            weight.halves.keep_amax()
+        if payloads:
             cache.between_steps = payloads
             optimizer.fp8_caches.setdefault(weight, []).append((weakref.ref(cache), spec))
-            num_payloads += bool(payloads)
+            num_payloads += 1
     for experts in (m for m in modules if isinstance(m, Float8Experts)):
         for name, stacked in experts.fp8.caches.items() if payloads else ():
             parameter = experts._parameters[name]

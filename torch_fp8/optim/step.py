@@ -24,7 +24,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _MIN_EPS = 2.0**-63
@@ -51,7 +51,10 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         caches: payload caches of weights, which are refilled from the new values.
     """
     prepared, alone = [], []
-    numbers = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
+    scales = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
+    amaxes = [h.amax for _, _, p, _ in entries if (h := halves_of(p)) and h.amax is not None]
+    if amaxes:
+        torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for entry in entries:
         index, group, parameter, state = entry
@@ -65,8 +68,8 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         matrix = _matrix(
             parameter, halves, state, weight if in_place else weight.contiguous(), config
         )
-        if parameter in numbers:
-            matrix = _with_payload(matrix, *_alive(caches, parameter)[0], numbers[parameter])
+        if parameter in scales:
+            matrix = _with_payload(matrix, *_alive(caches, parameter)[0], scales[parameter])
         step = float(state["step"])
         if (id(group), step) not in of_groups:
             of_groups[id(group), step] = _scalars(group, step)
@@ -79,36 +82,35 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
     for matrix, *_, parameter in prepared:
+        if (halves := halves_of(parameter)) is not None:
+            halves.measured = halves.version
         for cache, spec in _alive(caches, parameter):
-            cache.refill(parameter, spec, matrix.amax, matrix.payload)
+            cache.refill(parameter, spec, matrix.payload)
     for entry in alone:
         step_large([entry], config, caches)
 
 
 def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-    """Return (2, 4) float32 zeros for each parameter, with one launch per device."""
+    """Return a float32 zero for each parameter, 16 bytes apart, with one launch per device."""
     zeros_of: dict[Tensor, Tensor] = {}
     for device in dict.fromkeys(local(p).device for p in parameters):
         parameters_there = [p for p in parameters if local(p).device == device]
-        zeros = torch.zeros(len(parameters_there), 2, 4, dtype=torch.float32, device=device)
-        zeros_of |= zip(parameters_there, zeros.unbind(), strict=True)  # (P, 2, 4) -> P of (2, 4)
+        zeros = torch.zeros(len(parameters_there), 4, dtype=torch.float32, device=device)
+        zeros_of |= zip(parameters_there, zeros[:, 0].unbind(), strict=True)  # (P, 4) -> P of ()
     return zeros_of
 
 
 def _with_payload(
-    matrix: WeightMatrix, cache: PayloadCache, spec: CastSpec, zeros: Tensor
+    matrix: WeightMatrix, cache: PayloadCache, spec: CastSpec, new_scale: Tensor
 ) -> WeightMatrix:
-    """Let the step also write the weight's amax and, if its kernel can, the weight's FP8 payload.
+    """Let the step also write the weight's FP8 payload, if its kernel can.
 
     Args:
         matrix: the weight to step.
         cache, spec: a payload cache of the weight, and its cast.
-        zeros: (2, 4) float32: zeros[0, 0] takes the amax, zeros[1, 0] the payload's scale. A row is
-            16 bytes, which keeps both aligned.
+        new_scale: () float32, memory for a tensorwise scale, aligned to 16 bytes.
     """
-    if spec.granularity == "tensorwise":
-        matrix = matrix._replace(amax=zeros[0, 0])
-    payload = cache.to_overwrite(spec, zeros[1, 0])
+    payload = cache.to_overwrite(spec, new_scale)
     if payload is None or matrix.weight.device.type != "cuda":
         return matrix
     from torch_fp8.kernels.adamw import writes_payload
@@ -267,6 +269,7 @@ def _matrix(
         row=row,
         col=col,
         row_length=row_length,
+        amax=None if halves is None else halves.amax,
     )
 
 

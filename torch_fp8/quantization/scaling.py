@@ -109,6 +109,17 @@ def delayed_scale(past: Tensor, format: Format, margin: int) -> Tensor:
     return scale_from_amax(past, format) * 2.0**margin
 
 
+def raise_slot(slot: Tensor, amax: Tensor) -> None:
+    """Raise a slot in place to the largest of `amax`.
+
+    Args:
+        slot: one magnitude, float32 or its bits in int32. They compare alike, with NaN above
+            infinity, so that kernels use an atomic maximum of integers.
+        amax: float32, any shape.
+    """
+    torch.maximum(slot, amax.amax().view(slot.dtype).view(slot.shape), out=slot)
+
+
 def group_amax(x: Tensor, group: Any) -> Tensor:
     """Return max |x| over all ranks of `group`, () float32; not finite if any element is not.
 

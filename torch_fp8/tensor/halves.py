@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
+from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.quantization.split_float import (
     EXACT_BITS,
     RESIDUAL_BITS,
@@ -18,6 +19,7 @@ from torch_fp8.quantization.split_float import (
     split,
 )
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
+from torch_fp8.tensor.shared_parts import in_shared_memory
 
 VERSIONS = itertools.count(1)
 """Counter of unique numbers, one for each value that any weight has had."""
@@ -32,11 +34,15 @@ class Halves:
         bits: number of residual bits that are stored now: 16 if other code than the optimizer's
             step has written the weight, else 8.
         version: unique number, renewed by each write.
+        amax: () float32, the largest magnitude of `high` when `measured` was the version; None: no
+            cast needs it. The optimizer's step raises it in place. Read it by `current_amax`.
     """
 
-    def __init__(self, high: Tensor, residual: Tensor | None, bits: int) -> None:
-        self.high, self.residual, self.bits = high, residual, bits
-        self.version = next(VERSIONS)
+    def __init__(
+        self, high: Tensor, residual: Tensor | None, bits: int, amax: Tensor | None = None
+    ) -> None:
+        self.high, self.residual, self.bits, self.amax = high, residual, bits, amax
+        self.version = self.measured = next(VERSIONS)
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
 
     @staticmethod
@@ -49,6 +55,20 @@ class Halves:
         """Return the float32 weight, on `device` if one is given."""
         exact = self.bits == EXACT_BITS
         return join_matrix(self.high, self.residual, self.bits, device, exact)
+
+    def keep_amax(self) -> None:
+        """Keep the amax from step to step, for casts with one scale."""
+        with torch.inference_mode(False):
+            self.amax = torch.zeros((), dtype=torch.float32, device=self.high.device)
+        self.measured = 0
+
+    def current_amax(self) -> Tensor | None:
+        """Return the amax, always in the same memory, which graphs read; None: it is not kept."""
+        amax = self.amax
+        if amax is not None and (self.measured != self.version or in_shared_memory(self.high)):
+            amax.copy_(tensor_amax(self.high))
+            self.measured = self.version
+        return amax
 
     def write(self, weight: Tensor) -> None:
         """Store a float32 weight exactly, with 16 residual bits."""
@@ -95,7 +115,10 @@ class Halves:
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Halves":
         """Return new halves, with `function` applied to each."""
         residual = None if self.residual is None else function(self.residual)
-        return Halves(function(self.high), residual, self.bits)
+        halves = Halves(function(self.high), residual, self.bits)
+        if self.amax is not None:
+            halves.keep_amax()
+        return halves
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -12,14 +12,15 @@ Outside such a scope, other weights are not cached, because any code may write t
 unnoticed. Nothing is cached of a weight in memory that processes share, because another process may
 write to it at any time. Weights that FSDP2 gathers have their own payload.
 
-Between optimizer steps the cache keeps the scale, or with ``FP8Config(cache_weights=True)`` the
-payload, with ``"both"`` its transpose, too. Bytes read and written to quantize an element of a
-weight in two halves, with a scale per tensor:
+Between optimizer steps a weight in two halves keeps its amax (`Halves.amax`), which a graph of
+torch.compile takes as an input; with ``FP8Config(cache_weights=True)`` the cache keeps the payload,
+with ``"both"`` its transpose, too. Bytes read and written to quantize an element of such a weight,
+with a scale per tensor:
 
 | kept | at the step | per micro-batch |
 |---|---|---|
-| nothing (plain Parameters, compiled layers, no `model` at conversion) | | 8 |
-| scale | 0 | 6: cast by row, and by column in backward |
+| nothing (plain Parameters, no `model` at conversion) | | 8 |
+| amax (all compiled layers) | 0 | 6: cast by row, and by column in backward |
 | payload, +1 byte of memory | 1: the step writes it | 2: it is transposed in backward |
 | payload and its transpose, +2 bytes | 2: the step writes both | 0 |
 
@@ -66,8 +67,8 @@ class PayloadCache:
         keeps_evaluation: whether evaluation forwards reuse a payload.
 
     Attributes:
-        between_steps: cached parts between optimizer steps: nothing (None), the scale (False), the
-            payload (True), or payload and transpose (``"both"``).
+        between_steps: cached parts between optimizer steps: nothing (False), the payload (True), or
+            payload and transpose (``"both"``).
         payload: (N, K), quantized along K, for forwards without gradients; None: not cached.
         operand: payload in the GEMM's layout, set by the first forward that multiplies.
         quantizer: quantizer of the input, set in the same way.
@@ -77,7 +78,7 @@ class PayloadCache:
 
     def __init__(self, transposed: bool = False, keeps_evaluation: bool = True) -> None:
         self.transposed, self.keeps_evaluation = transposed, keeps_evaluation
-        self.between_steps: bool | str | None = None
+        self.between_steps: bool | str = False
         self.scope: int | None = None
         self._scoped_weight: Tensor | None = None
         self.release()
@@ -93,8 +94,6 @@ class PayloadCache:
         # The stored weight (R, C) quantized along C, and its transpose (C, R) quantized along R.
         self._row: QuantizedTensor | None = None
         self._col: QuantizedTensor | None = None
-        self._scale: Tensor | None = None
-        self._amax: Tensor | None = None
         self.forget_evaluation()
 
     def forget_evaluation(self) -> None:
@@ -140,12 +139,10 @@ class PayloadCache:
             return row
         if version is None:
             layouts = self._cast(weight, spec, False)
-        elif self.between_steps or self._scale is None:
+        else:
             with torch.inference_mode(False), torch.no_grad():
                 layouts = self._cast(weight, spec, self.between_steps)
             self._keep(version, *layouts)
-        else:
-            layouts = self._cast(weight, spec, False)
         row = _layout(*layouts, self.transposed)
         assert row is not None
         return row
@@ -232,7 +229,7 @@ class PayloadCache:
         return old
 
     def _cast(
-        self, weight: Tensor, spec: CastSpec, keep: bool | str | None
+        self, weight: SplitWeight, spec: CastSpec, keep: bool | str
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """Return the layouts to cache, or without `keep` the one that forward reads."""
         if keep == "both":
@@ -242,18 +239,12 @@ class PayloadCache:
             # transposes that if both layouts have the same scales.
             col = self.transposed and not (keep and spec.granularity in SQUARE)
             row = not col
-        amax = self._amax if self._scale is None else None
-        options = CastOptions.of(spec, self._scale, amax, rowwise=row, columnwise=col)
-        return quantize_layouts(stored(weight), options)
+        return cast_weight(weight, spec, rowwise=row, columnwise=col)
 
     def _keep(
         self, version: int | None, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> None:
-        self._version = version
-        self._row, self._col = (row, col) if self.between_steps else (None, None)
-        either = col if row is None else row
-        assert either is not None
-        self._scale = either.scale if either.granularity == "tensorwise" else None
+        self._version, self._row, self._col = version, row, col
 
     def to_overwrite(self, spec: CastSpec, new_scale: Tensor) -> WeightPayload | None:
         """Return the payload's memory for the optimizer's step to overwrite; None: cast later.
@@ -281,9 +272,8 @@ class PayloadCache:
 
     def refill(
         self,
-        weight: Tensor,
+        weight: SplitWeight,
         spec: CastSpec,
-        amax: Tensor | None = None,
         written: WeightPayload | None = None,
     ) -> None:
         """Cache what the next forward needs of a weight that the optimizer has just written.
@@ -291,20 +281,16 @@ class PayloadCache:
         Args:
             weight: weight in its stored layout.
             spec: format and granularity of the cast.
-            amax: () float32 amax of the weight, if the step computed it, which saves a read for a
-                tensorwise scale; or None.
             written: payload, if the step wrote it; or None.
         """
         self.forget()
         version = self.version_of(weight)
         if version is None:
             return
-        self._amax = amax if spec.granularity == "tensorwise" else None
         if written is not None:
-            self._keep(None, *_layouts(written))
+            self._keep(version, *_layouts(written))
         elif self.between_steps:
-            self._keep(None, *self._cast(weight, spec, self.between_steps))
-        self._version = version
+            self._keep(version, *self._cast(weight, spec, self.between_steps))
 
     @property
     def num_layouts(self) -> int:
@@ -318,18 +304,24 @@ class PayloadCache:
         held.append(None if self.operand is None else self.operand.operand)
         payloads = [x for x in held if x is not None]
         tensors = [tensor for x in payloads for tensor in (x.qdata, x.scale)]
-        if not payloads:
-            scale = self._amax if self._scale is None else self._scale
-            tensors = [] if scale is None else [scale]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
     def __reduce__(self) -> Any:
         return PayloadCache, (self.transposed, self.keeps_evaluation)
 
 
-def keeps_scale(spec: CastSpec) -> bool:
-    """Return whether caching only the scale pays: computing it takes a separate read."""
+def keeps_amax(spec: CastSpec) -> bool:
+    """Return whether keeping the amax pays: computing it takes a separate read."""
     return spec.granularity == "tensorwise" and not spec.delayed
+
+
+def cast_weight(
+    weight: SplitWeight, spec: CastSpec, *, rowwise: bool, columnwise: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """Cast a weight in its stored layout, with a scale from the amax that it keeps, if it does."""
+    amax = weight.halves.current_amax() if keeps_amax(spec) else None
+    options = CastOptions.of(spec, None, amax, rowwise=rowwise, columnwise=columnwise)
+    return quantize_layouts(weight.halves.high, options)
 
 
 def _layout(

@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torch_fp8.autograd.current_pass import is_traced
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.smooth import column_amax, smoothed_layouts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax
 from torch_fp8.tensor.base import Payloads
-from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.quantizer import Quantizer, is_opaque
 from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
@@ -194,15 +194,14 @@ class LazySource:
             return CastOptions.of(spec, other.scale, **layouts)
         if scale is None and quantizer.group is not None:
             return CastOptions.of(spec, None, group_amax(self.amax(), quantizer.group), **layouts)
-        # Operators in a graph may not write to their arguments.
-        slot = None if scale is None or is_traced() else slot
+        slot = None if scale is None or is_opaque(self.sources[0]) else slot
         return CastOptions.of(spec, scale, slot, **layouts)
 
     def _note(self, slot: Tensor) -> None:
         """Note that a cast raised a slot; other readers' slots are raised to the same amax."""
         self.raised.append(slot)
         if self.largest is None:
-            self.largest = slot
+            self.largest = slot.view(torch.float32)
 
     def rowwise(self, quantizer: Quantizer) -> QuantizedTensor:
         """Return the rowwise payload of `layouts`, faster if it is cached."""

@@ -17,13 +17,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch_fp8.autograd.current_pass import is_traced, saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, quantize_layouts_and_sum
+from torch_fp8.ops.registry import is_visible
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
-from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.payload_cache import PayloadCache, cast_weight
 from torch_fp8.tensor.scale_source import ScaleSource
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class Quantizer(NamedTuple):
@@ -86,28 +87,15 @@ class Quantizer(NamedTuple):
             rowwise, columnwise: whether to make the payload (R, C), and the transpose (C, R).
         """
         scale, slot = self.source.scale, self.source.slot
-        if slot is not None and (scale is None or is_traced()):  # a graph's amax is a separate op
+        if slot is not None and (scale is None or is_opaque(x)):
             largest = tensor_amax(x)
             self.source.record(largest)
             slot = None
-            if scale is None and not (is_traced() and self.group is None):
+            if scale is None and not (is_opaque(x) and self.group is None):
                 slot = largest if self.group is None else group_amax(largest, self.group)
         spec = self.spec
         cast = spec.format.dtype, spec.granularity, spec.power_of_two
         return CastOptions(*cast, rowwise, columnwise, scale, slot)
-
-    def in_backward(self, buffers: tuple[Tensor, ...]) -> "Quantizer":
-        """Return this quantizer with the slot from a graph's buffers, if there are any.
-
-        Call it in backward, because torch's partitioner could save a value derived from a buffer in
-        forward, which may be out of date in backward.
-
-        Args:
-            buffers: see `Quantizers.in_graph`.
-        """
-        if not buffers:
-            return self
-        return self._replace(source=ScaleSource(self.source.scale, buffers[-1][0]))
 
     def known_options(self, *, columnwise: bool) -> CastOptions:
         """Return the options of a rowwise cast that needs no amax: known scale, or block scales."""
@@ -155,9 +143,10 @@ class WeightQuantizer(NamedTuple):
         cache = self._step_cache(weight)
         if cache is not None:
             return cache.training_row(weight, self.quantizer.spec)
-        if isinstance(weight, SplitWeight):
-            weight = weight.halves.high
-        row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
+        if isinstance(weight, SplitWeight) and weight.halves.amax is not None:
+            row, col = cast_weight(weight, self.quantizer.spec, rowwise=not flip, columnwise=flip)
+        else:
+            row, col, _ = self.quantizer(stored(weight), rowwise=not flip, columnwise=flip)
         layout = col if flip else row  # (N, K), whichever way the weight is stored
         assert layout is not None
         return layout
@@ -180,7 +169,7 @@ class WeightQuantizer(NamedTuple):
     def _step_cache(self, weight: Tensor) -> PayloadCache | None:
         """Return the cache if it keeps this weight between optimizer steps; else None."""
         cache = self.cache
-        if cache is None or cache.between_steps is None or torch.compiler.is_compiling():
+        if cache is None or not cache.between_steps or torch.compiler.is_compiling():
             return None
         return cache if isinstance(weight, SplitWeight) else None
 
@@ -206,9 +195,7 @@ class WeightQuantizer(NamedTuple):
             if cache is not None and (layout := cache.col(weight)) is not None:
                 return layout
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
-            if isinstance(weight, SplitWeight):
-                weight = weight.halves.high
-            row, col = quantize_layouts(weight, options)
+            row, col = quantize_layouts(stored(weight), options)
         layout = row if flip else col  # (K, N)
         assert layout is not None
         return layout
@@ -253,13 +240,11 @@ class Quantizers(NamedTuple):
         """
         if not buffers:
             return self
-        scales, amaxes, _ = buffers  # (3, 4); (2,) of input and weight; (1,) of the gradient
+        scales, *slots = buffers  # (3, 4); () of input, weight and gradient
         # A copy, so that backward uses the same scales if the buffer is renewed in between.
         known = scales.clone()[:, 0].unbind() if ready else (None,) * 3
-        slots = (*(amaxes.unbind() if training else (None,) * 2), None)
-        of_input, of_weight, of_gradient = (
-            ScaleSource(*pair) for pair in zip(known, slots, strict=True)
-        )
+        recorded = slots if training else (None, None, slots[2])
+        of_input, of_weight, of_gradient = map(ScaleSource, known, recorded)
         weight = self.weight.quantizer._replace(source=of_weight)
         return self._replace(
             input=self.input._replace(source=of_input),
@@ -319,6 +304,11 @@ def quantize_input(
     if col is not None:
         return InputPayloads(row, col.qdata, col.scale, None)  # (K, M), along M
     return InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
+
+
+def is_opaque(x: Tensor) -> bool:
+    """Return whether an operator on x is a single node of a graph, and so must not write a slot."""
+    return is_traced() and not is_visible(x)
 
 
 def matrix(x: Tensor) -> Tensor:

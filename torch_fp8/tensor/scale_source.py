@@ -1,9 +1,8 @@
 """`ScaleSource`: the scale of a cast, and the slot that records its amax."""
 
-import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import is_traced
+from torch_fp8.quantization.scaling import raise_slot
 
 
 class ScaleSource:
@@ -12,8 +11,8 @@ class ScaleSource:
     Args:
         scale: () float32 dequantization scale; None: computed from the current tensor. The
             attribute may be replaced later, but the tensor is not written to.
-        slot: () float32, raised by each cast to the largest magnitude of its input; None: amaxes
-            are not recorded.
+        slot: see `torch_fp8.quantization.scaling.raise_slot`; each cast raises it to the largest
+            magnitude of its input; None: amaxes are not recorded.
     """
 
     def __init__(self, scale: Tensor | None = None, slot: Tensor | None = None) -> None:
@@ -25,13 +24,8 @@ class ScaleSource:
         Args:
             amax: float32, any shape; a NaN propagates.
         """
-        if self.slot is None:
-            return
-        amax = amax.amax() if amax.ndim else amax
-        if is_traced():
-            self.slot.copy_(torch.maximum(self.slot, amax))
-        else:
-            torch.maximum(self.slot, amax, out=self.slot)
+        if self.slot is not None:
+            raise_slot(self.slot, amax)
 
 
 OF_TENSOR = ScaleSource()

@@ -98,10 +98,10 @@ class SplitWeight(SplitTensor):
 
     def take(self, x: Tensor) -> None:
         """Replace the halves by those of `x`, or by its split values. Aliases keep the old ones."""
-        if isinstance(x, SplitTensor):
-            self.halves = x.halves
-        else:
-            self.halves = Halves.of(plain(x), EXACT_BITS)
+        old = self.halves
+        self.halves = x.halves if isinstance(x, SplitTensor) else Halves.of(plain(x), EXACT_BITS)
+        if old.amax is not None and self.halves.amax is None:
+            self.halves.keep_amax()
 
     def become(self, x: Tensor) -> None:
         grad = self.grad
@@ -208,7 +208,7 @@ class SplitWeight(SplitTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         halves = self.halves
         names = ["high"] if halves.residual is None else ["high", "residual"]
-        return names, halves.bits
+        return [*names, *(["fp8_amax"] if halves.amax is not None else ())], halves.bits
 
     @property
     def high(self) -> Tensor:
@@ -218,11 +218,16 @@ class SplitWeight(SplitTensor):
     def residual(self) -> Tensor | None:
         return self.halves.residual
 
+    @property
+    def fp8_amax(self) -> Tensor | None:
+        return self.halves.current_amax()
+
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "SplitWeight":
-        weight = SplitWeight(Halves(inner["high"], inner.get("residual"), context))
+        parts = inner["high"], inner.get("residual"), context, inner.get("fp8_amax")
+        weight = SplitWeight(Halves(*parts))
         weight.grad_dtype = None  # a compiled layer's gradient is BF16, too
         return weight
 

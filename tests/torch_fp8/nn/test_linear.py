@@ -202,7 +202,7 @@ def test_a_bad_batch_leaves_the_scales_as_they_are(value):
     fp8(torch.full((4, K), value)).sum().backward()
     renew_scales()
     assert torch.equal(fp8[0].fp8_scales, before)
-    assert (fp8[0].fp8_amaxes == 0).all()
+    assert (fp8[0].fp8_input_amax == 0).all()
 
 
 def test_an_operand_of_zeros_is_expected_to_be_as_large_as_elsewhere():
