@@ -82,6 +82,7 @@ PARTS = (
     "transformers-4.57+peft-0.19+datasets-4.4",
     "transformers-5.17",
     "transformers-5.23",
+    "transformers-5.24",
     # With transformers 5, TRL 0.24 asks for mergekit; PEFT 0.18 cannot import torchao 0.18.
     "trl-0.24+transformers-4.57+peft-0.18+torchao-0.14+datasets-4.4",
     "trl-1.0",
@@ -316,6 +317,8 @@ def _run(command: Sequence[str]) -> str:
 
 def _last_line(error: subprocess.CalledProcessError) -> str:
     lines = [line for line in error.stderr.splitlines() if line.strip()]
+    if lines and "ResolutionImpossible" in lines[-1]:  # which excludes what, pip says without -q
+        return "pip excludes it: a requirement, or a constraint (pip config get global.constraint)"
     return lines[-1].strip()[:200] if lines else f"{error.cmd[0]} failed"
 
 

@@ -70,6 +70,20 @@ FAULTS = [
         f"{_TESTS}/plan/test_sharded_plan.py",
     ),
     Fault(
+        "a known result of a step has the dtype of the operator's first tensor",
+        "torch_fp8_tools/plan/known_results.py",
+        "results = tuple([_empty(first, *layout) for layout in layouts])",
+        "results = tuple([_empty(first, *layout[:2], first.dtype) for layout in layouts])",
+        f"{_TESTS}/plan/test_plan.py::test_known_results_are_those_of_the_operators",
+    ),
+    Fault(
+        "lists that a configuration computes stay those of all layers",
+        "torch_fp8_tools/plan/layers.py",
+        "(cls,), computed)",
+        "(cls,), {})",
+        f"{_TESTS}/plan/test_plan.py::test_the_step_is_that_of_the_whole_model",
+    ),
+    Fault(
         "the engine imports its tools",
         "torch_fp8/monitor/monitor.py",
         "from torch_fp8.monitor.run_log import RunLog\n",

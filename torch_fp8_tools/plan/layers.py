@@ -37,7 +37,7 @@ class Layers:
         uses = Counter(p for block in self._blocks for p in {*block.parameters()})
         self._number = number
         self.separate = len(self._blocks) == number and not any(n > 1 for n in uses.values())
-        listed = [v for v in vars(text_of(config)).values() if _is_per_layer(v, number)]
+        listed = _per_layer(text_of(config), number).values()
         self.contents = [_contents(block) for block in self._blocks]
         settings = [_settings(block) for block in self._blocks]
         self.kinds = list(zip(self.contents, settings, *listed, strict=False))
@@ -64,10 +64,11 @@ class Layers:
                     del module[i]
         configs = [text_of(m.config) for m in model.modules() if hasattr(m, "config")]
         for config in {id(c): c for c in configs if isinstance(c, self._config)}.values():
-            for name, value in vars(config).items():
-                if _is_per_layer(value, len(self._blocks)):
-                    setattr(config, name, [value[i] for i in layers])
-            config.num_hidden_layers = len(layers)
+            cls, values = type(config), _per_layer(config, self._number)
+            fewer = {name: [value[i] for i in layers] for name, value in values.items()}
+            computed = {name: fewer.pop(name) for name in values if name not in vars(config)}
+            config.__class__ = type(cls.__name__, (cls,), computed)  # Jamba has no list to change
+            vars(config).update(fewer, num_hidden_layers=len(layers))
         return model
 
     def shortest(self, layers: Sequence[int], *, sharded: bool) -> tuple[list[int], list[int]]:
@@ -105,8 +106,19 @@ class Layers:
 _ABSENT = nn.Identity()
 
 
-def _is_per_layer(value: Any, number: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == number
+def _per_layer(config: Any, number: int) -> dict[str, Any]:
+    """Return the lists of a configuration, stored or computed, with an item for each layer."""
+    computed = {n for cls in type(config).__mro__ for n, v in vars(cls).items() if _is_public(n, v)}
+    values = {name: getattr(config, name, None) for name in sorted(computed)} | vars(config)
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, (list, tuple)) and len(value) == number
+    }
+
+
+def _is_public(name: str, value: Any) -> bool:
+    return isinstance(value, property) and not name.startswith("_")
 
 
 def _contents(block: nn.Module) -> tuple[Any, ...]:

@@ -28,14 +28,15 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         current: the live bytes by category.
         peak: the bytes by category when their sum was largest since `reset_peak`.
-        resizable: storages that may be resized, which no operator shows (`see_resized`).
+        resizable: groups of storages that are resized together, which no operator shows. The first
+            of a group tells (`see_resized`).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         super().__init__()
         self.current = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict(self.current)
-        self.resizable: list[torch.UntypedStorage] = []
+        self.resizable: list[list[torch.UntypedStorage]] = []
         self._known: dict[int, tuple[str, int]] = {}
         self._parameters = list(parameters)
         self._hooks: list[Any] = []
@@ -113,12 +114,17 @@ class MemoryTracker(TorchDispatchMode):
 
     def see_resized(self) -> None:
         """Count the storages anew that may have been resized."""
-        for storage in self.resizable:
-            known = self._known.get(id(storage))
-            if known is not None and known[1] != storage.nbytes():
-                self._known[id(storage)] = known[0], storage.nbytes()
-                self.current[known[0]] += storage.nbytes() - known[1]
+        for group in self.resizable:
+            if self._is_resized(group[0]):
+                for storage in filter(self._is_resized, group):
+                    category, num_bytes = self._known[id(storage)]
+                    self._known[id(storage)] = category, storage.nbytes()
+                    self.current[category] += storage.nbytes() - num_bytes
         self._see_peak()
+
+    def _is_resized(self, storage: torch.UntypedStorage) -> bool:
+        known = self._known.get(id(storage))
+        return known is not None and known[1] != storage.nbytes()
 
     def _free(self, key: int) -> None:
         category, num_bytes = self._known.pop(key)

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import fsdp_params
+from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
 from torch_fp8.tensor.base import map_tensors
+from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 from torch_fp8_tools.plan.models import (
@@ -37,6 +38,7 @@ _MOST_FAKE_RANKS = 64
 """The maximum number of ranks for counting a step. The bytes of a larger ring differ by 1/64 at
 most, and are scaled.
 """
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _GATHERS, _SCATTERS = ("allgather", "allreduce"), ("reduce_scatter", "alltoall")
 
 
@@ -144,10 +146,15 @@ class FollowedStep(MemoryTracker):
         self._unseen = {*self._blocks}
         self._sent = {"gathered": 0, "scattered": 0}
         self._agreed = 0
-        self._params = fsdp_params(model)
+        self._groups = fsdp_groups(model)
+        self._results = KnownResults()
         self._start()
         for block in self._blocks:  # before FSDP2 gathers its weights
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the check at each call takes as long as a view
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,15 +162,23 @@ class FollowedStep(MemoryTracker):
         first = args[0] if args else None
         if isinstance(first, FakeTensor):
             if func is torch.ops.prim.device.default:
-                return first.fake_device  # half of all calls
+                return first.fake_device  # most calls
             if func is torch.ops.aten.copy_.default and first.constant is None:
                 return first  # there are no values
-            if func.is_view and not kwargs and first.constant is None:
+            if (func.is_view or func is _UNSAFE_VIEW) and not kwargs and first.constant is None:
                 return self._view(func, first, args)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = self._results.call(func, first, args, kwargs or {})
+            map_tensors(out, self._created)
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "fsdp":  # it has allocated what it gathers into, and resizes it later
-            outputs = (tensor for param in self._params for tensor in param.all_gather_outputs)
-            self.resizable = [tensor.untyped_storage() for tensor in outputs]
+            gathered = (
+                [t for p in g.fsdp_params for t in p.all_gather_outputs] for g in self._groups
+            )
+            of_group = (sorted(tensors, key=torch.numel, reverse=True) for tensors in gathered)
+            self.resizable = [
+                [t.untyped_storage() for t in tensors] for tensors in of_group if tensors
+            ]
             self.see_resized()
         elif func.namespace == "c10d":
             self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)

@@ -41,6 +41,7 @@ MIXED = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64, "mlp_only_layers": [0, 1, 2]},
     "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16},
     "gpt_oss": {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "bamba": {"attn_layer_indices": [2, 5, 8], "num_key_value_heads": 2, "mamba_n_heads": 8},
 }
 """Layouts whose layers are of two kinds."""
 
@@ -48,7 +49,7 @@ MIXED = {
 def config_of(layout, layers=2):
     if layout in MIXED:
         sizes = {**_SIZES, "num_hidden_layers": layers, **MIXED[layout]}
-        turns = {} if layout == "qwen3_moe" else {"layer_types": _TURNS[:layers]}
+        turns = {"layer_types": _TURNS[:layers]} if layout in ("gemma3_text", "gpt_oss") else {}
         return AutoConfig.for_model(layout, **{**sizes, **turns})
     if layout == WIDE:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
