@@ -56,19 +56,24 @@ class Block(nn.Module):
 
     def __init__(self, layout: dict[str, object], variant: str) -> None:
         super().__init__()
+        self.mixed = variant in O2
         config = LlamaConfig(**layout, attn_implementation="cudnn")
         with torch.device("meta"):
             layer = LlamaDecoderLayer(config, 0)
-            if variant in O2:
+            layer.input_layernorm.to(torch.bfloat16)
+            layer.post_attention_layernorm.to(torch.bfloat16)
+            if self.mixed:
                 options = FP8Config(recipe=variant.removesuffix(" O2"))
                 convert_to_float8(layer, options)
                 optimizer = torch.optim.AdamW(layer.parameters())
                 convert_optimizer(optimizer, options, model=layer)
-        self.layer = (layer if variant in O2 else layer.to(torch.bfloat16)).to_empty(device="cpu")
+            else:
+                layer.to(torch.bfloat16)
+        self.layer = layer.to_empty(device="cpu")
         if variant.startswith("torchao "):
             with mock.patch.object(torch.cuda, "is_available", return_value=True):  # no emulation
                 self.layer = peers.torchao(self.layer, variant.removeprefix("torchao "))
-        elif variant != BF16 and variant not in O2:
+        elif variant != BF16 and not self.mixed:
             convert_to_float8(self.layer, FP8Config(recipe=variant))
         for module in self.layer.modules():  # as after an optimizer's step
             if isinstance(module, Float8Linear) and module.fp8.scaling is not None:
@@ -76,7 +81,7 @@ class Block(nn.Module):
                 module.load_scaling_state(history.fill_(1), scales)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.mixed):
             output: Tensor = self.layer(hidden, position_embeddings=(cos, sin))
         return output
 
