@@ -42,8 +42,8 @@ FAULTS = [
     Fault(
         "an engine gets the weights without Smooth-SwiGLU's factors",
         "torch_fp8/checkpoint/export_plan.py",
-        "smooth = None if adapted_layers(model) else SmoothFold(model)",
-        "smooth = None if adapted_layers(model) or not is_file else SmoothFold(model)",
+        "smooth = None if name is None or adapted_layers(model) else SmoothFold(model)",
+        "smooth = SmoothFold(model) if is_file and not adapted_layers(model) else None",
         f"{_TESTS}/test_fold_smooth.py {_TESTS}/test_weight_sync.py",
     ),
     Fault(

@@ -277,7 +277,7 @@ def plan_export(
     """
     source = source or ModelTensors()
     is_file = name is not None and in_bf16 is None
-    smooth = None if adapted_layers(model) else SmoothFold(model)
+    smooth = None if name is None or adapted_layers(model) else SmoothFold(model)
     places = list(fold.walk(model))
     layers = {n: m for n, m in places if isinstance(m, Float8Layer) and name is not None}
     if not paused:

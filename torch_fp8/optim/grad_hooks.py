@@ -107,7 +107,6 @@ class GradientHook:
 
     quantize = False
     release = False
-    exchange: GradientExchange | None = None
 
     def __init__(self, optimizer: Any, index: int) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -119,8 +118,9 @@ class GradientHook:
         optimizer = self._optimizer()
         if optimizer is None or stored_grad(parameter) is None:
             return
-        if self.exchange is not None and self.exchange.begun():
-            self.exchange.ready(parameter)
+        exchange = self._exchange(parameter)
+        if exchange is not None and exchange.begun():
+            exchange.ready(parameter)
         elif self.quantize:
             self.to_float8(parameter)
         elif isinstance(parameter, DTensor) and not self.release:
@@ -155,8 +155,13 @@ class GradientHook:
     def rounding(self, parameter: Tensor) -> Rounding:
         """Return the random bits for the rounding of a new gradient."""
         row, col, row_length = shard_origin(parameter)
-        rank = 0 if self.exchange is None else self.exchange.rank
+        exchange = self._exchange(parameter)
+        rank = 0 if exchange is None else exchange.rank
         return Rounding(self._counters, row * row_length + col, rank)
+
+    def _exchange(self, parameter: Tensor) -> GradientExchange | None:
+        optimizer: Any = self._optimizer()
+        return None if optimizer is None else optimizer.fp8_exchanges.get(parameter)
 
     def _counters(self) -> tuple[int, ...]:
         """Return seed, step and parameter index, which are the same in a resumed run."""
@@ -187,20 +192,19 @@ def attach_hooks(optimizer: Any) -> int:
     for index, _, parameter in indexed:
         quantize = parameter in weights
         take_out = narrow and isinstance(parameter, DTensor)
-        exchange = optimizer.fp8_exchanges.get(parameter)
+        averaged = parameter in optimizer.fp8_exchanges
         hook = hook_of(parameter)
         if hook is not None and not hook.belongs_to(optimizer):
             remove_hook(parameter)
             hook = None
-        if not (quantize or release or take_out or exchange):
+        if not (quantize or release or take_out or averaged):
             remove_hook(parameter)
         elif hook is None and (quantize or parameter.requires_grad):
             hook = GradientHook(optimizer, index)
             _register(parameter, hook)
             missing += quantize or release
         if hook is not None:
-            hook.index, hook.exchange = index, exchange
-            hook.quantize, hook.release = quantize, release
+            hook.index, hook.quantize, hook.release = index, quantize, release
     return missing
 
 

@@ -168,8 +168,8 @@ def test_a_copy_of_an_optimizer_keeps_8_bits_and_a_pickle_is_plain():
 
 def test_a_gradient_is_rounded_with_the_bits_of_the_rank_that_has_it():
     layer = nn.Sequential(nn.Linear(64, 96))
-    adamw(layer, FP8Config(opt_level="O3"))
+    optimizer, _ = adamw(layer, FP8Config(opt_level="O3"))
     weight = layer[0].weight
     for rank in (0, 3):
-        hook_of(weight).exchange = types.SimpleNamespace(rank=rank)
+        optimizer.fp8_exchanges = {weight: types.SimpleNamespace(rank=rank)}
         assert hook_of(weight).rounding(weight).rank == rank
