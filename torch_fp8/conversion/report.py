@@ -62,6 +62,7 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
+        loss_heads: qualified names of the output layers whose loss needs no logits in memory.
     """
 
     converted: tuple[str, ...]
@@ -82,6 +83,7 @@ class ConversionReport:
     smooth: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     were_eager: bool = False
+    loss_heads: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -139,6 +141,7 @@ class ConversionReport:
             *self._producer_lines(),
             *self._smooth_lines(),
             *self._expert_lines(),
+            *self._loss_head_lines(),
             *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
@@ -217,6 +220,14 @@ class ConversionReport:
         if self.were_eager:
             lines.append("  experts   experts_implementation was 'eager' and is now 'grouped_mm'")
         return lines
+
+    def _loss_head_lines(self) -> list[str]:
+        if not self.loss_heads:
+            return []
+        return [
+            f"  loss head {first_of(self.loss_heads)}: cross entropy in chunks, without logits in "
+            "memory, products in BF16; in a graph of torch.compile with logits"
+        ]
 
     def _high_precision_lines(self) -> list[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in

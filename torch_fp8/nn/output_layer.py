@@ -1,0 +1,102 @@
+"""`OutputLayer`: the linear layer before a cross entropy, which returns uncomputed logits.
+
+See `torch_fp8.nn.lazy_logits`. The layer returns plain logits in evaluation, without gradients, in
+a graph of torch.compile, under transforms and tracers, and within `torch_fp8.high_precision`.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.autograd import current_pass
+from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
+from torch_fp8.nn.class_swap import is_fsdp_class
+from torch_fp8.nn.head_call import HeadCall
+from torch_fp8.nn.lazy_logits import Recorded, empty_meta
+from torch_fp8.nn.logit_steps import logits_of
+from torch_fp8.tensor.lazy_quantized import plain
+
+_MOST_READS = 3
+"""Number of forwards whose logits something reads, before a layer without any loss stops."""
+
+
+class HeadFP8:
+    """State that conversion adds to an output layer, as its attribute `loss_head`.
+
+    Args:
+        name: qualified name of the layer.
+        model: the converted model, in which FSDP2's modules are searched.
+
+    Attributes:
+        fused: number of losses that were computed without logits.
+        reads: number of forwards whose logits were computed.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, weakref.ref(model)
+        self.fused = self.reads = 0
+
+    def note(self, fused: bool) -> None:
+        self.fused += fused
+        self.reads += not fused
+
+    @property
+    def waits(self) -> bool:
+        """Whether logits are worth waiting with: a loss has used them, or may."""
+        return self.fused > 0 or self.reads < _MOST_READS
+
+    def gather(self, weight: Tensor) -> bool:
+        """Gather a weight that FSDP2 has freed; return False if no module has it."""
+        model = self.model()
+        for module in () if model is None else model.modules():
+            if is_fsdp_class(type(module)):
+                module.unshard()
+                if weight.untyped_storage().nbytes():
+                    return True
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "model": None, "fused": 0, "reads": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, model=lambda: None)
+
+
+class OutputLayer(nn.Module):
+    """Mixin of a converted output layer, in front of its own class.
+
+    Shapes: input (..., H), weight (V, H), bias (V,), output (..., V).
+    """
+
+    loss_head: HeadFP8
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = None if torch.compiler.is_compiling() else self._uncomputed(input)
+        if logits is None:
+            logits = super().forward(input)
+        return logits
+
+    def _uncomputed(self, input: Tensor) -> Tensor | None:
+        """Return logits that are not computed yet; None: this forward computes them."""
+        head = self.loss_head
+        if not (self.training and torch.is_grad_enabled() and head.waits):
+            return None
+        if current_pass.requested or is_exporting() or is_transformed():
+            return None
+        if is_fsdp_class(type(self)):  # FSDP2 frees its weight after forward
+            return None
+        x, weight, bias = plain(input), self.weight, self.bias
+        usual = is_plain(x) and is_plain(weight) and (bias is None or is_plain(bias))
+        if not usual or x.shape[-1:] != weight.shape[1:]:
+            return None
+        call = HeadCall(head.name, x, weight, bias, head.gather, head.note)
+        alike = call.autocast["enabled"] or x.dtype == weight.dtype
+        if not (call.requires_grad and alike):
+            return None
+        sizes = *x.shape[:-1], weight.shape[0]
+        shape_of = empty_meta(sizes, call.dtype)
+        return logits_of(Recorded(call, x, shape_of, len(sizes) - 1))
