@@ -33,7 +33,7 @@ class HeadCall:
         dtype: dtype of the logits.
         is_read: whether plain logits exist, so that everything else uses them.
         is_fused: whether a loss was computed without logits.
-        begins: hooks of FSDP2 that run when the backward of the logits begins.
+        begins: hooks of FSDP2 and Fabric that run when the backward of the logits begins.
         logits: all logits that were recorded and still exist.
     """
 

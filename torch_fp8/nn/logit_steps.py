@@ -182,12 +182,17 @@ def _num_dims(item: Any) -> int:
 
 
 def _register_hook(func: Any, x: LazyLogits, hook: Any) -> Any:
-    """Keep FSDP2's hooks, which only need to know that a backward begins."""
-    if not str(getattr(hook, "__module__", "")).startswith("torch.distributed."):
+    """Keep the hooks of FSDP2 and Fabric, which only need to know that a backward begins."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None)  # Fabric's is a partial
+    if not str(module).startswith(_WATCHING):
         return NotImplemented
     x.recorded.call.begins.append(hook)
     with torch._C.DisableTorchFunctionSubclass():
         return func(x, hook)
+
+
+_WATCHING = ("torch.distributed.fsdp.", "lightning.fabric.", "lightning_fabric.")
+"""Packages whose hooks on outputs do not look at the gradient."""
 
 
 def _cross_entropy(
