@@ -141,6 +141,7 @@ class LazyLogits(Tensor):
         return result
 
     @classmethod
+    @torch._disable_dynamo  # a graph has no logits without values
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
