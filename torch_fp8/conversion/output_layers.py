@@ -24,7 +24,7 @@ def convert_output_layers(model: nn.Module, config: FP8Config) -> tuple[str, ...
     An output layer is what ``get_output_embeddings`` of a model returns, a linear layer that shares
     its weight with an embedding, or else the model's last linear layer if it is outside of repeated
     blocks. Layers with fewer than 4,096 classes stay as they are, as do layers that a pattern of
-    `config.skip` other than ``lm_head`` or an override names, and FP8 layers.
+    `config.skip` other than ``lm_head`` or an override to high precision names.
 
     Args:
         model: model whose linear layers are already converted.
@@ -38,7 +38,7 @@ def convert_output_layers(model: nn.Module, config: FP8Config) -> tuple[str, ...
         named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
         if named or high_precision_pattern(name, config) is not None:
             continue
-        if isinstance(module, Float8Layer) or not _is_plain_linear(module):
+        if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
             continue
         add_mixin(module, OutputLayer)
         module.loss_head = HeadFP8(name, model)

@@ -222,11 +222,11 @@ class ConversionReport:
         return lines
 
     def _loss_head_lines(self) -> list[str]:
-        if not self.loss_heads:
-            return []
         return [
-            f"  loss head {first_of(self.loss_heads)}: cross entropy in chunks, without logits in "
-            "memory, products in BF16; in a graph of torch.compile with logits"
+            f"  loss head {name}: cross entropy in chunks, products in "
+            f"{'FP8' if name in self.converted else 'BF16'}, without logits in memory, except in "
+            "a graph of torch.compile"
+            for name in self.loss_heads
         ]
 
     def _high_precision_lines(self) -> list[str]:

@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import Tensor, nn
+
+from torch_fp8.nn.loss_head import Precision
+from torch_fp8.tensor.producer import await_step
+from torch_fp8.tensor.split_weight import SplitWeight, stored
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class HeadCall:
@@ -25,9 +28,10 @@ class HeadCall:
         hidden: input (..., H).
         weight: (V, H).
         bias: (V,) or None.
-        gather: function that gathers a weight which FSDP2 has freed; it returns False if the weight
-            is not FSDP2's.
-        note: function that gets whether a loss was fused, or something else read the logits.
+        precision: ``bf16`` or ``fp8``, that of the products.
+        owner: the layer's state, with functions `gather`, which gathers a weight that FSDP2 has
+            freed, and `note`, which gets whether a loss was fused or the logits were computed.
+        linear: function of input, weight and bias that returns the layer's plain output.
 
     Attributes:
         dtype: dtype of the logits.
@@ -43,11 +47,13 @@ class HeadCall:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        gather: Callable[[Tensor], bool],
-        note: Callable[[bool], None],
+        precision: Precision,
+        owner: Any,
+        linear: Callable[..., Tensor],
     ) -> None:
         self.name, self.hidden, self.weight, self.bias = name, hidden, weight, bias
-        self.gather, self.note = gather, note
+        self.gather, self.note, self.linear = owner.gather, owner.note, linear
+        self.precision = precision
         device = hidden.device.type
         self.autocast: dict[str, Any] = {"device_type": device, "enabled": False}
         self.dtype = hidden.dtype
@@ -55,35 +61,46 @@ class HeadCall:
             self.dtype = torch.get_autocast_dtype(device)
             self.autocast.update(enabled=True, dtype=self.dtype)
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
-        self.versions = [t._version for t in self.inputs]
+        self.versions = self._versions()
         self.address = _address(weight)
         self.is_read = self.is_fused = self.is_written = False
         self.begins: list[Any] = []
         self.logits: weakref.WeakSet[Any] = weakref.WeakSet()
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(own_weights))
-        _unread.add(self)
+        await_step(self)
 
     @property
     def inputs(self) -> list[Tensor]:
         return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
 
-    def own_weight(self) -> None:
-        """Copy weight and bias in the dtype of the product, before something writes them."""
+    def own_parameter(self) -> None:
+        """Copy weight and bias in the dtype of the product, before a step writes them.
+
+        In loops that keep the model's output until the next forward, that is one copy of the
+        weight, held while no activations are.
+        """
         if self.is_read or self.is_written or not self.logits or not self.is_unchanged():
             return
-        if not self.weight.untyped_storage().nbytes():
+        if not self.weight.requires_grad or self.is_freed:
             return
+        dtype = self.dtype if self.precision == "bf16" else stored(self.weight).dtype
         with torch.no_grad():
-            self.weight = self.weight.detach().to(self.dtype, copy=True)
+            self.weight = stored(self.weight).detach().to(dtype, copy=True)
             self.bias = None if self.bias is None else self.bias.detach().to(self.dtype, copy=True)
-        self.versions, self.is_written = [t._version for t in self.inputs], True
+        self.versions, self.is_written = self._versions(), True
         self.address = _address(self.weight)
 
     def is_unchanged(self) -> bool:
         address = _address(self.weight)
         moved = self.address is not None and address is not None and address != self.address
-        return not moved and [t._version for t in self.inputs] == self.versions
+        return not moved and self._versions() == self.versions
+
+    def _versions(self) -> list[Any]:
+        return [t.halves.version if isinstance(t, SplitWeight) else t._version for t in self.inputs]
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether FSDP2 has freed the weight."""
+        return type(self.weight) in _PLAIN and not self.weight.untyped_storage().nbytes()
 
     def check(self) -> None:
         """Gather a weight that FSDP2 has freed; raise RuntimeError if an input was written."""
@@ -93,7 +110,7 @@ class HeadCall:
                 "logits, which are computed at their first use, are used only now; read them "
                 "before the write, or train with FP8Config(loss_head='off')"
             )
-        if not self.weight.untyped_storage().nbytes() and not self.gather(self.weight):
+        if self.is_freed and not self.gather(self.weight):
             raise RuntimeError(
                 f"FSDP2 has freed the weight of '{self.name}', from which the logits are computed "
                 "at their first use; call the loss within the model's forward, or train with "
@@ -103,7 +120,7 @@ class HeadCall:
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the plain logits of the unconverted layer."""
         with torch.autocast(**self.autocast):
-            return F.linear(hidden, weight, bias)
+            return self.linear(hidden, weight, bias)
 
     def dense(self) -> Tensor:
         self.check()
@@ -120,27 +137,12 @@ class HeadCall:
 
 
 def _address(weight: Tensor) -> int | None:
-    """Return the address of a weight, which ``weight.data = x`` changes but no version shows.
+    """Return the address of a plain weight, which ``weight.data = x`` changes but no version shows.
 
-    None: FSDP2 has freed it, or it has none.
+    None: FSDP2 has freed it, or it is stored in another form.
     """
-    if isinstance(weight, FakeTensor) or not weight.untyped_storage().nbytes():
-        return None
-    return weight.data_ptr()
-
-
-_unread: "weakref.WeakSet[HeadCall]" = weakref.WeakSet()
-_hooks: list[Any] = []
-
-
-def own_weights(*_: Any) -> None:
-    """Have logits that are not computed yet copy their weights, before a step writes these.
-
-    In loops that keep the model's output until the next forward, that is one copy of the weight,
-    held while no activations are.
-    """
-    for call in list(_unread):
-        call.own_weight()
+    known = type(weight) in _PLAIN and weight.untyped_storage().nbytes()
+    return weight.data_ptr() if known else None
 
 
 class _Written(torch.autograd.Function):

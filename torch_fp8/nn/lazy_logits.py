@@ -65,8 +65,10 @@ class Recorded:
         is_detached: bool = False,
     ) -> None:
         self.call, self.hidden, self.shape_of, self.class_dim = call, hidden, shape_of, class_dim
-        self.parent, self.step, self.scales, self.is_detached = parent, step, scales, is_detached
+        self.parent, self.scales, self.is_detached = parent, scales, is_detached
         self.grad_mode = torch.is_grad_enabled()
+        before = () if parent is None else parent.recorded.steps
+        self.steps: tuple[Any, ...] = before if step is None else (*before, (step, self.grad_mode))
         call.logits.add(self)
 
     @property
@@ -79,22 +81,23 @@ class Recorded:
             if self.parent is None:
                 self.plain = self.call.dense()
             else:
-                self.plain = self.apply(to_plain(self.parent))
+                self.plain = self._apply(to_plain(self.parent), *self.steps[-1])
                 self.parent = None  # whoever holds it keeps its memory
         return self.plain
 
-    def apply(self, logits: Tensor) -> Tensor:
-        assert self.step is not None
-        func, args, options = self.step
-        with torch.set_grad_enabled(self.grad_mode):
+    @staticmethod
+    def _apply(logits: Tensor, step: Any, grad_mode: bool) -> Tensor:
+        func, args, options = step
+        with torch.set_grad_enabled(grad_mode):
             result: Tensor = func(logits, *args, **options)
         return result
 
     def replay(self, *inputs: Any) -> Tensor:
         """Return the logits for other hidden states, weight and bias of the layer's call."""
-        if self.parent is None:
-            return self.call.multiply(*inputs)
-        return self.apply(self.parent.recorded.replay(*inputs))
+        logits = self.call.multiply(*inputs)
+        for step in self.steps:
+            logits = self._apply(logits, *step)
+        return logits
 
 
 class LazyLogits(Tensor):

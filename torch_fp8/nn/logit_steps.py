@@ -220,7 +220,10 @@ def _cross_entropy(
             return NotImplemented
     formula = scale_and_softcap(of.scales)
     narrow = x.dtype not in (torch.float32, call.dtype)
-    if formula is None or narrow or (call.is_written and torch.is_grad_enabled()):
+    nodes = _other_nodes(x)
+    if formula is None or narrow or not all(map(_passes_gradients, nodes)):
+        return NotImplemented
+    if call.is_written and torch.is_grad_enabled():
         return NotImplemented
     call.check()
     call.is_fused = True
@@ -228,25 +231,25 @@ def _cross_entropy(
     head = call.weight, call.bias
     if not of.requires_grad:
         head = call.weight.detach(), None if call.bias is None else call.bias.detach()
-    with torch.autocast(x.device.type, enabled=False):
-        operands = [t if t is None else t.to(call.dtype) for t in head]
+    with torch.autocast(**call.autocast):
         loss = linear_cross_entropy(
-            rows.reshape(-1, rows.shape[-1]).to(call.dtype),
-            operands[0],
+            rows.reshape(-1, rows.shape[-1]),
+            head[0],
             target.reshape(-1),
-            operands[1],
+            head[1],
             class_weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
             logit_scale=formula[0],
             softcap=formula[1],
+            precision=call.precision,
         )
     loss = loss.reshape(target.shape) if reduction == "none" else loss
     loss = loss if _autocasts(x) else loss.to(x.dtype)
     for hook in call.begins if loss.requires_grad else ():
         loss.register_hook(hook)
-    for logits in _nodes(x) if loss.requires_grad else ():
+    for logits in nodes if loss.requires_grad else ():
         loss = Touched.apply(loss, logits)
     return loss
 
@@ -256,7 +259,13 @@ def _autocasts(x: LazyLogits) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def _nodes(x: LazyLogits) -> list[LazyLogits]:
+def _passes_gradients(x: LazyLogits) -> bool:
+    """Return whether the function that returned these logits is DDP's, whose backward passes on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return type(x.grad_fn).__name__ == "_DDPSinkBackward"
+
+
+def _other_nodes(x: LazyLogits) -> list[LazyLogits]:
     """Return the logits between `x` and the layer that other autograd functions returned."""
     logits: LazyLogits | None = x
     nodes = []

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fp8.autograd import current_pass
@@ -15,8 +16,13 @@ from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transform
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.head_call import HeadCall
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.logit_steps import logits_of
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.split_weight import SplitWeight
+
+_STORED = (SplitWeight, Float8FrozenWeight)
 
 _MOST_READS = 3
 """Number of forwards whose logits something reads, before a layer without any loss stops."""
@@ -90,13 +96,34 @@ class OutputLayer(nn.Module):
         if is_fsdp_class(type(self)):  # FSDP2 frees its weight after forward
             return None
         x, weight, bias = plain(input), self.weight, self.bias
-        usual = is_plain(x) and is_plain(weight) and (bias is None or is_plain(bias))
+        fp8, linear = False, F.linear
+        if isinstance(self, Float8Layer):
+            fp8, linear = self.runs_fp8, self._in_fp8
+            if not fp8 or self.fp8.observer is not None or self.fp8_adds_bias is False:
+                return None
+        usual = is_plain(weight) or (fp8 and isinstance(weight, _STORED))
+        usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
             return None
-        call = HeadCall(head.name, x, weight, bias, head.gather, head.note)
-        alike = call.autocast["enabled"] or x.dtype == weight.dtype
+        call = HeadCall(head.name, x, weight, bias, "fp8" if fp8 else "bf16", head, linear)
+        alike = fp8 or call.autocast["enabled"] or x.dtype == weight.dtype
         if not (call.requires_grad and alike):
             return None
         sizes = *x.shape[:-1], weight.shape[0]
         shape_of = empty_meta(sizes, call.dtype)
         return logits_of(Recorded(call, x, shape_of, len(sizes) - 1))
+
+    def _in_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of an FP8 layer with other weights than its own, or with these."""
+        own = self.__dict__
+        others = {"weight": weight, "bias": bias}
+        others = {n: t for n, t in others.items() if t is not getattr(self, n)}
+        before = {n: own[n] for n in others if n in own}
+        own.update(others)  # an attribute hides the Parameter of its name
+        try:
+            output: Tensor = super().forward(x)
+        finally:
+            for name in others:
+                del own[name]
+            own.update(before)
+        return output

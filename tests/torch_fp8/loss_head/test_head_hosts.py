@@ -121,8 +121,8 @@ def test_accelerate(name, clip):
 def test_the_trainer(evaluates, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     copies = []
-    own_weight = HeadCall.own_weight
-    monkeypatch.setattr(HeadCall, "own_weight", lambda c: (copies.append(c), own_weight(c)))
+    own_weight = HeadCall.own_parameter
+    monkeypatch.setattr(HeadCall, "own_parameter", lambda c: (copies.append(c), own_weight(c)))
     rows = [
         {"input_ids": t, "labels": y}
         for seed in range(4)

@@ -18,6 +18,7 @@ from transformers import (
 from tests.torch_fp8.loss_head.logits_cases import Largest, V, batch, is_fused, small_chunks
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.nn.lazy_logits import LazyLogits
+from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.output_layer import OutputLayer
 from torch_fp8.quantization.metrics import sqnr_db
 
@@ -275,7 +276,7 @@ def test_options_and_the_summary():
     assert heads(overrides={"lm_head": {"recipe": "bf16"}}) == ()
     model = _model()
     report = convert_to_float8(model, FP8Config("tensorwise"))
-    assert "loss head lm_head: cross entropy in chunks, without logits in memory" in str(report)
+    assert "loss head lm_head: cross entropy in chunks, products in BF16" in str(report)
     assert heads(model, loss_head="off") == ()  # a second conversion takes it back
     assert type(model.lm_head) is torch.nn.Linear
     convert_to_float8(model, FP8Config("tensorwise"))
@@ -284,6 +285,15 @@ def test_options_and_the_summary():
     revert(model)
     assert type(model.lm_head) is torch.nn.Linear
     assert "loss_head" not in vars(model.lm_head)
+    for options in ({"loss_head": "fp8"}, {"skip": ()}, {"loss_head": "fp8", "skip": ()}):
+        model = _model()
+        report = convert_to_float8(model, FP8Config("tensorwise", **options))
+        assert report.loss_heads == ("lm_head",)
+        assert "loss head lm_head: cross entropy in chunks, products in FP8" in str(report)
+        assert isinstance(model.lm_head, Float8Linear)
+        revert(model)
+        assert type(model.lm_head) is torch.nn.Linear
+    assert heads(loss_head="fp8", skip=("lm_head*",)) == ()
     with pytest.raises(ValueError, match="loss_head"):
         FP8Config(loss_head="fp16")
 
