@@ -10,6 +10,7 @@ ROOMS = (
     "kernels",
     "tensor",
     "nn",
+    "output_layer",
     "optim",
     "distributed",
     "conversion",

@@ -7,7 +7,7 @@ from torch import nn
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
-from torch_fp8.nn.layer_filter import matches, output_layer, quantized_by
+from torch_fp8.nn.layer_filter import is_ligers, matches, output_layer, quantized_by
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
 from torch_fp8.nn.output_layer import HeadFP8, OutputLayer
@@ -18,8 +18,8 @@ _DEFAULT = "lm_head"
 _BLOCKS = (nn.ModuleList, nn.ModuleDict)
 
 
-def convert_output_layers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
-    """Convert the output layers of `model` in place; return their qualified names.
+def convert_output_layers(model: nn.Module, config: FP8Config) -> dict[str, str]:
+    """Convert the output layers of `model` in place.
 
     An output layer is what ``get_output_embeddings`` of a model returns, a linear layer that shares
     its weight with an embedding, or else the model's last linear layer if it is outside of repeated
@@ -29,21 +29,27 @@ def convert_output_layers(model: nn.Module, config: FP8Config) -> tuple[str, ...
     Args:
         model: model whose linear layers are already converted.
         config: configuration of the model.
+    Returns:
+        what computes the loss of each, ``bf16``, ``fp8`` or ``liger`` (Liger Kernel, in the model's
+        forward), by the layer's qualified name.
     """
     if config.loss_head == "off" or config.backend != "torch":
-        return ()
-    heads = find_output_layers(model)
-    names = []
-    for name, module in heads.items():
+        return {}
+    theirs = {id(output_layer(module)) for module in model.modules() if is_ligers(module)}
+    heads = {}
+    for name, module in find_output_layers(model).items():
         named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
         if named or high_precision_pattern(name, config) is not None:
             continue
         if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
             continue
+        if id(module) in theirs:
+            heads[name] = "liger"
+            continue
         add_mixin(module, OutputLayer)
         module.loss_head = HeadFP8(name, model)
-        names.append(name)
-    return tuple(names)
+        heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
+    return heads
 
 
 def revert_output_layers(model: nn.Module) -> None:

@@ -62,7 +62,8 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
-        loss_heads: qualified names of the output layers whose loss needs no logits in memory.
+        loss_heads: what computes the loss of output layers without logits in memory, ``bf16``,
+            ``fp8`` or ``liger`` (Liger Kernel), by qualified name.
     """
 
     converted: tuple[str, ...]
@@ -83,7 +84,7 @@ class ConversionReport:
     smooth: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     were_eager: bool = False
-    loss_heads: tuple[str, ...] = ()
+    loss_heads: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flops_share(self) -> float:
@@ -222,11 +223,14 @@ class ConversionReport:
         return lines
 
     def _loss_head_lines(self) -> list[str]:
+        ours = (
+            "cross entropy in chunks, products in {}, without logits in memory, except in a graph "
+            "of torch.compile"
+        )
         return [
-            f"  loss head {name}: cross entropy in chunks, products in "
-            f"{'FP8' if name in self.converted else 'BF16'}, without logits in memory, except in "
-            "a graph of torch.compile"
-            for name in self.loss_heads
+            f"  loss head {name}: "
+            + ("as Liger Kernel computes it" if kind == "liger" else ours.format(kind.upper()))
+            for name, kind in self.loss_heads.items()
         ]
 
     def _high_precision_lines(self) -> list[str]:

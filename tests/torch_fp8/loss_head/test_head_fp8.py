@@ -140,7 +140,7 @@ def test_another_name_of_the_head_runs_in_fp8_as_before():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(64, H), nn.Linear(H, H), nn.Linear(H, V))
     report = convert_to_float8(model, FP8Config("tensorwise"))
-    assert report.loss_heads == ("2",)
+    assert report.loss_heads == {"2": "fp8"}
     assert "2" in report.converted
     tokens, labels = batch(0, SHAPE)
     with Largest() as largest:

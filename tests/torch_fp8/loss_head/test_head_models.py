@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -268,16 +269,16 @@ def test_a_loss_of_distillation_reads_the_logits_with_their_gradient():
 def test_options_and_the_summary():
     def heads(model=None, **options):
         model = _model() if model is None else model
-        return convert_to_float8(model, FP8Config("tensorwise", **options)).loss_heads
+        return dict(convert_to_float8(model, FP8Config("tensorwise", **options)).loss_heads)
 
-    assert heads() == heads(skip=("lm_head", "q_proj")) == ("lm_head",)
-    assert heads(loss_head="off") == ()
-    assert heads(skip=("lm_head*",)) == ()
-    assert heads(overrides={"lm_head": {"recipe": "bf16"}}) == ()
+    assert heads() == heads(skip=("lm_head", "q_proj")) == {"lm_head": "bf16"}
+    assert heads(loss_head="off") == {}
+    assert heads(skip=("lm_head*",)) == {}
+    assert heads(overrides={"lm_head": {"recipe": "bf16"}}) == {}
     model = _model()
     report = convert_to_float8(model, FP8Config("tensorwise"))
     assert "loss head lm_head: cross entropy in chunks, products in BF16" in str(report)
-    assert heads(model, loss_head="off") == ()  # a second conversion takes it back
+    assert heads(model, loss_head="off") == {}  # a second conversion takes it back
     assert type(model.lm_head) is torch.nn.Linear
     convert_to_float8(model, FP8Config("tensorwise"))
     assert isinstance(model.lm_head, OutputLayer)
@@ -288,14 +289,27 @@ def test_options_and_the_summary():
     for options in ({"loss_head": "fp8"}, {"skip": ()}, {"loss_head": "fp8", "skip": ()}):
         model = _model()
         report = convert_to_float8(model, FP8Config("tensorwise", **options))
-        assert report.loss_heads == ("lm_head",)
+        assert report.loss_heads == {"lm_head": "fp8"}
         assert "loss head lm_head: cross entropy in chunks, products in FP8" in str(report)
         assert isinstance(model.lm_head, Float8Linear)
         revert(model)
         assert type(model.lm_head) is torch.nn.Linear
-    assert heads(loss_head="fp8", skip=("lm_head*",)) == ()
+    assert heads(loss_head="fp8", skip=("lm_head*",)) == {}
     with pytest.raises(ValueError, match="loss_head"):
         FP8Config(loss_head="fp16")
+
+
+def test_a_loss_of_liger_kernel_stays_its_own():
+    def forward(self, *args, **kwargs):
+        return type(self).forward(self, *args, **kwargs)
+
+    forward.__module__ = "liger_kernel.transformers.model.llama"
+    model = _model()
+    model.forward = types.MethodType(forward, model)
+    report = convert_to_float8(model, FP8Config("tensorwise"))
+    assert report.loss_heads == {"lm_head": "liger"}
+    assert "loss head lm_head: as Liger Kernel computes it" in str(report)
+    assert type(model.lm_head) is torch.nn.Linear
 
 
 def test_copies_and_pickles_of_a_model_keep_the_head():
