@@ -96,4 +96,11 @@ FAULTS = [
         "        if high_precision_pattern(name, config) is not None:",
         f"{_TESTS}/test_head_models.py::test_options_and_the_summary",
     ),
+    Fault(
+        "TRL's further results are missing",
+        "accelerate_fp8/log_probs.py",
+        "if precision is None or not _COMPUTED.issuperset(outputs):",
+        "if precision is None:",
+        f"{_TESTS}/test_head_trl.py",
+    ),
 ]

@@ -6,11 +6,11 @@ from torch import nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_options import high_precision_pattern
-from torch_fp8.nn.class_swap import add_mixin, remove_mixin
+from torch_fp8.nn.class_swap import remove_mixin
 from torch_fp8.nn.layer_filter import is_ligers, matches, output_layer, quantized_by
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
-from torch_fp8.nn.output_layer import HeadFP8, OutputLayer
+from torch_fp8.nn.output_layer import OutputLayer, add_loss_head
 
 FEWEST_CLASSES = 4096
 """Classes of the smallest converted layer; smaller logits cost less than their chunks."""
@@ -46,8 +46,7 @@ def convert_output_layers(model: nn.Module, config: FP8Config) -> dict[str, str]
         if id(module) in theirs:
             heads[name] = "liger"
             continue
-        add_mixin(module, OutputLayer)
-        module.loss_head = HeadFP8(name, model)
+        add_loss_head(module, name, model)
         heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
     return heads
 
