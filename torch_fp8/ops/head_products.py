@@ -207,12 +207,10 @@ class HeadFP8(Head):
         if terms.lse is None:
             terms = terms._replace(lse=computed[1])
         wants = grad_hidden is not None, grad_weight is not None, grad_bias is not None
-        row, col, sums, at_label, of_bias = cross_entropy_quantize(
-            logits, terms, form, self.scale, *wants
-        )
+        row, col, sums, of_bias = cross_entropy_quantize(logits, terms, form, self.scale, *wants)
         del logits
         one_sign = terms.smooth is None and terms.spread is None
-        ratio, at_label = balance(sums, at_label, one_sign)
+        ratio, at_label = balance(sums, one_sign)
         label = terms.label.clamp(min=0)
         if grad_hidden is not None:
             assert self.col is not None
