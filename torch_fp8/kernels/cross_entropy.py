@@ -86,7 +86,7 @@ def cross_entropy_quantize(
     rowwise: bool,
     columnwise: bool,
     wants_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """See `torch_fp8.ops.cross_entropy.cross_entropy_quantize`."""
     (rows, cols), float32 = logits.shape, torch.float32
     bands, tiles = cdiv(rows, BAND), cdiv(multiple_of_16(cols), TILE_C)
@@ -97,8 +97,7 @@ def cross_entropy_quantize(
         row = logits.new_empty((rows, multiple_of_16(cols)), dtype=E5M2.dtype)
     if columnwise:
         col = logits.new_empty((cols, multiple_of_16(rows)), dtype=E5M2.dtype)
-    sums = logits.new_empty((2, parts, rows), dtype=float32)
-    at_label = logits.new_zeros(rows, dtype=float32)
+    sums = logits.new_empty((3, parts, rows), dtype=float32)
     if wants_bias:
         of_bias = logits.new_empty((bands, cols), dtype=float32)
     if rows:
@@ -106,7 +105,7 @@ def cross_entropy_quantize(
             logits,
             *_inputs(terms),
             *pointers((terms.lse, terms.entropy, scale, row, col), terms.mass),
-            *pointers((sums, at_label, of_bias), terms.mass),
+            *pointers((sums, of_bias), terms.mass),
             logits.stride(0),
             rows,
             cols,
@@ -121,4 +120,5 @@ def cross_entropy_quantize(
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
-    return row, col, sums.sum(1), at_label, None if of_bias is None else of_bias.sum(0)
+    sums = sums.sum(1)
+    return row, col, sums, None if of_bias is None else of_bias.sum(0)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.fp8_cast import cast_bounded
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.tiles import padded, positions, rounded, store_layouts
+from torch_fp8.kernels.tiles import padded, rounded
 
 LOWEST = tl.constexpr(-3.4e38)
 """A finite number below all logits: differences of two infinities would be NaN."""
@@ -147,8 +147,8 @@ def cross_entropy_kernel(
     if not KNOWN:
         # Read before a thread overwrites it: the reductions below have barriers.
         one = tl.arange(0, 1)
-        x = tl.load(logits_ptr + label + one, mask=label + one >= 0, other=0.0).to(tl.float32)
-        at_label, _ = form_logits(x, form, OUT, FORM)
+        at_label = tl.load(logits_ptr + label + one, mask=label + one >= 0, other=0.0)
+        at_label, _label_tanh = form_logits(at_label.to(tl.float32), form, OUT, FORM)
         largest = tl.full((BLOCK,), LOWEST, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         mean = tl.zeros((BLOCK,), tl.float32)
@@ -156,28 +156,32 @@ def cross_entropy_kernel(
         for start in range(0, cols, BLOCK):
             c = start + columns
             x = tl.load(logits_ptr + c, mask=c < cols, other=0.0).to(tl.float32)
-            z, _ = form_logits(x, form, OUT, FORM)
+            z, _tanh = form_logits(x, form, OUT, FORM)
             if SMOOTH:
                 weight = load_weight(weight_ptr, c, cols, WEIGHTED)
                 weighted += tl.where(c < cols, z * weight, 0.0)
             z = tl.where(c < cols, z, float("-inf"))
             higher = tl.maximum(largest, z)
-            shrinks, p = exp(largest - higher), exp(z - higher)
+            falls, shift = largest - higher, z - higher
+            shrinks, p = exp(falls), exp(shift)
+            if ENTROPY:  # of p * (z - largest), since p * z would cancel against lse
+                mean = (mean + total * falls) * shrinks + p * tl.maximum(shift, LOWEST)
             total = total * shrinks + p
-            if ENTROPY:
-                mean = mean * shrinks + p * tl.maximum(z, LOWEST)
             largest = higher
         top = tl.max(largest, axis=0)
-        shrinks = exp(largest - top)
+        falls = largest - top
+        shrinks = exp(falls)
+        mean = tl.sum((mean + total * falls) * shrinks, axis=0)
         total = tl.sum(total * shrinks, axis=0)
-        lse = top + tl.log(total)
+        log_total = tl.log(total)
+        lse = top + log_total
         loss = mass * lse - hit * tl.sum(at_label, axis=0)
         if SMOOTH:
             loss -= smooth * tl.sum(weighted, axis=0)
         tl.store(loss_ptr + row, tl.where(label >= 0, loss, 0.0))
         tl.store(lse_ptr + row, lse)
         if ENTROPY:
-            tl.store(entropy_ptr + row, lse - tl.sum(mean * shrinks, axis=0) / total)
+            tl.store(entropy_ptr + row, log_total - mean / total)
     if GRADIENT:
         token = (mass, hit, smooth, spread, lse, entropy)
         for start in range(0, cols, BLOCK):
@@ -206,7 +210,6 @@ def cross_entropy_cast_kernel(
     q_ptr,
     qt_ptr,
     sum_ptr,
-    at_label_ptr,
     bias_ptr,
     stride,
     rows,
@@ -228,43 +231,64 @@ def cross_entropy_cast_kernel(
 ):
     """Cast `tiles` neighboring tiles of the gradient in a band of BLOCK_R rows.
 
-    sum[0, part, r] and sum[1, part, r]: sums of the gradient and of the payload over the part's
-    classes, without the label; bias[band, c]: sums of the band's gradient.
+    sum[:, part, r]: sums over the part's classes, without the label, of the gradient and of the
+    payload; and the label's gradient. bias[band, c]: sums of the band's gradient.
     """
     band, part = tl.program_id(0), tl.program_id(1)
-    r = positions(band, BLOCK_R)
+    # Offsets within a tile are 32-bit: 64-bit ones would take twice the registers.
+    first_row = band.to(tl.int64) * BLOCK_R
+    tile_r = tl.arange(0, BLOCK_R)[:, None]
+    tile_c = tl.arange(0, BLOCK_C)[None, :]
+    rows_left = (rows - first_row).to(tl.int32)
+    inside = tile_r < rows_left
+    width, length = padded(cols, 16), padded(rows, 16)
+    logits_ptr += first_row * stride
+    q_ptr += first_row * width
+    qt_ptr += first_row
     OUT: tl.constexpr = logits_ptr.dtype.element_ty
     form = (scale, cap, inverse_cap, inverse_temperature)
     terms = (label_ptr, mass_ptr, hit_ptr, smooth_ptr, spread_ptr, lse_ptr, entropy_ptr)
-    r_column = r[:, None]
     label, mass, hit, smooth, spread, lse, entropy = load_token(
-        terms, r_column, r_column < rows, SMOOTH, SPREAD, True
+        terms, first_row + tile_r, inside, SMOOTH, SPREAD, True
     )
+    label = label.to(tl.int32)
     token = (mass, hit, smooth, spread, lse, entropy)
     payload_scale = tl.load(scale_ptr)
-    exact = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    cast = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    width = padded(cols, 16)
-    for tile_c in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(width, BLOCK_C))):
-        c = positions(tile_c, BLOCK_C)
-        mask = (r[:, None] < rows) & (c[None, :] < cols)
-        x = tl.load(logits_ptr + r[:, None] * stride + c[None, :], mask=mask, other=0.0)
+    exact = tl.zeros((BLOCK_R,), tl.float32)
+    cast = tl.zeros((BLOCK_R,), tl.float32)
+    at_label = tl.zeros((BLOCK_R,), tl.float32)
+    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(width, BLOCK_C))):
+        first = tile * BLOCK_C
+        c = first + tile_c
+        mask = inside & (c < cols)
+        x = tl.load(logits_ptr + first + (tile_r * stride + tile_c), mask=mask, other=0.0)
         z, bounded = form_logits(x.to(tl.float32), form, OUT, FORM)
-        weight = load_weight(weight_ptr, c[None, :], cols, WEIGHTED)
-        is_label = c[None, :] == label
+        weight = load_weight(weight_ptr, c, cols, WEIGHTED)
+        is_label = c == label
         grad = gradient(z, is_label, weight, token, SMOOTH, SPREAD)
         grad = tl.where(mask, form_gradient(grad, bounded, form, OUT, FORM), 0.0)
-        tl.store(at_label_ptr + r[:, None] + 0 * c[None, :], grad, mask=mask & is_label)
+        at_label += tl.sum(tl.where(is_label, grad, 0.0), axis=1)
         if BIAS:
-            places = bias_ptr + band.to(tl.int64) * cols + c
-            tl.store(places, tl.sum(grad, axis=0), mask=c < cols)
+            sums = tl.sum(grad, axis=0)[None, :]
+            tl.store(bias_ptr + band.to(tl.int64) * cols + c, sums, mask=c < cols)
         grad = tl.where(is_label, 0.0, grad)
-        exact += grad
+        exact += tl.sum(grad, axis=1)
         q = cast_bounded(grad, payload_scale, True, True)
-        cast += (q.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # E5M2's value
-        tile = (band, tile_c, r, c, (r[:, None] < rows) & (c[None, :] < width))
-        store_layouts(q, q_ptr, qt_ptr, tile, rows, width, ROW, COL, 16, cols)
-    places = sum_ptr + part.to(tl.int64) * rows + r
-    tl.store(places, tl.sum(exact, axis=1), mask=r < rows)
-    places += tl.num_programs(1).to(tl.int64) * rows
-    tl.store(places, tl.sum(cast, axis=1) * payload_scale, mask=r < rows)
+        values = (q.to(tl.uint16) << 8).to(tl.float16, bitcast=True)  # E5M2 is half of float16
+        cast += tl.sum(values.to(tl.float32), axis=1)
+        if ROW:
+            places = q_ptr + first + (tile_r * width + tile_c)
+            tl.store(places, q, mask=inside & (c < width))
+            if COL:  # read back, or every element would be cast twice
+                tl.debug_barrier()
+                q = tl.load(places, mask=mask, other=0)
+        if COL:
+            places = qt_ptr + first.to(tl.int64) * length + (tile_c * length + tile_r)
+            left = (length - first_row).to(tl.int32)
+            tl.store(places, q, mask=(tile_r < left) & (c < cols))
+    r = tl.arange(0, BLOCK_R)
+    places = sum_ptr + part.to(tl.int64) * rows + first_row + r
+    step = tl.num_programs(1).to(tl.int64) * rows
+    tl.store(places, exact, mask=r < rows_left)
+    tl.store(places + step, cast * payload_scale, mask=r < rows_left)
+    tl.store(places + 2 * step, at_label, mask=r < rows_left)

@@ -80,8 +80,8 @@ def _statistics(z: Tensor, terms: LossTerms, wants_entropy: bool) -> Statistics:
         loss = loss - terms.smooth * (z * weight).sum(1)
     entropy = None
     if wants_entropy:
-        probability = (z - lse[:, None]).exp()
-        entropy = lse - (probability * z.clamp(min=torch.finfo(torch.float32).min)).sum(1)
+        log_p = z - lse[:, None]
+        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(torch.float32).min)).sum(1)
     return torch.where(has_label, loss, 0.0), lse, entropy
 
 
@@ -158,7 +158,7 @@ def cross_entropy_rows(
     return loss, lse, entropy
 
 
-Quantized = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]
+Quantized = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
 def _quantize_fake(
@@ -174,13 +174,12 @@ def _quantize_fake(
     return (
         logits.new_empty((rows, multiple_of_16(cols)), dtype=dtype) if rowwise else None,
         logits.new_empty((cols, multiple_of_16(rows)), dtype=dtype) if columnwise else None,
-        logits.new_empty((2, rows), dtype=float32),
-        logits.new_empty(rows, dtype=float32),
+        logits.new_empty((3, rows), dtype=float32),
         logits.new_empty(cols, dtype=float32) if wants_bias else None,
     )
 
 
-@operator(_quantize_fake, results=5)
+@operator(_quantize_fake, results=4)
 def cross_entropy_quantize(
     logits: Tensor,
     terms: LossTerms,
@@ -201,11 +200,11 @@ def cross_entropy_quantize(
         wants_bias: whether to sum the gradient over the tokens.
     Returns:
         Payload (M, V') and its transpose (V, M'), where V' and M' are V and M rounded up to
-        multiples of 16, with zeros there and at the labels; sums (2, M) over the other classes, of
-        the gradient and of the payload's values; the gradient (M,) at the label; the gradient's
-        sums (V,) over the tokens; the last three float32. None: not requested.
+        multiples of 16, with zeros there and at the labels; (3, M) float32: the sums over the other
+        classes of the gradient and of the payload's values, and the label's gradient; the
+        gradient's sums (V,) float32 over the tokens. None: not requested.
     """
-    row, col, sums, at_label, of_bias = _quantize_fake(
+    row, col, sums, of_bias = _quantize_fake(
         logits, terms, form, payload_scale, rowwise, columnwise, wants_bias
     )
     for payload in (row, col):
@@ -219,7 +218,7 @@ def cross_entropy_quantize(
         if of_bias is not None:
             of_bias += grad.sum(0)
         label = _at_label(grad, terms.label[rows])
-        at_label[rows] = (grad * label).sum(1)
+        sums[2, rows] = (grad * label).sum(1)
         grad = grad.masked_fill(label, 0.0)
         payload = cast_saturating(grad, payload_scale, E5M2)
         sums[0, rows], sums[1, rows] = grad.sum(1), (payload.float() * payload_scale).sum(1)
@@ -227,22 +226,22 @@ def cross_entropy_quantize(
             row[rows, :cols] = payload
         if col is not None:
             col[:, rows] = payload.t()
-    return row, col, sums, at_label, of_bias
+    return row, col, sums, of_bias
 
 
-def balance(sums: Tensor, at_label: Tensor, one_sign: bool) -> tuple[Tensor, Tensor]:
+def balance(sums: Tensor, one_sign: bool) -> tuple[Tensor, Tensor]:
     """Compute each row's factor of its payload, and the gradient at its label.
 
     Their sum over a row, ``ratio * sum(payload) + label``, is that of the exact gradient.
 
     Args:
-        sums, at_label: results of `cross_entropy_quantize`.
+        sums: (3, M) of `cross_entropy_quantize`.
         one_sign: whether the gradients of a row have one sign except at its label; the factor then
             corrects their sum, and the label's gradient stays exact.
     Returns:
         Both (M,) float32.
     """
-    exact, rounded = sums
+    exact, rounded, at_label = sums
     ratio = torch.ones_like(exact)
     if one_sign:
         # Underflow may leave nothing, or too little to stand for the rest.

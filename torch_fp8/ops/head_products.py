@@ -2,7 +2,7 @@
 
 In FP8 all three are tensorwise: hidden states h and weight w in E4M3, the gradient of the logits in
 E5M2. The weight is cast once for all chunks. The gradient's payload is 0 at the labels, whose part
-of both results is added in float32, from the payload's rows of w, and from h.
+of both results is added in float32, from rows of w, and from the cast h.
 
 Legend: T tokens, M tokens of a chunk, H features, V classes.
 """
@@ -170,7 +170,7 @@ class HeadFP8(Head):
             row = QuantizedTensor(weight, weight_scale, "tensorwise")
             col = transposed(row) if wants_dgrad else None
         assert row is not None
-        self.payload = row
+        self.payload, self.weight = row, None if weight_scale is not None else weight
         # What a GEMM would pad in each chunk is padded once.
         self.row = operand(row, row.qdata.shape[1], is_b=True)  # (V', H')
         self.col = None if col is None else operand(col, col.qdata.shape[1], is_b=True)  # (H', V')
@@ -207,34 +207,39 @@ class HeadFP8(Head):
         if terms.lse is None:
             terms = terms._replace(lse=computed[1])
         wants = grad_hidden is not None, grad_weight is not None, grad_bias is not None
-        row, col, sums, at_label, of_bias = cross_entropy_quantize(
-            logits, terms, form, self.scale, *wants
-        )
+        row, col, sums, of_bias = cross_entropy_quantize(logits, terms, form, self.scale, *wants)
         del logits
         one_sign = terms.smooth is None and terms.spread is None
-        ratio, at_label = balance(sums, at_label, one_sign)
+        ratio, at_label = balance(sums, one_sign)
         label = terms.label.clamp(min=0)
         if grad_hidden is not None:
             assert self.col is not None
             payload = QuantizedTensor(_present(row), self.scale, "tensorwise")
             product = scaled_matmul(payload, self.col, torch.float32)[:, :features]  # (M, H)
-            of_label = self.payload.qdata.view(torch.uint8)[label].view(E4M3.dtype).float()
-            of_label *= (at_label * self.payload.scale)[:, None]
+            of_label = self.weight_rows(label) * at_label[:, None]
             grad_hidden.copy_(product * ratio[:, None] + of_label)
         if grad_weight is not None:
-            wide = h.float()
-            balanced = (wide * ratio[:, None]).to(h.dtype)
+            balanced = h.float() * ratio[:, None]
             _, h_t = quantize_layouts(balanced, _both(rowwise=False, columnwise=True))  # (H, M')
             assert h_t is not None
+            # The label's part has the same rounded h, so that the sum over the classes is exact.
+            of_label = dequantize(h_t)[:, : len(h)].t() * (at_label / ratio)[:, None]
             h_t = operand(h_t, h_t.qdata.shape[1], is_b=True)
             for part in _row_parts(grad_weight):
                 of_part = QuantizedTensor(_present(col)[part], self.scale, "tensorwise")
                 product = scaled_matmul(of_part, h_t, torch.float32)  # (V, M') @ (H, M')^T
                 grad_weight[part] += product[:, :features]
-            grad_weight.index_put_((label,), wide * at_label[:, None], accumulate=True)
+            grad_weight.index_put_((label,), of_label, accumulate=True)
         if grad_bias is not None:
             grad_bias += _present(of_bias)
         return computed
+
+    def weight_rows(self, label: Tensor) -> Tensor:
+        """Return rows of the weight in float32, (M, H)."""
+        if self.weight is not None:
+            return self.weight[label].float()
+        payload = self.payload.qdata.view(torch.uint8)[label].view(E4M3.dtype)
+        return payload.float() * self.payload.scale
 
 
 def _present(x: Tensor | None) -> Tensor:
