@@ -6,6 +6,7 @@ notices writes to them.
 Legend: H hidden features, V classes.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,13 +31,15 @@ class HeadCall:
         bias: (V,) or None.
         precision: ``bf16`` or ``fp8``, that of the products.
         owner: the layer's state, with functions `gather`, which gathers a weight that FSDP2 has
-            freed, and `note`, which gets whether a loss was fused or the logits were computed.
+            freed, and `note`, which gets the bytes of logits that were computed, 0 if a loss was
+            fused, and the name of the function that read them.
         linear: function of input, weight and bias that returns the layer's plain output.
 
     Attributes:
         dtype: dtype of the logits.
         is_read: whether plain logits exist, so that everything else uses them.
         is_fused: whether a loss was computed without logits.
+        reader: name of the function that reads the logits.
         begins: hooks of FSDP2 and Fabric that run when the backward of the logits begins.
         logits: all logits that were recorded and still exist.
     """
@@ -64,6 +67,7 @@ class HeadCall:
         self.versions = self._versions()
         self.address = _address(weight)
         self.is_read = self.is_fused = self.is_written = False
+        self.reader = ""
         self.begins: list[Any] = []
         self.logits: weakref.WeakSet[Any] = weakref.WeakSet()
         await_step(self)
@@ -125,7 +129,8 @@ class HeadCall:
     def dense(self) -> Tensor:
         self.check()
         if not self.is_fused:
-            self.note(False)
+            sizes = self.hidden.numel() // self.hidden.shape[-1], self.weight.shape[0]
+            self.note(math.prod(sizes) * self.dtype.itemsize, self.reader)
         self.is_read = True
         with torch.set_grad_enabled(self.requires_grad and not self.is_written):
             logits = self.multiply(self.hidden, self.weight, self.bias)

@@ -159,6 +159,7 @@ class LazyLogits(Tensor):
             result = NotImplemented if step is None else step(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+            x.recorded.call.reader = getattr(func, "__name__", "")
         if func is torch.autograd.grad:
             map_tensors((args, kwargs), _refuse_fused)
         if _writes(func, kwargs):

@@ -227,7 +227,7 @@ def _cross_entropy(
         return NotImplemented
     call.check()
     call.is_fused = True
-    call.note(True)
+    call.note(0, "")
     head = call.weight, call.bias
     if not of.requires_grad:
         head = call.weight.detach(), None if call.bias is None else call.bias.detach()

@@ -4,6 +4,7 @@ See `torch_fp8.nn.lazy_logits`. The layer returns plain logits in evaluation, wi
 a graph of torch.compile, under transforms and tracers, and within `torch_fp8.high_precision`.
 """
 
+import warnings
 import weakref
 from typing import Any
 
@@ -28,6 +29,9 @@ _STORED = (SplitWeight, Float8FrozenWeight)
 _MOST_READS = 3
 """Number of forwards whose logits something reads, before a layer without any loss stops."""
 
+_NOTABLE = 2**28
+"""Bytes of logits that a warning mentions."""
+
 
 class HeadFP8:
     """State that conversion adds to an output layer, as its attribute `loss_head`.
@@ -44,10 +48,20 @@ class HeadFP8:
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, weakref.ref(model)
         self.fused = self.reads = 0
+        self.warned = False
 
-    def note(self, fused: bool) -> None:
-        self.fused += fused
-        self.reads += not fused
+    def note(self, num_bytes: int, reader: str) -> None:
+        """Count a fused loss, or logits of `num_bytes` that `reader` needs; warn of large ones."""
+        self.fused += not num_bytes
+        self.reads += num_bytes > 0
+        if num_bytes >= _NOTABLE and not (self.warned or self.fused):
+            self.warned = True
+            warnings.warn(
+                f"FP8: the logits of '{self.name}' are in memory, {num_bytes / 2**20:,.0f} MiB and "
+                f"more, because {reader or 'a function'} reads them; F.cross_entropy of logits "
+                "that are only cast, sliced, reshaped or scaled needs none",
+                stacklevel=5,
+            )
 
     @property
     def waits(self) -> bool:
@@ -65,7 +79,7 @@ class HeadFP8:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "model": None, "fused": 0, "reads": 0}
+        return {"name": self.name, "fused": 0, "reads": 0, "warned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, model=lambda: None)

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -22,6 +23,7 @@ from tests.torch_fp8.loss_head.logits_cases import (
     step,
 )
 from torch_fp8 import high_precision
+from torch_fp8.nn import output_layer
 from torch_fp8.nn.head_call import HeadCall
 from torch_fp8.nn.lazy_logits import LazyLogits
 
@@ -339,6 +341,24 @@ def test_layers_of_which_something_always_reads_stop_waiting():
         assert isinstance(fused(tokens), LazyLogits)
         fused(tokens).square().mean()
     assert type(fused(tokens)) is torch.Tensor
+
+
+def test_large_logits_that_something_reads_are_said_once(monkeypatch):
+    monkeypatch.setattr(output_layer, "_NOTABLE", 2**10)
+    _, fused = pair()
+    tokens, labels = batch()
+    with pytest.warns(
+        UserWarning, match="logits of 'lm_head' are in memory, 2 MiB.*softmax"
+    ) as said:
+        for _ in range(2):
+            F.nll_loss(fused(tokens).log_softmax(-1).view(-1, V), labels.view(-1))
+    assert len(said) == 1
+    _, fused = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits = fused(tokens)
+        _loss(logits, labels)
+        logits.argmax(-1)  # metrics after a fused loss
 
 
 def test_evaluation_and_high_precision_compute_logits():
