@@ -66,7 +66,7 @@ FAULTS = [
         "torch_fp8/nn/logit_steps.py",
         "if not is_last or shape_of.dtype",
         "if shape_of.dtype",
-        _LOSSES,
+        _READS,
     ),
     Fault(
         "a division multiplies",
@@ -80,7 +80,7 @@ FAULTS = [
         "torch_fp8/nn/logit_steps.py",
         "    for hook in call.begins if loss.requires_grad else ():\n        loss.reg",
         "    for hook in ():\n        loss.reg",
-        f"{_TESTS}/test_head_ranks.py",
+        _READS,
     ),
     Fault(
         "the loss of the last rank's first step is not averaged under a static graph",

@@ -7,6 +7,7 @@ tensor goes along, so that shapes, strides, dtypes and errors are torch's.
 Legend: H hidden features, V classes.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -145,6 +146,30 @@ def _tanh(func: Any, x: LazyLogits) -> Any:
     return _record(x, (func, (), {}), x.recorded.shape_of.contiguous(), scales=(None,))
 
 
+def _log_softmax(
+    func: Any, x: LazyLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+) -> Any:
+    """Take the logarithm of softmax, for a following ``F.nll_loss``."""
+    is_class_dim = isinstance(dim, int) and dim % x.ndim == x.recorded.class_dim
+    if not is_class_dim or _LOG_SOFTMAX in x.recorded.scales:
+        return NotImplemented
+    dtype = dtype or (_log_dtype(x.device.type, x.dtype) if _autocasts(x) else x.dtype)
+    shape_of = empty_meta(x.shape, dtype)
+    return _record(x, (torch.log_softmax, (dim,), {"dtype": dtype}), shape_of, scales=_LOGS)
+
+
+@functools.cache
+def _log_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a log_softmax under autocast, which depends on the device."""
+    with _disable_current_modes(), torch.autocast(device):
+        return torch.zeros(1, dtype=dtype, device=device).log_softmax(0).dtype
+
+
+_LOG_SOFTMAX = math.inf
+"""The mark of a log_softmax among the factors."""
+_LOGS = (_LOG_SOFTMAX,)
+
+
 def _index(func: Any, x: LazyLogits, index: Any) -> Any:
     """Take some rows; the index may not reach the last dimension, V."""
     of = x.recorded
@@ -218,7 +243,10 @@ def _cross_entropy(
         fits = weight.shape == (x.shape[dim],) and (weight.dtype == x.dtype or _autocasts(x))
         if not fits or weight.requires_grad:
             return NotImplemented
-    formula = scale_and_softcap(of.scales)
+    if (func is F.nll_loss) != (_LOG_SOFTMAX in of.scales):
+        return NotImplemented
+    scales = of.scales[:-1] if func is F.nll_loss else of.scales
+    formula = None if _LOG_SOFTMAX in scales else scale_and_softcap(scales)
     narrow = x.dtype not in (torch.float32, call.dtype)
     nodes = _other_nodes(x)
     if formula is None or narrow or not all(map(_passes_gradients, nodes)):
@@ -314,6 +342,7 @@ _TABLE: tuple[tuple[Any, list[Any]], ...] = (
     (_tanh, [torch.tanh, Tensor.tanh, F.tanh]),
     (_index, [Tensor.__getitem__]),
     (_register_hook, [Tensor.register_hook]),
-    (_cross_entropy, [F.cross_entropy]),
+    (_log_softmax, [F.log_softmax, torch.log_softmax, Tensor.log_softmax]),
+    (_cross_entropy, [F.cross_entropy, F.nll_loss]),
 )
 STEPS.update((function, step) for step, functions in _TABLE for function in functions)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import saves_nothing, stand_in
+from torch_fp8.autograd.current_pass import is_traced, saves_nothing, stand_in
 from torch_fp8.autograd.function import differentiable_by, only_shape_matters, shape_of_result
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
@@ -158,7 +158,7 @@ def loss_in_graph(*arguments: Any) -> Tensor:
             `HeadOptions`, all in a row.
     """
     operands, terms, power, form, options = _grouped(arguments, 1)
-    if only_shape_matters(operands[0]):
+    if is_traced() and only_shape_matters(operands[0]):
         return shape_of_result((), torch.float32, *operands)
     result: Tensor = _Loss.apply(*operands, terms, *power, form, options)
     return result
@@ -168,7 +168,7 @@ def loss_in_graph(*arguments: Any) -> Tensor:
 def token_losses_in_graph(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run `_TokenLosses`, as `loss_in_graph` does."""
     operands, terms, _, form, options = _grouped(arguments, 0)
-    if only_shape_matters(operands[0]):
+    if is_traced() and only_shape_matters(operands[0]):
         tokens = operands[0].shape[0]
         of_entropy = tokens if options.wants_entropy else 0
         shapes = (tokens,), (of_entropy,)

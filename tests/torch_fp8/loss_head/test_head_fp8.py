@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.torch_fp8.loss_head.logits_cases import (
     H,
@@ -164,3 +165,20 @@ def test_high_precision_and_evaluation_are_those_of_the_layer():
     tokens, _ = batch()
     with torch.no_grad():
         torch.testing.assert_close(fused.eval()(tokens), stock.eval()(tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("loss_head", ["bf16", "fp8"])
+def test_fake_tensors_have_the_same_gradients_without_logits(loss_head):
+    # So does `torch-fp8 plan` count a step.
+    with torch.device("meta"):
+        model = LanguageModel()
+    convert_to_float8(model, FP8Config("tensorwise", loss_head=loss_head), device="cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        tokens = torch.randint(0, V, (4, 4096))
+        with Largest() as largest:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = _loss(model(tokens), tokens)
+            loss.backward()
+    assert model.lm_head.weight.grad.shape == (V, H)
+    assert largest.numel < 4 * 4096 * V

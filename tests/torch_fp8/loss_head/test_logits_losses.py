@@ -64,6 +64,12 @@ LOSSES = {
         z, y, V, num_items_in_batch=torch.tensor(80)
     ),
     "transformers, shift_labels": lambda z, y: ForCausalLMLoss(z, None, V, shift_labels=y),
+    "log_softmax and nll_loss": lambda z, y: F.nll_loss(
+        F.log_softmax(z, dim=-1, dtype=torch.float32).view(-1, V), y.view(-1)
+    ),
+    "LogSoftmax and NLLLoss": lambda z, y: nn.NLLLoss(reduction="sum")(
+        nn.LogSoftmax(2)(z.float()).transpose(1, 2), y
+    ),
     "two losses": lambda z, y: _flat(z, y) + 0.5 * _shifted(z, y),
 }
 
@@ -129,6 +135,7 @@ def test_a_loss_of_each_token_has_the_shape_of_the_labels():
         want = F.cross_entropy(stock(tokens).transpose(1, 2), labels, reduction="none")
     loss = F.cross_entropy(fused(tokens).transpose(1, 2).detach(), labels, reduction="none")
     torch.testing.assert_close(loss, want)
+    assert not loss.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,15 @@ READS = {
     "argmax first": _argmax_first,
     "arithmetic": lambda z, y: (z * z).mean(),
     "a second tensor": lambda z, y: torch.add(y[..., None].float(), z).mean(),
-    "log_softmax": lambda z, y: F.nll_loss(F.log_softmax(z, -1).view(-1, V), y.view(-1)),
+    "log_softmax and gather": lambda z, y: (
+        -z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None]).mean()
+    ),
+    "log_softmax and a factor": lambda z, y: F.nll_loss(
+        (2 * F.log_softmax(z, -1)).view(-1, V), y.view(-1)
+    ),
+    "log_softmax of the tokens": lambda z, y: _loss(F.log_softmax(z, 1), y),
+    "two log_softmax": lambda z, y: _loss(z.log_softmax(-1).log_softmax(-1), y),
+    "nll_loss of logits": lambda z, y: F.nll_loss(z.view(-1, V), y.view(-1)),
     "a penalty on logits": _penalty,
     "an autograd function": lambda z, y: _loss(_Double.apply(z), y),
     "an autograd function of recorded logits": lambda z, y: _loss(
@@ -117,6 +125,9 @@ READS = {
     "a write through a view": _write_through_a_view,
     "a write through data": _write_through_data,
     "a retained gradient": _retained,
+    "an index of classes": lambda z, y: z[0, 1, 5:900].square().mean(),
+    "classes in two dimensions": lambda z, y: z.view(4, 24, 2, -1).square().mean(),
+    "all in one dimension": lambda z, y: z.flatten().square().mean(),
     "classes sliced": lambda z, y: z[..., :5].square().mean(),
     "a hook": lambda z, y: (z.register_hook(lambda g: 2 * g), _loss(z, y))[1],
     "a list of rows": lambda z, y: sum(row.square().mean() for row in z),
@@ -139,6 +150,25 @@ def test_a_read_has_the_values_and_gradients_of_stock(name, autocast):
     assert_like_stock(stock, fused, READS[name], db=db, autocast=autocast)
     head = fused.lm_head.loss_head
     assert head.fused + head.reads > 0
+
+
+def test_hooks_that_only_wait_for_backward_run_without_logits():
+    def begins(grad):
+        calls.append(grad)
+
+    begins.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+    for read in (False, True):
+        calls = []
+        _, fused = pair()
+        tokens, labels = batch()
+        logits = fused(tokens)
+        logits.register_hook(begins)
+        if read:
+            logits.argmax(-1)
+        loss = _loss(logits, labels)
+        assert fused.lm_head.loss_head.fused == (not read)
+        loss.backward()
+        assert len(calls) == 1
 
 
 def test_logits_are_computed_once_however_often_they_are_read(monkeypatch):
@@ -347,12 +377,11 @@ def test_large_logits_that_something_reads_are_said_once(monkeypatch):
     monkeypatch.setattr(output_layer, "_NOTABLE", 2**10)
     _, fused = pair()
     tokens, labels = batch()
-    with pytest.warns(
-        UserWarning, match="logits of 'lm_head' are in memory, 2 MiB.*softmax"
-    ) as said:
-        for _ in range(2):
-            F.nll_loss(fused(tokens).log_softmax(-1).view(-1, V), labels.view(-1))
-    assert len(said) == 1
+    with pytest.warns(UserWarning, match=r"of 'lm_head' are in memory, 2 MiB.*softmax"):
+        fused(tokens).softmax(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused(tokens).softmax(-1)
     _, fused = pair()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
