@@ -10,6 +10,7 @@ ROOMS = (
     "kernels",
     "tensor",
     "nn",
+    "loss_head",
     "optim",
     "distributed",
     "conversion",
