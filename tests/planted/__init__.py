@@ -11,6 +11,7 @@ ROOMS = (
     "tensor",
     "nn",
     "output_layer",
+    "loss_head",
     "optim",
     "distributed",
     "conversion",

@@ -22,8 +22,10 @@ BLOCK, PER_WARP = 4096, 512
 """Classes that a program of `cross_entropy_rows` reads at once, 16 for each thread."""
 BAND, TILE_C, WARPS = 64, 64, 8
 """Tile of a cast: the transposed store writes 64 contiguous bytes, two sectors."""
-PROGRAMS = 2048
-"""Programs of a cast, several for each place on a card, so that all end at about the same time."""
+PROGRAMS, LEAST_TILES = 2048, 8
+"""Programs of a cast, several for each place on a card, so that all end at about the same time; and
+tiles of each, so that the sums of its rows are few.
+"""
 
 
 def _floats(form: LogitForm) -> tuple[float, float, float, float]:
@@ -90,7 +92,7 @@ def cross_entropy_quantize(
     """See `torch_fp8.ops.cross_entropy.cross_entropy_quantize`."""
     (rows, cols), float32 = logits.shape, torch.float32
     bands, tiles = cdiv(rows, BAND), cdiv(multiple_of_16(cols), TILE_C)
-    tiles_of_part = cdiv(tiles, max(1, PROGRAMS // max(1, bands)))
+    tiles_of_part = max(LEAST_TILES, cdiv(tiles, max(1, PROGRAMS // max(1, bands))))
     parts = cdiv(tiles, tiles_of_part)
     row = col = of_bias = None
     if rowwise:

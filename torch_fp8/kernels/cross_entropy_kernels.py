@@ -10,7 +10,7 @@ import triton.language as tl
 from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.fp8_cast import cast_bounded
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.tiles import padded, rounded
+from torch_fp8.kernels.tiles import LINE, padded, rounded
 
 LOWEST = tl.constexpr(-3.4e38)
 """A finite number below all logits: differences of two infinities would be NaN."""
@@ -277,7 +277,7 @@ def cross_entropy_cast_kernel(
         values = (q.to(tl.uint16) << 8).to(tl.float16, bitcast=True)  # E5M2 is half of float16
         cast += tl.sum(values.to(tl.float32), axis=1)
         if ROW:
-            places = q_ptr + first + (tile_r * width + tile_c)
+            places = tl.max_contiguous(q_ptr + first + (tile_r * width + tile_c), (1, LINE))
             tl.store(places, q, mask=inside & (c < width))
             if COL:  # read back, or every element would be cast twice
                 tl.debug_barrier()

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from tests.emulator.counts import SECTOR, Counts
 from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
 from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
 from tests.torch_fp8.loss_head import loss_cases
+from tests.torch_fp8.loss_head.loss_cases import BF16
 from torch_fp8.ops import cross_entropy
 
 pytestmark = pytest.mark.long
@@ -47,6 +49,34 @@ def test_rows_of_several_blocks_in_a_random_order():
     with emulated(watch=watched, schedule=lambda: Shuffled(1)):
         loss_cases.check_rows(CARD, "cpu", "plain", "plain", shapes=((2, 9000),))
         loss_cases.check_quantize(CARD, "cpu", "plain", "plain", shapes=((70, 300),))
+
+
+def test_a_logit_costs_six_bytes_of_traffic():
+    """In BF16 two reads and a write; in FP8 a read for the sums, and one for both layouts.
+
+    A payload in the row layout is read again by the threads that have just stored it, from a cache.
+    """
+    form, scale = loss_cases.FORMS["plain"], torch.tensor(2.0**-15)
+
+    def bytes_of(rows, cols, counted):
+        terms, x = loss_cases.terms_of(rows, cols, "plain"), loss_cases.logits_of(rows, cols, BF16)
+        with emulated(watch=lambda: [Counts()]) as emulation:
+            counted(x, terms._replace(lse=torch.zeros(rows)), terms)
+        ((counts,),) = (launched.watch for launched in emulation.launches)
+        assert counts.sectors <= 1.01 * counts.least_sectors
+        return SECTOR * counts.sectors / x.numel(), counts.needed / x.numel() - 1
+
+    def rows_of(gradient):
+        return lambda x, _, terms: CARD.cross_entropy_rows(x, terms, form, gradient, False)
+
+    def cast(x, terms, _):
+        CARD.cross_entropy_quantize(x, terms, form, scale, True, True, False)
+
+    bf16, _ = bytes_of(4, 32768, rows_of(True))
+    statistics, _ = bytes_of(4, 32768, rows_of(False))
+    _, of_cast = bytes_of(64, 2048, cast)
+    assert 6 <= bf16 <= 6.2
+    assert 6 <= statistics + of_cast <= 6.2
 
 
 def test_a_card_computes_the_head_as_the_cpu_does():
