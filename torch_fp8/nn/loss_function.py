@@ -28,7 +28,7 @@ def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor |
     """Return grad times factor (), multiplied in float32 and rounded once to `dtype`."""
     if grad is None:
         return None
-    factor = factor.view([1] * grad.ndim)  # a factor () would be rounded to grad's dtype first
+    factor = factor.view([1] * grad.ndim)  # CUDA would round a factor () to grad's dtype
     if grad.is_cpu or torch.compiler.is_compiling():
         return (grad * factor).to(dtype)
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
