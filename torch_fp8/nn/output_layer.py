@@ -129,7 +129,9 @@ class OutputLayer(nn.Module):
             return None
         if current_pass.requested or is_exporting() or is_transformed():
             return None
-        if is_fsdp_class(type(self)):  # FSDP2 frees its weight after forward
+        parameter = self._parameters.get("weight")
+        flattened = parameter is None or getattr(parameter, "_fsdp_flattened", False)
+        if flattened or is_fsdp_class(type(self)):  # FSDP frees the weight after forward
             return None
         x, weight, bias = plain(input), self.weight, self.bias
         fp8, linear = False, F.linear

@@ -91,9 +91,9 @@ def _alike(run, model):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
-def test_accelerate(name, clip):
+def test_accelerate(name):
     make, loss_of = CASES[name]
+    clip = loss_of is _own
     torch.manual_seed(0)
 
     def run(model, config):
@@ -179,7 +179,7 @@ class _Module(lightning.pytorch.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["own shifted loss", "the model's loss"])
 def test_lightnings_trainer(name):
     make, loss_of = CASES[name]
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_lightnings_trainer(name):
     assert is_fused(_alike(run, make()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["own loss", "the model's loss"])
 def test_fabric(name):
     make, loss_of = CASES[name]
     torch.manual_seed(0)

@@ -399,6 +399,17 @@ def test_evaluation_and_high_precision_compute_logits():
     assert isinstance(fused.train()(tokens), LazyLogits)
 
 
+def test_weights_of_fsdp1_compute_logits():
+    _, fused = pair()
+    tokens, _ = batch()
+    fused.lm_head.weight._fsdp_flattened = True  # FSDP1's mark, with use_orig_params=True
+    assert type(fused(tokens)) is torch.Tensor
+    view = fused.lm_head.weight * 1
+    del fused.lm_head.weight
+    fused.lm_head.weight = view  # and without
+    assert type(fused(tokens)) is torch.Tensor
+
+
 def test_transforms_compute_logits():
     stock, fused = pair()
     x = torch.randn(3, 16, dtype=torch.float32)
