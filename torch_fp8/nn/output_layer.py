@@ -129,9 +129,9 @@ class OutputLayer(nn.Module):
             return None
         if current_pass.requested or is_exporting() or is_transformed():
             return None
-        parameter = self._parameters.get("weight")
-        flattened = parameter is None or getattr(parameter, "_fsdp_flattened", False)
-        if flattened or is_fsdp_class(type(self)):  # FSDP frees the weight after forward
+        # FSDP2's own modules, and FSDP1, which shows views of its flat parameter, free the weight.
+        flattened = not isinstance(self._parameters.get("weight"), nn.Parameter)
+        if flattened or is_fsdp_class(type(self)):
             return None
         x, weight, bias = plain(input), self.weight, self.bias
         fp8, linear = False, F.linear
