@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import autocast_dtype, is_transformed, output_dtype
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
@@ -203,7 +204,17 @@ def _options(hidden: Tensor, precision: str, chunk: int | None) -> HeadOptions:
 def _reason_for_stock(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions
 ) -> str | None:
-    """Return why only stock can compute a loss; "" if it will raise; None: it need not."""
+    """Return why only stock can compute a loss; "" if it will raise; None: it need not.
+
+    Raises:
+        ValueError: a tensor is sharded.
+    """
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if isinstance(x, DTensor):
+            raise ValueError(
+                f"`{name}` is a DTensor with {x.placements}; the loss needs whole rows of logits: "
+                "pass full_tensor() of a gathered weight, and to_local() of replicated activations"
+            )
     if labels.is_floating_point():
         return "labels are probabilities"
     if options.dtype not in _DTYPES or hidden.dtype not in _DTYPES:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.tensor
 import torch.nn.functional as F
 
 import torch_fp8
@@ -180,6 +181,16 @@ def test_what_stock_refuses_is_refused():
         linear_cross_entropy(hidden, weight, labels, num_items_in_batch=3, reduction="sum")
     with pytest.raises(ValueError, match="temperature must be positive"):
         linear_log_probs(hidden, weight, labels, temperature=0.0)
+
+
+def test_a_sharded_head_is_refused_by_name(single_process_group):
+    head = Head()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    weight = torch.distributed.tensor.distribute_tensor(
+        head.weight.detach(), mesh, [torch.distributed.tensor.Shard(0)]
+    )
+    with pytest.raises(ValueError, match=r"`weight` is a DTensor with .*Shard.*full_tensor\(\)"):
+        linear_cross_entropy(head.hidden, weight, head.labels)
 
 
 def test_float32_under_autocast_is_stocks():
