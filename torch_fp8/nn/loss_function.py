@@ -19,8 +19,8 @@ def _refuse(ctx: Any, *grads: Tensor) -> Any:
     """Raise RuntimeError, because gradients that forward has computed have no graph."""
     raise RuntimeError(
         "the gradients of linear_cross_entropy and linear_log_probs cannot be differentiated, as "
-        "create_graph=True asks for (penalties on gradients, Hessian products); compute this loss "
-        "from all logits instead: F.cross_entropy(F.linear(hidden, weight), labels)"
+        "create_graph=True asks for (penalties on gradients, Hessian products); run the forward of "
+        "this loss within torch_fp8.high_precision(), where it is computed from all logits"
     )
 
 

@@ -20,8 +20,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import autocast_dtype, is_transformed, output_dtype
+from torch_fp8.autograd import current_pass
+from torch_fp8.autograd.current_pass import autocast_dtype, in_high_precision, output_dtype
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.nn.loss_function import loss_in_graph, token_losses_in_graph
 from torch_fp8.ops.hardware import check_device
@@ -57,7 +59,7 @@ def linear_cross_entropy(
 
     ``form(x) = softcap * tanh(logit_scale * x / softcap)``. At most one chunk of tokens has logits
     at a time. What only stock can compute is computed from all logits, with a warning: labels that
-    are probabilities, and float64.
+    are probabilities, and float64. Within `torch_fp8.high_precision` stock computes it, too.
 
     Args:
         hidden: (..., H) float32, bfloat16 or float16.
@@ -119,8 +121,10 @@ def linear_cross_entropy(
         inside = valid & (labels >= 0) & (labels < classes)  # else the operator raises
         factor = factor * class_weight[torch.where(inside, labels, 0)]
     divisor = factor.sum() if reduction == "mean" else factor.new_ones(())
-    if num_items_in_batch is not None:
-        divisor = torch.as_tensor(num_items_in_batch, device=hidden.device).to(torch.float32)
+    if isinstance(num_items_in_batch, Tensor):
+        divisor = num_items_in_batch.to(factor)
+    elif num_items_in_batch is not None:
+        divisor = factor.new_full((), num_items_in_batch)
     counts = valid.any()
     unit, power = factor.new_ones(()), factor.new_ones(())
     if reduction != "none":
@@ -203,13 +207,24 @@ def _options(hidden: Tensor, precision: str, chunk: int | None) -> HeadOptions:
 def _reason_for_stock(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions
 ) -> str | None:
-    """Return why only stock can compute a loss; "" if it will raise; None: it need not."""
+    """Return why only stock can compute a loss; "" if it needs no reason; None: ours can.
+
+    Raises:
+        ValueError: a tensor is sharded.
+    """
+    for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if isinstance(x, DTensor):
+            raise ValueError(
+                f"`{name}` is a DTensor with {x.placements}; the loss needs whole rows of logits: "
+                "pass full_tensor() of a gathered weight, and to_local() of replicated activations"
+            )
     if labels.is_floating_point():
         return "labels are probabilities"
     if options.dtype not in _DTYPES or hidden.dtype not in _DTYPES:
         return f"hidden states are {hidden.dtype}"
-    if not torch.compiler.is_compiling() and is_transformed():
-        return "a transform of torch.func, or a tracer, runs the forward"
+    if in_high_precision():
+        asked = current_pass.requested and not current_pass.is_exporting()
+        return "" if asked else "torch.func, torch.export or a tracer runs the forward"
     shapes = hidden.ndim > 0 and weight.ndim == 2 and hidden.shape[-1] == weight.shape[1]
     shapes = shapes and labels.shape == hidden.shape[:-1]
     shapes = shapes and (bias is None or bias.shape == weight.shape[:1])

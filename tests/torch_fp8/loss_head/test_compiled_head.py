@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.torch_fp8.loss_head.heads import BF16, Head
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
@@ -32,6 +33,19 @@ def test_operators_are_well_formed(fp8):
     terms = terms._replace(lse=logits.float().logsumexp(1))
     cast = (logits, *terms, *form, torch.tensor(2.0**-15), True, True, True)
     torch.library.opcheck(ops.cross_entropy_quantize.default, cast, test_utils=CHECKS)
+
+
+def test_flops_are_those_of_the_products():
+    head, product = Head(), 2 * 100 * 64 * 1000
+    tensors = *head.tensors[:2], head.labels
+    for compute, products in (
+        (lambda: linear_cross_entropy(*tensors).backward(), 3),
+        (lambda: linear_cross_entropy(tensors[0], tensors[1].detach(), tensors[2]), 2),
+        (lambda: linear_log_probs(*tensors[:2], tensors[2].clamp(0)).sum().backward(), 4),
+    ):
+        with FlopCounterMode(display=False) as flops:
+            compute()
+        assert flops.get_total_flops() == products * product
 
 
 @pytest.mark.long

@@ -1,7 +1,10 @@
 """Losses and gradients in chunks equal stock's of all logits."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed.tensor
 import torch.nn.functional as F
 
 import torch_fp8
@@ -126,11 +129,13 @@ def test_no_token_and_no_label_give_stocks_losses_and_zero_gradients(reduction):
     for head in (Head(tokens=0), Head(tokens=20)):
         head.labels.fill_(-100)
         want, want_grads = head.run(lambda head=head: head.stock(reduction=reduction))
-        loss, grads = head.run(lambda head=head: ours(head, reduction=reduction))
-        assert torch.equal(loss.nan_to_num(5), want.nan_to_num(5))
-        for got, expected in zip(grads, want_grads, strict=True):
-            assert torch.equal(got, expected)
-            assert not got.any()
+        for precision in ("bf16", "fp8"):
+            options = {"reduction": reduction, "precision": precision}
+            loss, grads = head.run(lambda head=head, options=options: ours(head, **options))
+            assert torch.equal(loss.nan_to_num(5), want.nan_to_num(5))
+            for got, expected in zip(grads, want_grads, strict=True):
+                assert torch.equal(got, expected)
+                assert not got.any()
 
 
 def test_labels_that_are_no_class_raise_stocks_error():
@@ -180,6 +185,16 @@ def test_what_stock_refuses_is_refused():
         linear_cross_entropy(hidden, weight, labels, num_items_in_batch=3, reduction="sum")
     with pytest.raises(ValueError, match="temperature must be positive"):
         linear_log_probs(hidden, weight, labels, temperature=0.0)
+
+
+def test_a_sharded_head_is_refused_by_name(single_process_group):
+    head = Head()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    weight = torch.distributed.tensor.distribute_tensor(
+        head.weight.detach(), mesh, [torch.distributed.tensor.Shard(0)]
+    )
+    with pytest.raises(ValueError, match=r"`weight` is a DTensor with .*Shard.*full_tensor\(\)"):
+        linear_cross_entropy(head.hidden, weight, head.labels)
 
 
 def test_float32_under_autocast_is_stocks():
@@ -286,9 +301,20 @@ def test_gradients_of_gradients_are_refused_by_name(reduction):
         torch.autograd.grad(loss, head.hidden, create_graph=True)
 
 
+def test_in_high_precision_gradients_have_gradients():
+    head = Head(dtype=torch.float32)
+    second = []
+    for compute in (head.stock, lambda: ours(head)):
+        with torch_fp8.high_precision(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (grad,) = torch.autograd.grad(compute(), head.hidden, create_graph=True)
+        second.append(torch.autograd.grad(grad.square().sum(), head.weight)[0])
+    assert torch.equal(*second)
+
+
 def test_transforms_of_torch_func_are_stocks():
     head = Head(dtype=torch.float32)
-    with pytest.warns(UserWarning, match="transform of torch.func"):
+    with pytest.warns(UserWarning, match="torch.func, torch.export or a tracer runs the forward"):
         got = torch.func.grad(lambda h: linear_cross_entropy(h, head.weight, head.labels))(
             head.hidden.detach()
         )
