@@ -30,8 +30,8 @@ FAULTS = [
     Fault(
         "the weight's gradient is not divided by the number of tokens",
         "torch_fp8/nn/loss_function.py",
-        "_scaled(grads[i], power, of_saved[i])",
-        "_scaled(grads[i], power / power, of_saved[i])",
+        "_scaled(grads[i], power, of_saved[i], in_place=True)",
+        "_scaled(grads[i], power / power, of_saved[i], in_place=True)",
         f"{_STOCK}::test_losses_and_gradients_equal_stocks",
     ),
     Fault(

@@ -24,11 +24,18 @@ def _refuse(ctx: Any, *grads: Tensor) -> Any:
     )
 
 
-def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return grad times factor (), multiplied in float32 and rounded once to `dtype`."""
+def _scaled(
+    grad: Tensor | None, factor: Tensor, dtype: torch.dtype, in_place: bool = False
+) -> Tensor | None:
+    """Return grad times factor (), multiplied in float32 and rounded once to `dtype`.
+
+    In backward it is another tensor: a graph that is retained runs again.
+    """
     if grad is None:
         return None
     factor = factor.view([1] * grad.ndim)  # CUDA would round a factor () to grad's dtype
+    if in_place and grad.dtype == dtype:
+        return grad.mul_(factor)
     if grad.is_cpu or torch.compiler.is_compiling():
         return (grad * factor).to(dtype)
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
@@ -73,7 +80,9 @@ class _Loss(torch.autograd.Function):
             if needed and not options.wants_gradient:
                 saved[str(i)] = stand_in(x.shape, of_saved[i], x)
             elif needed:  # release the float32 gradient of the weight
-                saved[str(i)] = grads[i] if i == 0 else _scaled(grads[i], power, of_saved[i])
+                if i > 0:
+                    grads[i] = _scaled(grads[i], power, of_saved[i], in_place=True)
+                saved[str(i)] = grads[i]
                 grads[i] = None
         save_by_name(ctx, saved)
         return total
