@@ -56,6 +56,16 @@ def test_log_probabilities_and_entropies_are_trls(calls, level, family):
     assert sqnr_db(want_grad, grad) >= (24 if family == "gemma2" else 38)
 
 
+@pytest.mark.parametrize(("family", "computes"), [("granite", True), ("gemma2", False)])
+def test_mean_logits_are_trls(calls, family, computes):
+    outputs = ("log_probs", "entropy", "mean_logits")
+    want, _ = _outputs("off", outputs, family=family)
+    got, _ = _outputs("bf16", outputs, family=family)
+    assert calls == ["bf16"] * computes  # with a softcap, TRL's own
+    torch.testing.assert_close(got.mean_logits, want.mean_logits, rtol=0, atol=1e-4)
+    assert not got.mean_logits.requires_grad
+
+
 def test_an_fp8_head_runs_in_fp8(calls):
     want, want_grad = _outputs("bf16")
     got, grad = _outputs("fp8")
