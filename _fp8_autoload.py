@@ -20,7 +20,7 @@ _WRAPPED = (
     *("accelerate.utils.imports", "accelerate.state", "accelerate.accelerator"),
     *("accelerate.commands.config.cluster", "transformers.generation.utils"),
     *("transformers.modeling_utils", "transformers.training_args", "transformers.trainer"),
-    *("trl.models.utils", "trl.generation.vllm_generation"),
+    *("trl.models.utils", "trl.kernels.chunked_logprob", "trl.generation.vllm_generation"),
     *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"),
 )
 

@@ -57,6 +57,7 @@ PARTS = {
     "linear": 120.0,
     "block": 90.0,
     "moe": 60.0,
+    "head": 45.0,
     "optimizer": 45.0,
     "gemm": 60.0,
     "memory": 60.0,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
     from torch_fp8.monitor.monitor import Monitor
     from torch_fp8.nn.linear import Float8Linear
+    from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
     from torch_fp8.nn.rollout import rollout
     from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, restore_weights
     from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
@@ -45,6 +46,7 @@ _NAMES = {  # module: public names that it defines; type checkers read the impor
     "conversion.scaling_state": ("load_scaling_state_dict", "scaling_state_dict"),
     "monitor.monitor": ("Monitor",),
     "nn.linear": ("Float8Linear",),
+    "nn.loss_head": ("linear_cross_entropy", "linear_log_probs"),
     "nn.rollout": ("rollout",),
     "optim.convert": ("OptimizerReport", "convert_optimizer", "restore_weights"),
     "optim.merged_state": ("merged_state_dict", "stream_state_dict"),
@@ -76,6 +78,8 @@ __all__ = [
     "export",
     "freeze",
     "high_precision",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "load_frozen",
     "load_scaling_state_dict",
     "load_trainable",

@@ -29,7 +29,8 @@ from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
 from tests.emulator.variants import values
 from tests.kernel_cases import messages, optimizer
-from torch_fp8.kernels import quantize, rms_norm, swiglu, swiglu_backward
+from tests.torch_fp8.loss_head.loss_cases import logits_of, terms_of
+from torch_fp8.kernels import cross_entropy, quantize, rms_norm, swiglu, swiglu_backward
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
@@ -37,6 +38,7 @@ from torch_fp8.kernels.arguments import (
     NormInputs,
     NormWithRstd,
 )
+from torch_fp8.kernels.loss_arguments import LogitForm
 from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
 
@@ -65,6 +67,10 @@ def cases() -> dict[str, Callable[[], Any]]:
     wire, layout = card_module(torch_fp8.ops.messages), Layout(4096, 8)
     sent = (layout, 4 * 4096 * 32, torch.bfloat16, 0, None)
     bits = "bf16 with 8 bits"
+    logits, terms = logits_of(16, 8 * SHAPE[1], x.dtype), terms_of(16, 8 * SHAPE[1], "plain")
+    loss, known = (logits, terms, LogitForm()), terms_of(*SHAPE, "plain")
+    known = known._replace(lse=torch.zeros(SHAPE[0]))
+    to_fp8 = (logits_of(*SHAPE, x.dtype), known, LogitForm(), one, True, True, False)
     return {
         "tensorwise, scale known": cast("tensorwise", True, True, one),
         "tensorwise, forward alone": cast("tensorwise", True, False, one),
@@ -85,6 +91,11 @@ def cases() -> dict[str, Callable[[], Any]]:
         "SwiGLU backward to 1x128": partial(
             swiglu_backward.swiglu_backward_quantize, gradient, blocks
         ),
+        "loss and gradient of BF16 logits": partial(
+            cross_entropy.cross_entropy_rows, *loss, True, False
+        ),
+        "loss": partial(cross_entropy.cross_entropy_rows, *loss, False, False),
+        "gradient of logits to FP8": partial(cross_entropy.cross_entropy_quantize, *to_fp8),
         "AdamW": partial(optimizer.check_steps, step, "cpu", bits, "bf16", 0, [(128, 1024)]),
         "AdamW with both payloads": partial(
             optimizer.check_payload, step, "cpu", bits, "tensorwise", True, 0.5, [(128, 512)]
@@ -99,7 +110,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 def measure(state: str) -> list[dict[str, Any]]:
     """Return a row for each case and kernel: of a kernel's variants the one with most launches."""
     rows = []
-    versions = {"triton": metadata.version("triton"), "digest": kernel_code.digest()}
+    version, code = metadata.version("triton"), kernel_code.digests()
     for what, case in cases().items():
         with emulated(watch=lambda: [Counts()]) as emulation:
             case()
@@ -109,7 +120,8 @@ def measure(state: str) -> list[dict[str, Any]]:
                 best[row["kernel"]] = row
         for kernel, row in best.items():
             counts = {name: row[name] for name in _COUNTS}
-            rows.append({"as": state, "what": what, "kernel": kernel, **counts, **versions})
+            names = {"as": state, "what": what, "kernel": kernel, "digest": code[kernel]}
+            rows.append(names | counts | {"triton": version})
     return rows
 
 

@@ -80,6 +80,7 @@ def main() -> None:
     add_csv(parser, RESULTS.stem)
     arguments = parser.parse_args()
     tests = sorted(ROOT.glob("tests/torch_fp8/kernels/test_*compiled.py"))
+    tests += ROOT.glob("tests/torch_fp8/loss_head/test_*compiled.py")
     changed = ["--unrecorded"] if arguments.changed else []
     rows = measure("-n", "auto", *changed, *map(str, tests))
     version, code = metadata.version("triton"), digests()

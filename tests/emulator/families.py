@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import torch_fp8.ops.cross_entropy
 import torch_fp8.ops.expert_gate
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
@@ -17,6 +18,7 @@ import torch_fp8.ops.moe_rows
 from tests.emulator.driver import approximate_functions
 from tests.emulator.on_card import card_module, on_card
 from tests.kernel_cases import casts, experts, messages, optimizer, producers
+from tests.torch_fp8.loss_head import loss_cases
 from torch_fp8.ops.messages import Layout
 
 ODD, WHOLE = (37, 131), (130, 272)
@@ -95,6 +97,11 @@ def expert_gate(
     experts.check_gate(gate, "cpu", experts.FORMS[form], bias, dtype, widths, sigmoid)
 
 
+def losses(check: Callable[..., None], form: str, kind: str) -> None:
+    """Run a case of softmax losses."""
+    check(card_module(torch_fp8.ops.cross_entropy), "cpu", form, kind, shapes=[(37, 1003)])
+
+
 def _gradient() -> None:
     parts = card_module(torch_fp8.ops.grad_codec)
     messages.check_gradient(parts, "cpu", ODD, BF16)
@@ -152,6 +159,8 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
         "smoothing": partial(producers.check_smoothing, ops, "cpu", ODD, "gaussian"),
         "swiglu backward": partial(producers.check_swiglu_backward, ops, "cpu", ODD, True, **few),
         "gate and up": partial(producers.check_gate_up, ops, "cpu", WHOLE, True, **few),
+        "losses": partial(losses, loss_cases.check_rows, "capped", "everything"),
+        "losses cast": partial(losses, loss_cases.check_quantize, "plain", "plain"),
         "adamw, 8 bits": partial(_steps, "bf16 with 8 bits", "bf16"),
         "adamw, no residual and 8-bit gradients": partial(_steps, "bf16 alone", "8-bit"),
         "adamw with a tensorwise payload": partial(_payload, "tensorwise", None),

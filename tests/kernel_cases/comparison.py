@@ -31,7 +31,7 @@ def same_bits(got: Tensor | None, want: Tensor | None, what: str = "result") -> 
         return
     _same_form(got, want, what)
     got, want = got.cpu(), want.cpu()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.dtype.itemsize]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.dtype.itemsize]
     same = got.view(integer) == want.view(integer)
     same |= got.float().isnan() & want.float().isnan()
     _all(same, got, want, what)

@@ -10,6 +10,8 @@ ROOMS = (
     "kernels",
     "tensor",
     "nn",
+    "output_layer",
+    "loss_head",
     "optim",
     "distributed",
     "conversion",

@@ -28,6 +28,7 @@ from torch_fp8.conversion.fused_layers import (
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
 from torch_fp8.conversion.matmul_flops import matmul_flops
+from torch_fp8.conversion.output_layers import convert_output_layers, revert_output_layers
 from torch_fp8.conversion.report import ConversionReport, SkippedModule
 from torch_fp8.conversion.revert import keep_scaling_local, to_float8, to_stock
 from torch_fp8.conversion.selection import Product, first_reasons, select
@@ -89,11 +90,13 @@ def convert_to_float8(
     recipe = check_config(config, target)
     if _is_te(config) and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(NOT_SHARDED)
+    revert_output_layers(model)
     products = select(model, config, recipe, target)
     in_fp8 = {product.name: product.module for product in products if product.reason is None}
     own = layer_options(in_fp8, config)
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
+    heads = convert_output_layers(model, config)
     frozen, fused = _finish(model, config, target, bool(layers.converted))
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
@@ -115,6 +118,7 @@ def convert_to_float8(
         smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
         experts=tuple(layers.experts),
         were_eager=were_eager(model.modules()),
+        loss_heads=heads,
     )
 
 

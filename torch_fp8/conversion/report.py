@@ -62,6 +62,8 @@ class ConversionReport:
         smooth: qualified names of the layers whose input has one scale per channel (Smooth-SwiGLU).
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
+        loss_heads: what computes the loss of output layers without logits in memory, ``bf16``,
+            ``fp8`` or ``liger`` (Liger Kernel), by qualified name.
     """
 
     converted: tuple[str, ...]
@@ -82,6 +84,7 @@ class ConversionReport:
     smooth: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     were_eager: bool = False
+    loss_heads: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flops_share(self) -> float:
@@ -166,6 +169,7 @@ class ConversionReport:
             )
         if self.experts and self.were_eager:
             yield "  experts   experts_implementation was 'eager' and is now 'grouped_mm'"
+        yield from self._loss_head_lines()
         if self.frozen.frozen:
             yield f"  frozen    {self.frozen}"
         yield from self._high_precision_lines()
@@ -208,6 +212,15 @@ class ConversionReport:
                 "  warning   smooth_swiglu=True changes nothing: no gated MLP was found whose down "
                 "projection runs in FP8"
             )
+
+    def _loss_head_lines(self) -> Iterator[str]:
+        ours = (
+            "cross entropy in chunks, products in {}, without logits in memory, except in a graph "
+            "of torch.compile"
+        )
+        for name, kind in self.loss_heads.items():
+            liger = "as Liger Kernel computes it"
+            yield f"  loss head {name}: {liger if kind == 'liger' else ours.format(kind.upper())}"
 
     def _high_precision_lines(self) -> Iterator[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in

@@ -12,6 +12,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.conversion.fused_layers import revert_producers
+from torch_fp8.conversion.output_layers import revert_output_layers
 from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.nn.conv1d import Float8Conv1D
@@ -46,6 +47,7 @@ def revert(model: nn.Module) -> int:
     restore_output_dtype(model)
     stop_merge_aware(model)
     revert_producers(model)
+    revert_output_layers(model)
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:
         to_stock(module)

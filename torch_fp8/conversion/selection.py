@@ -76,7 +76,10 @@ def select(
 def _products(
     model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
 ) -> Iterator[Product]:
-    kept_high = high_precision_modules(model, config.skip) | routers(model)
+    skip = config.skip
+    if config.loss_head == "fp8":  # it decides about the output layer
+        skip = tuple(pattern for pattern in skip if pattern != "lm_head")
+    kept_high = high_precision_modules(model, skip) | routers(model)
     kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)
     for name, module in model.named_modules():
         if not is_linear(module):
@@ -90,7 +93,7 @@ def _products(
                 why = why or expert_reason(name, module, config, recipe.name, device)
                 yield from (Product(full, module, why) for full in stacked)
             continue
-        reason = skip_reason(name, module, config.skip, kept_high)
+        reason = skip_reason(name, module, skip, kept_high)
         if reason is None:
             reason = high_precision_pattern(name, config)
         if reason is None and config.backend == "transformer-engine":

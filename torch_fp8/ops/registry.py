@@ -56,6 +56,8 @@ def operator(
     *,
     results: int | None = None,
     cuda: Callable[..., Any] | None = None,
+    writes: str = "",
+    opaque: bool = False,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Define ``torch.ops.torch_fp8.<name>`` from its reference; return its caller.
 
@@ -70,6 +72,9 @@ def operator(
             module of `torch_fp8.kernels` that has the name of the reference's module. It runs with
             the tensors' device as the current one, and is imported only if kernels run, because it
             imports Triton.
+        writes: the name of the argument that the operator overwrites; graphs keep such an operator.
+        opaque: whether the reference runs on every device, because it only calls other operators,
+            in loops whose results must not all live at once, as they would in a recorded call.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -84,10 +89,11 @@ def operator(
             with torch.cuda.device_of(first):  # it need not be the current one
                 return getattr(_module(kernels), name)(*args)
 
-        parameters, schema = _schema(reference, results)
-        replayed = Replayed(cuda or launch)  # in graphs and in eager code
+        parameters, schema = _schema(reference, results, writes)
+        # The same in graphs and in eager code.
+        replayed = reference if opaque else Replayed(cuda or launch)
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, replayed, fake))
-        traced = None if cuda else _unflattened(launch, parameters)
+        traced = None if cuda or writes or opaque else _unflattened(launch, parameters)
         call = define(schema, *of_flat, eager=replayed, traced=traced)
         functools.update_wrapper(call, reference)
         call.reference = reference
@@ -194,7 +200,9 @@ def _unflattened(function: Callable[..., Any], parameters: Sequence[Any]) -> Cal
     return of_flat
 
 
-def _schema(function: Callable[..., Any], results: int | None) -> tuple[list[Any], str]:
+def _schema(
+    function: Callable[..., Any], results: int | None, writes: str
+) -> tuple[list[Any], str]:
     """Return the tuple class of each parameter (None: a single argument), and the flat schema."""
     hints = get_type_hints(function)
     result = hints.pop("return")
@@ -209,7 +217,8 @@ def _schema(function: Callable[..., Any], results: int | None) -> tuple[list[Any
         parameters.append(None)
         has_default = parameter.default is not parameter.empty
         default = f"={parameter.default}" if has_default else ""
-        arguments.append(_argument(name, hint) + default)
+        argument = _argument(name, hint) + default
+        arguments.append(argument.replace(" ", "(a!) ", 1) if name == writes else argument)
     if results is None and result is not Tensor:
         results = len(get_args(result))
     returned = "Tensor" if results is None else f"({', '.join(['Tensor'] * results)})"

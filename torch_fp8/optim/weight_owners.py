@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.class_swap import user_class
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import adapter_modules, high_precision_modules, matches
 from torch_fp8.nn.linear import Float8Layer
@@ -74,7 +75,8 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
 
 def has_linear_forward(module: nn.Module) -> bool:
     """Return whether a module has ``nn.Linear``'s forward and alone reads its weight."""
-    linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    forward = user_class(type(module)).forward
+    linear = isinstance(module, nn.Linear) and forward is nn.Linear.forward
     # nn.MultiheadAttention reads its output layer's weight without calling the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 

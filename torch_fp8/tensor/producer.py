@@ -53,9 +53,16 @@ class Producer:
         return None
 
 
-_unread: "weakref.WeakKeyDictionary[LazySource, Tensor]" = weakref.WeakKeyDictionary()
-"""Results that may not be computed yet, with the parameters that they will read."""
+_unread: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Results that may not be computed yet, and read parameters."""
 _hooks: list[Any] = []
+
+
+def await_step(result: Any) -> None:
+    """Call ``result.own_parameter()`` before the next step of any optimizer."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(own_parameters))
+    _unread.add(result)
 
 
 def own_parameters(*_: Any) -> None:
@@ -103,14 +110,14 @@ class LazySource:
         self.versions = _versions(sources)
         self.payloads: dict[CastSpec, Payloads] = {}
         self.raised: list[Tensor] = []
+        self.parameter = parameter
         if parameter is not None:
-            if not _hooks:
-                _hooks.append(register_optimizer_step_pre_hook(own_parameters))
-            _unread[self] = parameter
+            await_step(self)
 
     def own_parameter(self) -> None:
         """Copy the parameter, unless the result exists or can no longer be computed."""
-        parameter = _unread[self]
+        parameter = self.parameter
+        assert parameter is not None
         if self.plain is not None or _versions(self.sources) != self.versions:
             return
         if parameter.untyped_storage().nbytes():  # FSDP2 frees gathered weights

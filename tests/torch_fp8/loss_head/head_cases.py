@@ -1,0 +1,151 @@
+"""Loss heads on two gloo ranks under DDP and FSDP2; run by run_cases.py."""
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+from run_cases import RANK, RANKS, equal_on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.torch_fp8.loss_head.logits_cases import CHUNK, LanguageModel, Largest, V, batch
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.nn import logit_steps
+from torch_fp8.quantization.metrics import sqnr_db
+
+logit_steps.linear_cross_entropy = functools.partial(logit_steps.linear_cross_entropy, chunk=CHUNK)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class WithLoss(LanguageModel):
+    """Returns the loss beside its logits, as models of transformers do."""
+
+    def forward(self, tokens, labels=None):
+        logits = super().forward(tokens)
+        loss = None if labels is None else _loss(logits, labels)
+        return {"loss": loss, "logits": logits}
+
+
+def _loss(logits, labels):
+    return F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+
+
+def _in_model(model, tokens, labels):
+    return model(tokens, labels)["loss"]
+
+
+def _outside(model, tokens, labels):
+    return _loss(model(tokens)["logits"], labels)
+
+
+def _steps(model, loss_of, optimizer=None, autocast=True):
+    """Losses, the first gradients, and the largest tensor of two steps."""
+    losses, grads = [], {}
+    for seed in range(2):
+        with Largest() as largest:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model, *batch(10 * seed + RANK))
+            loss.backward()
+        losses.append(loss.detach())
+        if not grads:
+            for name, parameter in model.named_parameters():
+                grad = parameter.grad
+                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                grads[name.removeprefix("module.")] = grad.detach().to_dense().float().clone()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses), grads, largest.numel
+
+
+def _compared(wrap, loss_of, tied=False, **options):
+    """The largest difference of losses, the least SQNR of a gradient of the head, and so on."""
+    torch.manual_seed(0)
+    made = []
+    model = WithLoss(tied=tied)
+    for loss_head in ("off", "bf16"):
+        config = FP8Config("tensorwise", loss_head=loss_head, opt_level="O1", **options)
+        made.append(_steps(*wrap(copy.deepcopy(model), config, loss_of)))
+    (want, want_grads, _), (losses, grads, numel) = made
+    names = [name for name in grads if not name.startswith("inner")]
+    return {
+        "loss": float(((losses - want) / want).abs().max()),
+        "db": min(sqnr_db(want_grads[name], grads[name]) for name in names),
+        "equal": equal_on_ranks(list(grads.values())),
+        "fused": numel < 96 * V,
+    }
+
+
+def _ddp(model, config, loss_of, **options):
+    convert_to_float8(model, config)
+    return DistributedDataParallel(model, **options), loss_of
+
+
+def case_ddp():
+    results = {}
+    for option in (None, "find_unused_parameters", "static_graph"):
+        for loss_of in (_in_model, _outside):
+            wrap = functools.partial(_ddp, **({} if option is None else {option: True}))
+            results[f"{option} {loss_of.__name__}"] = _compared(wrap, loss_of)
+    results["tied"] = _compared(_ddp, _outside, tied=True)
+    return results
+
+
+def _fsdp(model, config, loss_of, alone=False, connected=True, level="O1", **options):
+    convert_to_float8(model, config)
+    options = {"mesh": init_device_mesh("cpu", (RANKS,)), "mp_policy": BF16, **options}
+    fully_shard(model.inner, **options)
+    if alone:
+        fully_shard(model.lm_head, **options)
+    fully_shard(model, **options)
+    if connected:
+        connect_fsdp(model, config)
+    return model, loss_of, None, False
+
+
+def case_fsdp():
+    results = {}
+    for reshards in (False, True):
+        for loss_of in (_in_model, _outside):
+            wrap = functools.partial(_fsdp, reshard_after_forward=reshards)
+            results[f"{reshards} {loss_of.__name__}"] = _compared(wrap, loss_of)
+    results["tied"] = _compared(wrap, _outside, tied=True)
+    results["alone"] = _compared(functools.partial(_fsdp, alone=True), _outside)
+    wrap = functools.partial(_fsdp, connected=False)
+    results["not connected"] = _compared(wrap, _outside)
+    return results
+
+
+def case_fsdp_levels():
+    """Split shards: the head's weight is gathered in BF16."""
+    results = {}
+    for level in ("O2", "O3"):
+        numels, losses = [], []
+        for loss_head in ("off", "bf16"):
+            torch.manual_seed(0)
+            config = FP8Config("tensorwise", opt_level=level, loss_head=loss_head)
+            model = _fsdp(WithLoss(), config, _outside, connected=False)[0]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            split_sharded(model, [optimizer], config)
+            convert_optimizer(optimizer, config, model=model)
+            connect_fsdp(model, config)
+            loss, _, numel = _steps(model, _outside, optimizer, autocast=False)
+            losses.append(loss)
+            numels.append(numel)
+        difference = float(((losses[1] - losses[0]) / losses[0]).abs().max())
+        results[level] = difference, numels[1] < 96 * V
+    return results
+
+
+def case_read_after_reshard():
+    """Logits that are read when FSDP2 has freed the weight; the gather is counted."""
+    torch.manual_seed(0)
+    config = FP8Config("tensorwise")
+    model = _fsdp(WithLoss(), config, _outside, reshard_after_forward=True)[0]
+    logits = model(batch(RANK)[0])["logits"]
+    freed = not logits.recorded.call.weight.untyped_storage().nbytes()
+    return freed, float(logits.float().abs().sum())

@@ -1,0 +1,105 @@
+"""An output layer beside the same one with uncomputed logits, and the largest tensor of a step."""
+
+import copy
+import functools
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.nn import logit_steps
+from torch_fp8.quantization.metrics import sqnr_db
+
+V, H, CHUNK = 4096, 16, 16
+SHAPE = (4, 24)
+
+
+class LanguageModel(nn.Module):
+    """Hidden states (B, S) -> logits (B, S, V), with a layer in between that runs in FP8."""
+
+    def __init__(self, bias=False, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(V, H)
+        self.inner = nn.Linear(H, H)
+        self.lm_head = nn.Linear(H, V, bias=bias)
+        nn.init.normal_(self.lm_head.weight, std=0.5)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.lm_head(x + self.inner(x.detach()))
+
+
+def small_chunks(monkeypatch):
+    """Fuse with chunks of 16 tokens, so that a chunk is far smaller than all logits."""
+    chunked = functools.partial(logit_steps.linear_cross_entropy, chunk=CHUNK)
+    monkeypatch.setattr(logit_steps, "linear_cross_entropy", chunked)
+
+
+def pair(seed=0, dtype=torch.float32, **options):
+    """Return the same model converted without and with uncomputed logits."""
+    torch.manual_seed(seed)
+    model = LanguageModel(**options).to(dtype)
+    models = []
+    for loss_head in ("off", "bf16"):
+        models.append(copy.deepcopy(model))
+        convert_to_float8(models[-1], FP8Config("tensorwise", loss_head=loss_head))
+    return models
+
+
+def batch(seed=0, shape=SHAPE):
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(0, V, shape, generator=generator) for _ in range(2))
+    labels[0, :3] = -100
+    return tokens, labels
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor with memory that an operator returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                self.numel = max(self.numel, x.numel())
+        return results
+
+
+def is_fused(numel, shape=SHAPE):
+    """Return whether no tensor had a value for each token and class."""
+    return numel < shape[0] * (shape[1] - 1) * V
+
+
+def step(model, loss_of, autocast=True, **data):
+    """Return the loss, the gradients by name, and the largest tensor of a step."""
+    tokens, labels = batch(**data)
+    model.zero_grad()
+    with Largest() as largest:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(tokens), labels)
+        loss.backward()
+    grads = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads, largest.numel
+
+
+def assert_like_stock(stock, fused, loss_of, db=45, rtol=1e-5, **options):
+    """Compare loss and gradients with stock's; return the largest tensors of both steps.
+
+    45 dB: gradients of the logits are rounded to BF16 once in stock's and once in ours.
+    """
+    want, want_grads, want_numel = step(stock, loss_of, **options)
+    loss, grads, numel = step(fused, loss_of, **options)
+    assert loss.dtype == want.dtype
+    torch.testing.assert_close(loss, want, rtol=rtol, atol=0)
+    assert grads.keys() == want_grads.keys()
+    for name, grad in grads.items():
+        least = 28 if name.startswith("inner") else db  # its wgrad is in FP8
+        assert sqnr_db(want_grads[name], grad) >= least, name
+    return want_numel, numel

@@ -1,0 +1,35 @@
+"""Loss heads under DDP and FSDP2, on two gloo ranks."""
+
+import pytest
+
+pytestmark = pytest.mark.long
+_CASES = "tests.torch_fp8.loss_head.head_cases"
+
+
+@pytest.fixture(scope="module")
+def ranks(run_cases):
+    return run_cases(_CASES, 2)
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp"])
+def test_loss_and_gradients_are_those_of_stock_without_logits(ranks, case):
+    for results in ranks[case]:
+        for key, got in results.items():
+            assert got["loss"] <= 1e-5, (key, got)
+            assert got["db"] >= 42, (key, got)
+            assert got["equal"], key
+            # FSDP2 frees the weight of a head that is sharded alone after its forward.
+            assert got["fused"] == (key != "alone"), (key, got)
+
+
+def test_split_shards(ranks):
+    for results in ranks["fsdp_levels"]:
+        for difference, fused in results.values():
+            assert difference <= 2e-4
+            assert fused
+
+
+def test_logits_of_a_freed_weight_gather_it_again(ranks):
+    for freed, total in ranks["read_after_reshard"]:
+        assert freed
+        assert total > 0

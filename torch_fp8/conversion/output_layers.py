@@ -1,0 +1,84 @@
+"""Conversion of output layers, which then return logits that their loss needs no memory for."""
+
+from typing import Any
+
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.layer_options import high_precision_pattern
+from torch_fp8.nn.class_swap import remove_mixin
+from torch_fp8.nn.layer_filter import is_ligers, matches, output_layer, quantized_by
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.linear_form import computes_linear
+from torch_fp8.nn.output_layer import OutputLayer, add_loss_head
+
+FEWEST_CLASSES = 4096
+"""Classes of the smallest converted layer; smaller logits cost less than their chunks."""
+_DEFAULT = "lm_head"
+_BLOCKS = (nn.ModuleList, nn.ModuleDict)
+
+
+def convert_output_layers(model: nn.Module, config: FP8Config) -> dict[str, str]:
+    """Convert the output layers of `model` in place.
+
+    An output layer is what ``get_output_embeddings`` of a model returns, a linear layer that shares
+    its weight with an embedding, or else the model's last linear layer if it is outside of repeated
+    blocks. Layers with fewer than 4,096 classes stay as they are, as do layers that a pattern of
+    `config.skip` other than ``lm_head`` or an override to high precision names.
+
+    Args:
+        model: model whose linear layers are already converted.
+        config: configuration of the model.
+    Returns:
+        what computes the loss of each, ``bf16``, ``fp8`` or ``liger`` (Liger Kernel, in the model's
+        forward), by the layer's qualified name.
+    """
+    if config.loss_head == "off" or config.backend != "torch":
+        return {}
+    theirs = {id(output_layer(module)) for module in model.modules() if is_ligers(module)}
+    heads = {}
+    for name, module in find_output_layers(model).items():
+        named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
+        if named or high_precision_pattern(name, config) is not None:
+            continue
+        if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
+            continue
+        if id(module) in theirs:
+            heads[name] = "liger"
+            continue
+        add_loss_head(module, name, model)
+        heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
+    return heads
+
+
+def revert_output_layers(model: nn.Module) -> None:
+    """Give all converted output layers their class back, in place."""
+    for module in model.modules():
+        if isinstance(module, OutputLayer):
+            del module.loss_head
+            remove_mixin(module, OutputLayer)
+
+
+def find_output_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the linear layers before a loss with at least 4,096 classes, by qualified name."""
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    asked = {id(output_layer(module)) for module in model.modules()}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    named = {
+        name: module
+        for name, module in linears.items()
+        if id(module) in asked or id(module._parameters.get("weight")) in embeddings
+    }
+    if not named and linears:
+        name, module = list(linears.items())[-1]
+        owners = [model.get_submodule(name[:i]) for i, c in enumerate(name) if c == "."]
+        if not any(isinstance(owner, _BLOCKS) for owner in owners):
+            named = {name: module}
+    return {n: m for n, m in named.items() if m.out_features >= FEWEST_CLASSES}
+
+
+def _is_plain_linear(module: nn.Linear) -> bool:
+    """Return whether a layer computes ``x w^T + b`` by its class, without a forward of its own."""
+    if "forward" in vars(module) or quantized_by(module) is not None:
+        return False
+    return computes_linear(module)

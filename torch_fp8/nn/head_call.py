@@ -1,0 +1,166 @@
+"""`HeadCall`: one forward of an output layer, whose logits are computed when they are read.
+
+It keeps the layer's input and weight with the grad mode and the autocast state of the call, and
+notices writes to them.
+
+Legend: H hidden features, V classes.
+"""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.nn.loss_head import Precision
+from torch_fp8.tensor.producer import await_step
+from torch_fp8.tensor.split_weight import SplitWeight, stored
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class HeadCall:
+    """One forward of an output layer.
+
+    Args:
+        name: qualified name of the layer, for errors.
+        hidden: input (..., H).
+        weight: (V, H).
+        bias: (V,) or None.
+        precision: ``bf16`` or ``fp8``, that of the products.
+        owner: the layer's state, with functions `gather`, which gathers a weight that FSDP2 has
+            freed, and `note`, which gets the bytes of logits that were computed, 0 if a loss was
+            fused, and the name of the function that read them.
+        linear: function of input, weight and bias that returns the layer's plain output.
+
+    Attributes:
+        dtype: dtype of the logits.
+        is_read: whether plain logits exist, so that everything else uses them.
+        is_fused: whether a loss was computed without logits.
+        reader: name of the function that reads the logits.
+        begins: hooks of FSDP2 and Fabric that run when the backward of the logits begins.
+        logits: all logits that were recorded and still exist.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: Precision,
+        owner: Any,
+        linear: Callable[..., Tensor],
+    ) -> None:
+        self.name, self.hidden, self.weight, self.bias = name, hidden, weight, bias
+        self.gather, self.note, self.linear = owner.gather, owner.note, linear
+        self.precision = precision
+        device = hidden.device.type
+        self.autocast: dict[str, Any] = {"device_type": device, "enabled": False}
+        self.dtype = hidden.dtype
+        if torch.is_autocast_enabled(device):
+            self.dtype = torch.get_autocast_dtype(device)
+            self.autocast.update(enabled=True, dtype=self.dtype)
+        self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
+        self.versions = self._versions()
+        self.address = _address(weight)
+        self.is_read = self.is_fused = self.is_written = False
+        self.reader = ""
+        self.begins: list[Any] = []
+        self.logits: weakref.WeakSet[Any] = weakref.WeakSet()
+        await_step(self)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [t for t in (self.hidden, self.weight, self.bias) if t is not None]
+
+    def own_parameter(self) -> None:
+        """Copy weight and bias in the dtype of the product, before a step writes them.
+
+        In loops that keep the model's output until the next forward, that is one copy of the
+        weight, held while no activations are.
+        """
+        if self.is_read or self.is_written or not self.logits or not self.is_unchanged():
+            return
+        if not self.weight.requires_grad or self.is_freed:
+            return
+        dtype = self.dtype if self.precision == "bf16" else stored(self.weight).dtype
+        with torch.no_grad():
+            self.weight = stored(self.weight).detach().to(dtype, copy=True)
+            self.bias = None if self.bias is None else self.bias.detach().to(self.dtype, copy=True)
+        self.versions, self.is_written = self._versions(), True
+        self.address = _address(self.weight)
+
+    def is_unchanged(self) -> bool:
+        address = _address(self.weight)
+        moved = self.address is not None and address is not None and address != self.address
+        return not moved and self._versions() == self.versions
+
+    def _versions(self) -> list[Any]:
+        return [t.halves.version if isinstance(t, SplitWeight) else t._version for t in self.inputs]
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether FSDP2 has freed the weight."""
+        return type(self.weight) in _PLAIN and not self.weight.untyped_storage().nbytes()
+
+    def check(self) -> None:
+        """Gather a weight that FSDP2 has freed; raise RuntimeError if an input was written."""
+        if not self.is_unchanged():
+            raise RuntimeError(
+                f"the weight or the input of '{self.name}' was written after its forward, but its "
+                "logits, which are computed at their first use, are used only now; read them "
+                "before the write, or train with FP8Config(loss_head='off')"
+            )
+        if self.is_freed and not self.gather(self.weight):
+            raise RuntimeError(
+                f"FSDP2 has freed the weight of '{self.name}', from which the logits are computed "
+                "at their first use; call the loss within the model's forward, or train with "
+                "FP8Config(loss_head='off')"
+            )
+
+    def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the plain logits of the unconverted layer."""
+        with torch.autocast(**self.autocast):
+            return self.linear(hidden, weight, bias)
+
+    def dense(self) -> Tensor:
+        self.check()
+        if not self.is_fused:
+            sizes = self.hidden.numel() // self.hidden.shape[-1], self.weight.shape[0]
+            self.note(math.prod(sizes) * self.dtype.itemsize, self.reader)
+        self.is_read = True
+        with torch.set_grad_enabled(self.requires_grad and not self.is_written):
+            logits = self.multiply(self.hidden, self.weight, self.bias)
+        for hook in self.begins if logits.requires_grad else ():
+            logits.register_hook(hook)
+        if self.requires_grad and self.is_written:
+            logits = _Written.apply(logits, self.hidden, self.name)
+        return logits
+
+
+def _address(weight: Tensor) -> int | None:
+    """Return the address of a plain weight, which ``weight.data = x`` changes but no version shows.
+
+    None: FSDP2 has freed it, or it is stored in another form.
+    """
+    known = type(weight) in _PLAIN and weight.untyped_storage().nbytes()
+    return weight.data_ptr() if known else None
+
+
+class _Written(torch.autograd.Function):
+    """Map logits of a copied weight to the same, without a gradient, as torch's own have none."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, hidden: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(
+            f"the weight of '{ctx.name}' was written between the forward and this backward of its "
+            "logits"
+        )

@@ -1,0 +1,167 @@
+"""`OutputLayer`: the linear layer before a cross entropy, which returns uncomputed logits.
+
+See `torch_fp8.nn.lazy_logits`. The layer returns plain logits in evaluation, without gradients, in
+a graph of torch.compile, under transforms and tracers, and within `torch_fp8.high_precision`.
+"""
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fp8.autograd import current_pass
+from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
+from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
+from torch_fp8.nn.head_call import HeadCall
+from torch_fp8.nn.lazy_logits import Recorded, empty_meta
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.logit_steps import logits_of
+from torch_fp8.nn.loss_head import Precision
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.split_weight import SplitWeight
+
+_STORED = (SplitWeight, Float8FrozenWeight)
+
+_MOST_READS = 3
+"""Number of forwards whose logits something reads, before a layer without any loss stops."""
+
+_NOTABLE = 2**28
+"""Bytes of logits that a warning mentions."""
+
+
+class HeadFP8:
+    """State that conversion adds to an output layer, as its attribute `loss_head`.
+
+    Args:
+        name: qualified name of the layer.
+        model: the converted model, in which FSDP2's modules are searched.
+
+    Attributes:
+        fused: number of losses that were computed without logits.
+        reads: number of forwards whose logits were computed.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.name, self.model = name, weakref.ref(model)
+        self.fused = self.reads = 0
+        self.warned = False
+
+    def note(self, num_bytes: int, reader: str) -> None:
+        """Count a fused loss, or logits of `num_bytes` that `reader` needs; warn of large ones."""
+        self.fused += not num_bytes
+        self.reads += num_bytes > 0
+        if num_bytes >= _NOTABLE and not (self.warned or self.fused):
+            self.warned = True
+            warnings.warn(
+                f"FP8: the logits of '{self.name}' are in memory, {num_bytes / 2**20:,.0f} MiB and "
+                f"more, because {reader or 'a function'} reads them; F.cross_entropy of logits "
+                "that are only cast, sliced, reshaped or scaled needs none",
+                stacklevel=5,
+            )
+
+    @property
+    def waits(self) -> bool:
+        """Whether logits are worth waiting with: a loss has used them, or may."""
+        return self.fused > 0 or self.reads < _MOST_READS
+
+    def gather(self, weight: Tensor) -> bool:
+        """Gather a weight that FSDP2 has freed; return False if no module has it."""
+        model = self.model()
+        for module in () if model is None else model.modules():
+            if is_fsdp_class(type(module)):
+                module.unshard()
+                if weight.untyped_storage().nbytes():
+                    return True
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "fused": 0, "reads": 0, "warned": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, model=lambda: None)
+
+
+_layers: "weakref.WeakSet[OutputLayer]" = weakref.WeakSet()
+
+
+def precision_of(weight: Tensor) -> Precision | None:
+    """Return the precision of the output layer with this weight; None: no converted layer has it.
+
+    Copies of a model do not count.
+    """
+    for layer in _layers:
+        if isinstance(layer, OutputLayer) and layer._parameters.get("weight") is weight:
+            return "fp8" if isinstance(layer, Float8Layer) and layer.runs_fp8 else "bf16"
+    return None
+
+
+def add_loss_head(module: Any, name: str, model: nn.Module) -> None:
+    """Turn a linear layer of `model` into an `OutputLayer`, in place."""
+    add_mixin(module, OutputLayer)
+    module.loss_head = HeadFP8(name, model)
+    _layers.add(module)
+
+
+class OutputLayer(nn.Module):
+    """Mixin of a converted output layer, in front of its own class.
+
+    Shapes: input (..., H), weight (V, H), bias (V,), output (..., V).
+    """
+
+    loss_head: HeadFP8
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = None if torch.compiler.is_compiling() else self._uncomputed(input)
+        if logits is None:
+            logits = super().forward(input)
+        return logits
+
+    def _uncomputed(self, input: Tensor) -> Tensor | None:
+        """Return logits that are not computed yet; None: this forward computes them."""
+        head = self.loss_head
+        if not (self.training and torch.is_grad_enabled() and head.waits):
+            return None
+        if current_pass.requested or is_exporting() or is_transformed():
+            return None
+        # FSDP2's own modules, and FSDP1, which shows views of its flat parameter, free the weight.
+        flattened = not isinstance(self._parameters.get("weight"), nn.Parameter)
+        if flattened or is_fsdp_class(type(self)):
+            return None
+        x, weight, bias = plain(input), self.weight, self.bias
+        fp8, linear = False, F.linear
+        if isinstance(self, Float8Layer):
+            fp8, linear = self.runs_fp8, self._in_fp8
+            if not fp8 or self.fp8.observer is not None or self.fp8_adds_bias is False:
+                return None
+        usual = is_plain(weight) or (fp8 and isinstance(weight, _STORED))
+        usual = usual and is_plain(x) and (bias is None or is_plain(bias))
+        if not usual or x.shape[-1:] != weight.shape[1:]:
+            return None
+        call = HeadCall(head.name, x, weight, bias, "fp8" if fp8 else "bf16", head, linear)
+        alike = fp8 or call.autocast["enabled"] or x.dtype == weight.dtype
+        if not (call.requires_grad and alike):
+            return None
+        sizes = *x.shape[:-1], weight.shape[0]
+        shape_of = empty_meta(sizes, call.dtype)
+        return logits_of(Recorded(call, x, shape_of, len(sizes) - 1))
+
+    def _in_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of an FP8 layer with other weights than its own, or with these."""
+        own = self.__dict__
+        others = {"weight": weight, "bias": bias}
+        others = {n: t for n, t in others.items() if t is not getattr(self, n)}
+        before = {n: own[n] for n in others if n in own}
+        own.update(others)  # an attribute hides the Parameter of its name
+        try:
+            output: Tensor = super().forward(x)
+        finally:
+            for name in others:
+                del own[name]
+            own.update(before)
+        return output
