@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+import torch_fp8.ops.cross_entropy
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from benchmarks.evidence import kernel_resources
@@ -52,6 +53,7 @@ from tests.emulator.variants import few_rows, launching, unaligned_messages
 from tests.kernel_cases import messages, optimizer
 from tests.kernel_cases.comparison import Mismatch
 from tests.kernel_cases.experts import FORMS
+from tests.torch_fp8.loss_head import loss_cases
 from torch_fp8.ops.messages import Layout
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_kernels.csv")
@@ -71,7 +73,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     """Yield the cases by name; each returns which of its launches were unequal, and how."""
     for name, launch in launching():
         yield name, partial(_compared, launch)
-    of_kernels = itertools.chain(_optimizer(), _wire(), _experts(), families().items())
+    of_kernels = itertools.chain(_optimizer(), _wire(), _experts(), _losses(), families().items())
     for name, check in of_kernels:
         yield name, partial(_checked, check)
 
@@ -132,6 +134,14 @@ def _experts() -> Iterator[tuple[str, Callable[[], None]]]:
             f"expert gate, {form}, {dtype}{', bias' * bias}",
             partial(expert_gate, form, bias, dtype),
         )
+
+
+def _losses() -> Iterator[tuple[str, Callable[[], None]]]:
+    card = card_module(torch_fp8.ops.cross_entropy)
+    for dtype, cols in (*((d, 2064) for d in (BF16, torch.float16, torch.float32)), (BF16, 1003)):
+        for form, kind in loss_cases.chosen(dtype, cols):
+            check = partial(loss_cases.check_chosen, card, "cpu", form, kind, dtype, cols)
+            yield f"losses, {form}, {kind}, {dtype}, {cols} classes", check
 
 
 def rows_of(launches: list[Launched], unequal: dict[int, str]) -> Iterator[dict[str, Any]]:

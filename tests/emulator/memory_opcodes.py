@@ -115,7 +115,7 @@ def _shuffle(w: BlockWriter, ins: Instruction, way: str) -> None:
     w.define(d, f"g.shuffle({ins.line}, {way!r}, {a}, {lane})", "u32")
 
 
-@opcode(r"redux\.sync\.(add|min|max|and|or|xor)\.([bsu]32)")
+@opcode(r"redux\.sync\.(add|min|max|and|or|xor)\.([bfsu]32)")
 def _reduce(w: BlockWriter, ins: Instruction, name: str, suffix: str) -> None:
     d, a, mask = ins.operands
     kind = kind_of(suffix)

@@ -14,8 +14,8 @@ Values = Any
 WARP = 32
 _REDUCTIONS = {
     "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": np.fmin,  # of numbers and NaN, the number, as in PTX
+    "max": np.fmax,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
