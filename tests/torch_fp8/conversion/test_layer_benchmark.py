@@ -121,13 +121,13 @@ def test_passes_are_those_of_training(timer):
 
 @pytest.fixture
 def weight_casts(monkeypatch):
-    """Of each cast of a weight since the list was cleared: granularity, by column, scale given."""
+    """Each cast of a weight since the last clear: granularity, by column, no read for its scale."""
     casts = []
     original = quantize.quantize_2d
 
     def noted(x, options):
         if x.shape == (SHAPE.out_features, SHAPE.in_features):
-            given = options.scale is not None
+            given = options.scale is not None or options.amax is not None
             casts.append((options.granularity, options.columnwise, given))
         return original(x, options)
 
@@ -156,7 +156,7 @@ TRANSPOSED = {
         (True, {"tensorwise": [], "rowwise": TRANSPOSED["rowwise"], "blockwise": []}),
         ("both", {name: [] for name in NAMES}),
     ],
-    ids=["nothing", "scale", "payload", "both payloads"],
+    ids=["nothing", "amax", "payload", "both payloads"],
 )
 def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, kept, expected):
     """What is kept of it is not made again, in any pass that is timed."""
