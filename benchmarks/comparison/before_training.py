@@ -16,9 +16,9 @@ from dataclasses import replace
 
 import torch
 import torch_fp8
+from torch_fp8_tools.compare import bf16_products
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import bf16_products
 from fine_tuning import FineTuning, prepare
 from fine_tuning_time import Work, step_times
 from script_start import Refusal

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
+from torch_fp8_tools.compare import bf16_products
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import assets
-import bf16_products
 from instruction_data import load_examples, pack, stack
 
 

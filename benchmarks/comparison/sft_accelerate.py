@@ -40,9 +40,9 @@ if __name__ == "__main__":
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch_fp8_tools.compare import bf16_products
 from tqdm import tqdm
 
-import bf16_products
 from fine_tuning import num_targets, prepare
 from run_record import RunRecord
 

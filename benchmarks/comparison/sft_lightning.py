@@ -44,8 +44,8 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch_fp8_tools.compare import bf16_products
 
-import bf16_products
 from fine_tuning import FineTuning, num_targets, prepare
 from run_record import RunRecord
 
