@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from torch_fp8_tools.compare.outcome import Outcome, VariantOutcome
+from torch_fp8_tools.compare.trials import INTERRUPTED
 
 FASTER, LESS_MEMORY, WORSE = 1.03, 0.95, 0.005
 """A variant counts as faster from this speedup on, as smaller up to this share of the memory, and
@@ -20,6 +21,8 @@ class Advice(NamedTuple):
 def advise(result: Outcome) -> Advice:
     """Return the advice for an outcome."""
     reference, *others = result.variants
+    if INTERRUPTED in [variant.error for variant in result.variants]:
+        return Advice("Interrupted before every variant had run, so there is no advice.", None)
     if reference.error is not None:
         return Advice(
             f"The program fails in BF16, so this is not FP8's fault: {reference.error}.", None

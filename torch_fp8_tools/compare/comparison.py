@@ -16,7 +16,7 @@ from torch_fp8_tools.compare.outcome import Outcome, outcome
 from torch_fp8_tools.compare.tables import as_json, as_text, steps_csv, summary_csv
 from torch_fp8_tools.compare.trial import VARIABLE, Trial
 from torch_fp8_tools.compare.trial_record import TrialRecord
-from torch_fp8_tools.compare.trials import run_trial, trials_of
+from torch_fp8_tools.compare.trials import INTERRUPTED, run_trial, trials_of
 from torch_fp8_tools.compare.variants import variants
 
 CONFIG, COMMAND = "fp8_config.json", "command.json"
@@ -53,7 +53,7 @@ def compare(options: argparse.Namespace) -> int:
         done = len(records)
         _say(f"interrupted; {done} of {len(trials)} trials are complete, and the same command")
         _say("continues with the next one")
-        records += [TrialRecord(t, {"error": "interrupted"}) for t in trials[done : done + 1]]
+        records += [TrialRecord(t, {"error": INTERRUPTED}) for t in trials[done : done + 1]]
         if any(record.rows for record in records):
             result = outcome(records)
             _write(folder, command, result, advise(result), options)

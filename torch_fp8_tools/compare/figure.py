@@ -41,7 +41,8 @@ def draw(result: Outcome, advice: Advice, title: str) -> bytes:
         if not variant.is_bf16:
             _draw_difference(axes["apart"], result.variants[0], variant, colour)
     axes["loss"].set(ylabel="loss")
-    axes["loss"].legend(frameon=False)
+    if ran:
+        axes["loss"].legend(frameon=False)
     axes["apart"].axhline(0.0, color=_INK, linewidth=0.8)
     axes["apart"].set(xlabel="optimizer step", ylabel="loss to BF16, %")
     is_emulated = result.device == "cpu"

@@ -159,8 +159,9 @@ def extend_lightning(module: Any) -> None:
 
 def _init_lightning(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if hasattr(self, "fit"):
-        root = kwargs.get("default_root_dir") or os.getcwd()
-        kwargs["default_root_dir"] = redirected(root, "default_root_dir")
+        root = kwargs.get("default_root_dir")
+        folder = Path(recorder().trial.folder) / OUTPUTS
+        kwargs["default_root_dir"] = redirected(root, "default_root_dir") if root else str(folder)
         if kwargs.get("logger") not in (None, True, False):
             package = _base(self).__module__.removesuffix("trainer.trainer")
             kwargs["logger"] = sys.modules[f"{package}loggers.logger"].DummyLogger()

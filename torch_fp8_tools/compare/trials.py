@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_fp8_tools.compare.trial import FILE, LOG, PROCESSES, VARIABLE, Trial
 
-RESULT = "result.json"
+RESULT, INTERRUPTED = "result.json", "interrupted"
 _GRACE_S, _POLL_S, _LINES = 10.0, 0.1, 20
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 Progress = Callable[[Trial, int, float | None], None]
