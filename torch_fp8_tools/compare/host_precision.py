@@ -80,9 +80,7 @@ def _arguments(original: Any, self: Any) -> None:
     if getattr(self, "fp16", False):
         note("TrainingArguments(fp16=True) runs as " + _name())
         self.fp16 = False
-    if recorder().trial.is_bf16 and not self.bf16:
-        self.bf16 = True
-    original(self)
+    original(self)  # BF16 and FP8 come from the launcher's variable, which `child` sets
 
 
 def _name() -> str:
