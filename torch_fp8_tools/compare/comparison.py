@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_fp8_tools.compare.advice import Advice, advise
+from torch_fp8_tools.compare.bf16_products import SLOW, slowness
 from torch_fp8_tools.compare.figure import draw
 from torch_fp8_tools.compare.outcome import Outcome, outcome
 from torch_fp8_tools.compare.tables import as_json, as_text, steps_csv, summary_csv
@@ -39,6 +40,7 @@ def compare(options: argparse.Namespace) -> int:
         raise ValueError(f"{_AUTOLOAD}=0 switches torch-fp8 off in the trials; unset it")
     folder = (options.output or Path("fp8_compare") / _name(command)).absolute()
     _begin(folder, command)
+    options.fast_cpu = options.fast_cpu and _is_slow()
     trials = trials_of(
         chosen, folder, options.steps, options.seeds, options.fast_cpu, not options.no_repeat
     )
@@ -63,6 +65,13 @@ def compare(options: argparse.Namespace) -> int:
     _write(folder, command, result, advice, options)
     ran = [v for v in result.variants[1:] if v.error is None]
     return 0 if result.variants[0].error is None and ran else 1
+
+
+def _is_slow() -> bool:
+    """Return whether this machine has no GPU, and no fast BF16 products on its CPU."""
+    import torch
+
+    return not torch.cuda.is_available() and slowness() >= SLOW
 
 
 def _run(

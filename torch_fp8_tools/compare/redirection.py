@@ -90,7 +90,8 @@ def extend_saving(module: Any) -> None:
         if cls.__name__ == "HfApi":
             for name in _UPLOADS:
                 wrap(cls, name, _nothing(f"HfApi.{name}"))
-                setattr(module, name, getattr(module.api, name))  # a bound method, copied before
+                if name in vars(module):  # a bound method, copied before
+                    setattr(module, name, getattr(module.api, name))
     if module.__name__ == "safetensors.torch":
         wrap(module, "save_file", _to_argument("filename", "safetensors.save_file"))
         wrap(module, "save_model", _to_argument("filename", "safetensors.save_model"))
