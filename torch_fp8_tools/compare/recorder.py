@@ -118,8 +118,9 @@ class Recorder:
 
         _BaseDataLoaderIter.__next__ = following
 
+    @torch._disable_dynamo  # a compiled step calls it as it is
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._main is not None or torch.compiler.is_compiling():
+        if self._main is not None:
             return
         if threading.current_thread() is not threading.main_thread():
             return
@@ -151,11 +152,12 @@ class Recorder:
             }
         )
 
+    @torch._disable_dynamo
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        now = time.perf_counter()
         if self._main is None or self._main() is not optimizer:
             return
         self.step += 1
-        now = time.perf_counter()
         row: dict[str, Any] = {
             "step": self.step,
             "seconds": now - self._last,

@@ -139,6 +139,13 @@ def test_a_trial_leaves_the_users_outputs_alone(host, compare, tmp_path):
 
 
 @pytest.mark.long
+def test_a_compiled_optimizer_step_is_a_step(compare):
+    status, report = compare("fabric", "--compiled", steps=4)
+    assert status == 0
+    assert [variant["steps"] for variant in report["variants"]] == [4, 4]
+
+
+@pytest.mark.long
 def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path):
     """The ranks of torchrun are in sessions of their own."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

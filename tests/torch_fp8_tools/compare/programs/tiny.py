@@ -17,6 +17,7 @@ parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--precision", default="fp8")
 parser.add_argument("--sleep", type=float, default=0.0)
 parser.add_argument("--noise", action="store_true")
+parser.add_argument("--compiled", action="store_true")
 parser.add_argument("--worse", action="store_true")
 parser.add_argument("--fail", default="")
 parser.add_argument("--save", default="")
@@ -70,10 +71,11 @@ def fail(model):
 
 
 def loop(model, optimizer, backward, loader):
+    step = torch.compile(optimizer.step, backend="eager") if options.compiled else optimizer.step
     for _, batch in zip(range(options.steps), loader, strict=False):
         loss = loss_of(model, batch)
         backward(loss)
-        optimizer.step()
+        step()
         optimizer.zero_grad()
     fail(model)
     if options.save:
