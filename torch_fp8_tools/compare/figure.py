@@ -48,7 +48,8 @@ def draw(result: Outcome, advice: Advice, title: str) -> bytes:
     is_emulated = result.device == "cpu"
     times = {v.name: (v.step_seconds or 0.0) * 1e3 for v in ran}
     words = "step, ms (FP8 emulated)" if is_emulated else "step, ms"
-    _bars(axes["time"], times, colours, words, "{:.3g}")
+    most = max(times.values(), default=0.0)
+    _bars(axes["time"], times, colours, words, "{:,.0f}" if most >= 100 else "{:.3g}")
     peaks = {v.name: (v.peak or 0) / _MIB for v in ran}
     _bars(axes["memory"], peaks, colours, "peak memory, MiB", "{:,.0f}")
     where = result.card or "a CPU"

@@ -36,11 +36,12 @@ def compare(tmp_path, monkeypatch, forked_hosts):
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        *(("accelerate", "fp8"), ("fabric", "bf16"), ("trainer", "fp8"), ("trainer", "bf16")),
+        *(("accelerate", "fp8"), ("fabric", "fp8"), ("trainer", "fp8"), ("trainer", "bf16")),
         *(("transformers", "bf16"), ("own", "fp8")),
     ],
 )
 def test_a_program_runs_in_both_precisions_whatever_it_says(host, said, compare):
+    """The plugin and the handler say O3; the variant says O2."""
     status, report = compare(host, "--precision", said)
     assert status == 0, report
     bf16, fp8 = report["variants"]

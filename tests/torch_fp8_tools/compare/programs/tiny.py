@@ -85,7 +85,12 @@ def loop(model, optimizer, backward, loader):
 def run_accelerate():
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, mixed_precision=options.precision)
+    handlers = []
+    if options.precision == "fp8":
+        from accelerate_fp8 import FP8Kwargs
+
+        handlers = [FP8Kwargs(opt_level="O3")]
+    accelerator = Accelerator(cpu=True, mixed_precision=options.precision, kwargs_handlers=handlers)
     torch.manual_seed(options.seed)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -116,11 +121,16 @@ def run_trainer():
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
+    asked = {"precision": "bf16-mixed"}
+    if options.precision == "fp8":
+        from lightning_fp8 import FP8Precision
+
+        asked = {"plugins": [FP8Precision(opt_level="O3")]}
     torch.manual_seed(options.seed)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        precision=f"{options.precision}-mixed",
+        **asked,
         max_steps=options.steps,
         enable_progress_bar=False,
         enable_model_summary=False,
