@@ -39,6 +39,9 @@ class VariantOutcome:
         warm_up_seconds: seconds of the first steps and of compilation.
         recompilations: number of graphs compiled after the first steps.
         evaluations: last held-out losses, by name.
+        config: configuration of the first model, as JSON.
+        diverged: whether a loss was not finite.
+        alarms: alarms of the monitor.
         records: the trials.
     """
 
@@ -63,6 +66,7 @@ class VariantOutcome:
     evaluations: dict[str, float] = field(default_factory=dict)
     config: str | None = None
     diverged: bool = False
+    alarms: list[str] = field(default_factory=list)
 
     @property
     def is_bf16(self) -> bool:
@@ -147,6 +151,7 @@ def _variant(name: str, records: list[TrialRecord]) -> VariantOutcome:
     result.peaks = [max(peaks) for peaks in zip(*(r.peaks for r in ran), strict=False)]
     losses = [loss for r in ran for step, loss in r.losses.items() if 2 * step > len(r.losses)]
     result.loss = statistics.fmean(losses) if losses else None
+    result.alarms = [alarm for r in ran for alarm in r.alarms]
     result.diverged = any(is_diverged(r.losses) for r in ran)
     profiles = [r.profile for r in ran if r.profile]
     result.profile = profiles[0] if profiles else {}

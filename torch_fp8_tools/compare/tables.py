@@ -77,6 +77,9 @@ def _layers(variant: VariantOutcome) -> list[str]:
     lines = [f"{variant.name}: {count} of {counted(total, 'linear layer')} in FP8"]
     for reason, names in variant.skipped.items():
         lines.append(f"  in BF16: {first_of(names)}: {reason}")
+    if variant.alarms:
+        number = counted(len(variant.alarms), "alarm")
+        lines.append(f"  {number} of the monitor: {first_of(variant.alarms, 1, '; ')}")
     return lines
 
 
@@ -169,6 +172,7 @@ def _values(reference: VariantOutcome, variant: VariantOutcome) -> dict[str, Any
         "data_loading_share": variant.loading,
         "warm_up_seconds": variant.warm_up_seconds,
         "recompilations": variant.recompilations,
+        "alarms": variant.alarms,
         "held_out": variant.evaluations,
     }
 

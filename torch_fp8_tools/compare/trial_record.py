@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8_tools.compare.trial import WARM_UP, Trial
 
 
@@ -77,6 +78,13 @@ class TrialRecord:
                 self.evaluations.append((line["step"], line["evaluation"]))
             elif "end" in line:
                 self.end, self.fingerprints = line["end"], line["fingerprints"]
+
+    @property
+    def alarms(self) -> list[str]:
+        """What the monitor warned of, if the variant has one (``monitor=10``)."""
+        paths = Path(self.trial.folder).rglob(f"{Path(FILE_NAME).stem}*.jsonl")
+        lines = [line for path in sorted(paths) for line in _lines(path)]
+        return [str(line.get("what", "")) for line in lines if line.get("event") == "alarm"]
 
     @property
     def error(self) -> str | None:
