@@ -41,7 +41,7 @@ COMMANDS = {
 STEPS, SEEDS = 20, 2
 COLUMNS = [
     *("program", "variant", "error", "steps", "loss", "loss_difference"),
-    *("loss_difference_error", "peak_bytes", "step_seconds", "fp8_flops_share", "fp8_layers"),
+    *("loss_difference_error", "peak_bytes", "step_seconds", "fp8_layers"),
     *("layers", "advice", "command", "torch", "date"),
 ]
 

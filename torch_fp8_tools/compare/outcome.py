@@ -163,7 +163,8 @@ def _variant(name: str, records: list[TrialRecord]) -> VariantOutcome:
     layers = ran[0].facts.get("layers", [])
     if layers:
         result.layers = (sum(x["converted"] for x in layers), sum(x["layers"] for x in layers))
-        result.flops = max(x["flops"] for x in layers)
+        total = sum(x["flops"] for x in layers)
+        result.flops = sum(x["fp8_flops"] for x in layers) / total if total else 0.0
         skipped = {name: reason for x in layers for name, reason in x["skipped"]}
         result.skipped = by_reason(skipped.items())
         result.config = layers[0]["config"]

@@ -262,7 +262,8 @@ def layers_of(report: Any) -> dict[str, Any]:
     return {
         "converted": report.num_converted,
         "layers": report.num_layers,
-        "flops": report.flops_share if report.flops.total else 0.0,
+        "fp8_flops": report.flops.fp8,
+        "flops": report.flops.total,
         "recipe": str(report.recipe.name),
         "level": report.config.opt_level,
         "emulated": report.emulated,

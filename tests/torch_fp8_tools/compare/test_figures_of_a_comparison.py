@@ -121,7 +121,13 @@ def _record(folder, name, seconds, peak, losses, options=None, *, card="H200", *
     """A trial's record on a card, as its only rank writes it."""
     trial = Trial(name, str(folder / name), len(losses), options=options)
     (folder / name).mkdir(parents=True)
-    layers = {"converted": 9, "layers": 10, "flops": 0.9, "skipped": [["head", "skip"]]}
+    layers = {
+        "converted": 9,
+        "layers": 10,
+        "fp8_flops": 9.0,
+        "flops": 10.0,
+        "skipped": [["head", "skip"]],
+    }
     layers |= {"config": "{}"}
     start = {"weights": more.get("weights", 10.0), "device": "cuda" if card else "cpu"}
     start |= {"card": card, "world": 1, "layers": [layers] if options is not None else []}
