@@ -2,7 +2,6 @@
 
 torch calls `load`, an entry point of ``torch.backends``, at the end of ``import torch``. A finder
 in front of ``sys.meta_path`` calls our function for each module of `EXTENSIONS` after its import.
-
 An exception here would break ``import torch`` in a whole environment, so this module only uses the
 standard library and raises nothing (a failure is one warning). It may be called twice.
 """
@@ -15,21 +14,20 @@ from importlib import import_module
 from typing import Any
 
 _LIGHTNING, _ACCELERATE = "lightning_fp8._register", "accelerate_fp8._register"
+_PRECISION = "fabric.plugins.precision.precision"
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 _WRAPPED = (
     *("accelerate.utils.imports", "accelerate.state", "accelerate.accelerator"),
-    *("accelerate.commands.config.cluster", "transformers.generation.utils"),
+    *("accelerate.commands.config.cluster", "transformers.generation.utils", "trl.models.utils"),
     *("transformers.modeling_utils", "transformers.training_args", "transformers.trainer"),
-    *("trl.models.utils", "trl.kernels.chunked_logprob", "trl.generation.vllm_generation"),
+    *("trl.kernels.chunked_logprob", "trl.generation.vllm_generation"),
     *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"),
 )
 
 EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended where it is defined
-    "lightning.fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
-    "lightning.fabric.connector": f"{_LIGHTNING}:extend_connector",
+    **{f"lightning{m}{_PRECISION}": f"{_LIGHTNING}:extend_precision_choices" for m in "._"},
+    **{f"lightning{m}fabric.connector": f"{_LIGHTNING}:extend_connector" for m in "._"},
     f"lightning.pytorch.{_CONNECTOR}": f"{_LIGHTNING}:extend_connector",
-    "lightning_fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
-    "lightning_fabric.connector": f"{_LIGHTNING}:extend_connector",
     f"pytorch_lightning.{_CONNECTOR}": f"{_LIGHTNING}:extend_connector",
     **dict.fromkeys(_WRAPPED, f"{_ACCELERATE}:extend"),
     "peft.tuners.tuners_utils": f"{_ACCELERATE}:extend_tuners",
@@ -92,9 +90,10 @@ class ExtensionFinder:
             spec.__class__ = type(stock.__name__, (stock,), {**body, "__setattr__": __setattr__})
 
     def add(self, name: str, function: str) -> None:
-        """Have `function` extend module `name` when that is imported."""
-        self.status.setdefault(name, "waiting")
-        self.extensions.setdefault(name, function)
+        """Have `function` extend module `name` when that is imported, after earlier functions."""
+        known = self.extensions.get(name, "").split()
+        if function not in known:
+            self.extensions[name], self.status[name] = " ".join([*known, function]), "waiting"
 
     def extend_imported(self) -> None:
         """Extend modules that are already imported, or that finish their import later."""
@@ -111,13 +110,14 @@ class ExtensionFinder:
         """Extend `module`. A failure is a warning, and the host works as without this package."""
         if name not in self.extensions or module is None:
             return
-        package, _, function = self.extensions[name].partition(":")
         self.status[name] = "extended"
-        try:
-            getattr(import_module(package), function)(module)
-        except Exception as error:
-            self.status[name] = f"{type(error).__name__}: {error}"
-            _warn(f"FP8 is not available through {name}: {self.status[name]}")
+        for place in self.extensions[name].split():
+            package, _, function = place.partition(":")
+            try:
+                getattr(import_module(package), function)(module)
+            except Exception as error:
+                self.status[name] = f"{type(error).__name__}: {error}"
+                _warn(f"FP8 is not available through {name}: {self.status[name]}")
 
 
 def _warn(message: str) -> None:
@@ -143,5 +143,7 @@ def load(package: str | None = None) -> None:
         asking = [v for v in os.environ.items() if v[0].endswith(("PRECISION", "FP8_CONFIG"))]
         if "fp8" in str(asking).lower() and "torch.optim" in sys.modules:
             import_module("_fp8_check").install()  # must not be missing silently
+        if os.environ.get("TORCH_FP8_COMPARE") and "torch.optim" in sys.modules:
+            import_module("torch_fp8_tools.compare.child").install(_finder)
     except Exception as error:
         _warn(f"FP8 was not registered: {type(error).__name__}: {error}")

@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--data", default="chats.jsonl")
     parser.add_argument("--output", default="runs/sft_lightning")
     parser.add_argument("--precision", default="fp8-mixed")
+    parser.add_argument("--steps", type=int, default=-1, help="optimizer steps; -1: one epoch")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--quick", action="store_true", help="a tiny model and data of its own")
     options = parser.parse_args()
 
@@ -97,12 +99,12 @@ def main() -> None:
     trainer = L.Trainer(
         precision=options.precision,
         max_epochs=1,
-        max_steps=20 if options.quick else -1,
+        max_steps=20 if options.quick else options.steps,
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
     )
-    module = SupervisedFineTuning(model, 1e-3 if options.quick else 1e-5)
+    module = SupervisedFineTuning(model, 1e-3 if options.quick else options.learning_rate)
     (before,) = trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, train)
     (after,) = trainer.validate(module, held_out, verbose=False)

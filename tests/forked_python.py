@@ -71,8 +71,8 @@ HOSTS = (
     "accelerate_fp8.accelerator",
     "lightning_fp8.precision",
 )
-BF16_PRODUCTS = Path(__file__).parents[1] / "benchmarks/comparison/bf16_products.py"
-"""The module for CPUs without fast BF16 products. It is not installed, so it is loaded by path."""
+BF16_PRODUCTS = Path(__file__).parents[1] / "torch_fp8_tools/compare/bf16_products.py"
+"""The module for CPUs without fast BF16 products, loaded by path: its package is under test."""
 RARE_COLLECTIONS = (700, 10, 100)
 """Of garbage. Python's own thresholds take a fifth of the time of an import as large as torch's."""
 ENGINE = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
@@ -223,7 +223,7 @@ def seed_the_cpu_alone() -> None:
 
 
 def bf16_products() -> types.ModuleType:
-    """Return `benchmarks/comparison/bf16_products.py`, by the name that its scripts import it."""
+    """Return `torch_fp8_tools/compare/bf16_products.py`, without its package."""
     name = BF16_PRODUCTS.stem
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, BF16_PRODUCTS)

@@ -32,7 +32,7 @@ FLOORS = [
 FLOORS_OF_TOOLS = [
     {"host_models"},
     {"env"},
-    {"plan", "check", "report", "commands"},
+    {"plan", "check", "report", "commands", "compare"},
     {"cli"},
 ]
 FLOORS_OF_DISTRIBUTED = [

@@ -199,7 +199,7 @@ def _check(words):
     elif first.startswith("./scripts/"):
         assert os.access(ROOT / first, os.X_OK)
         if first.endswith("finetune.sh"):
-            _check_source(ROOT / "benchmarks/comparison" / "sft_arguments.py", rest)
+            _check_source(ROOT / "benchmarks/comparison" / "finetune.py", rest)
         for path in (word for word in rest if word.startswith("tests/")):
             assert (ROOT / path).exists()
     elif first == "pytest":

@@ -23,6 +23,7 @@ from torch_fp8._version import __version__
 from torch_fp8.quantization.suggestions import REMOVED, suggestion
 from torch_fp8_tools.check import command as check_command
 from torch_fp8_tools.commands import convert_command, export_command
+from torch_fp8_tools.compare import command as compare_command
 from torch_fp8_tools.env import command as env_command
 from torch_fp8_tools.plan import command as plan_command
 from torch_fp8_tools.report import command as report_command
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_parser(commands)
     check_command.add_parser(commands)
     report_command.add_parser(commands)
+    compare_command.add_parser(commands)
     parser.commands = commands.choices
     return parser
 

@@ -50,7 +50,8 @@ class Preset:
         pretraining_steps: the maximum number of pre-training steps.
         fewest_steps: the minimum number, however slow the machine is.
         total_seconds: the time for everything: pre-training, and fine-tuning in two precisions.
-        fine_tuning: the size of each of the two fine-tuning runs.
+        fine_tuning: the size of each of the two fine-tuning runs, with the repetition in BF16 and
+            a micro-batch of 512 tokens.
         evaluated_examples: the number of examples that a fine-tuning run evaluates.
     """
 
@@ -80,8 +81,8 @@ DEFAULT = Preset(
     pretraining_batch=8,
     pretraining_length=128,
     max_function_characters=600,
-    total_seconds=430.0,
-    fine_tuning=Work(micro_batches=100, updates=50, evaluations=4 * 18),
+    total_seconds=340.0,
+    fine_tuning=Work(micro_batches=85, updates=40, evaluations=8),
     evaluated_examples=96,
 )
 QUICK = Preset(
@@ -96,7 +97,7 @@ QUICK = Preset(
     pretraining_length=128,
     max_function_characters=600,
     total_seconds=110.0,
-    fine_tuning=Work(micro_batches=80, updates=40, evaluations=3 * 6),
+    fine_tuning=Work(micro_batches=90, updates=30, evaluations=8),
     evaluated_examples=24,
 )
 

@@ -1,53 +1,27 @@
-"""Supervised fine-tuning of a causal language model with the Lightning Trainer.
+"""Supervised fine-tuning of a causal language model with the Lightning Trainer, for `evidence`.
 
-    python benchmarks/comparison/sft_lightning.py  # BF16 and FP8 compared; nothing to prepare
     python benchmarks/comparison/sft_lightning.py --precision fp8-mixed \
         --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
 
 Precision is Trainer's argument and nothing else here depends on it.
 """
 
-import sys
 from pathlib import Path
 
-import comparison
 import script_start
-from sft_arguments import argument_parser, checkpoint_to_resume
-
-PRECISIONS = ("bf16-mixed", "fp8-mixed")
-
-
-def parse_arguments():
-    parser = argument_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--precision", help=f"Trainer's precision; none: {' and '.join(PRECISIONS)}, compared"
-    )
-    arguments = parser.parse_args()
-    own = "sft_lightning_quick" if arguments.quick else "sft_lightning"
-    arguments.output = arguments.output or Path("runs") / own
-    return arguments
-
-
-def compare() -> None:
-    script = [sys.executable, __file__, *(a for a in sys.argv[1:] if a != "--resume")]
-    commands = {precision: [*script, "--precision", precision] for precision in PRECISIONS}
-    comparison.run(__file__, commands, parse_arguments())
-
 
 if __name__ == "__main__":
     script_start.begin()
-    if parse_arguments().precision is None:  # a comparison needs none of what follows
-        script_start.run(compare)
-        sys.exit()
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch_fp8_tools.compare import bf16_products
 
-import bf16_products
 from fine_tuning import FineTuning, num_targets, prepare
 from run_record import RunRecord
+from sft_arguments import argument_parser, checkpoint_to_resume
 
 
 class SupervisedFineTuning(L.LightningModule):
@@ -111,6 +85,15 @@ class SupervisedFineTuning(L.LightningModule):
         if self.record is None:
             output, step = self.run.arguments.output, self.global_step
             self.record = RunRecord(output, resume_at=step, write=self.trainer.is_global_zero)
+
+
+def parse_arguments():
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--precision", default="fp8-mixed", help="Trainer's precision")
+    arguments = parser.parse_args()
+    own = "sft_lightning_quick" if arguments.quick else "sft_lightning"
+    arguments.output = arguments.output or Path("runs") / own
+    return arguments
 
 
 def train(arguments, precision: str) -> dict:

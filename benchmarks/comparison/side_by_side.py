@@ -93,7 +93,7 @@ def run(
         parsed = arguments()
         if parsed.started_by_comparison:
             script_start.end_with_input()
-        import bf16_products  # it imports torch
+        from torch_fp8_tools.compare import bf16_products  # it imports torch
 
         parsed.bf16_products = bf16_products.choose(parsed.bf16_products)
         train(parsed)

@@ -2,14 +2,15 @@
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
-import before_training
 import fine_tuning
 import fine_tuning_time
+import finetune
 import pytest
 import torch
-from fine_tuning_time import StepTime, Work
+from fine_tuning_time import Work
 from script_start import Refusal
 from sft_arguments import argument_parser, last_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,38 +22,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return argument_parser("").parse_args(arguments)
 
 
-def test_what_fp8_refuses_is_refused_before_training(monkeypatch):
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2))
-    for options, said in (
-        ('{"skip": ["*"]}', "cannot be trained in FP8, nothing was trained: "),
-        ('{"recipe": "rowise"}', "nothing was trained: TORCH_FP8_CONFIG: "),
-    ):
-        monkeypatch.setenv("TORCH_FP8_CONFIG", options)
-        with pytest.raises(Refusal, match=said) as refused:
-            before_training.check_conversion(model)
-        assert "\n" not in str(refused.value)
-    monkeypatch.delenv("TORCH_FP8_CONFIG")
-    assert len(before_training.check_conversion(model).converted) == 7
-    assert not any("Float8" in type(module).__name__ for module in model.modules())
-
-
 def test_a_length_beyond_the_context_is_refused(tmp_path):
     config = LlamaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
     config.save_pretrained(tmp_path)
     with pytest.raises(Refusal, match="--max-length 512: the model's context is 64 tokens"):
         fine_tuning.prepare(parsed("--model", str(tmp_path)))
-
-
-@pytest.mark.long
-def test_the_expected_time_is_that_of_both_precisions(assets_cache, monkeypatch):
-    given = ["--quick", "--assets", str(assets_cache), "--steps", "5", "--eval-every", "2"]
-    run = fine_tuning.prepare(parsed(*given))
-    measured = StepTime(1.0, 0.1, 0.01), StepTime(100.0, 10.0, 0.0)
-    monkeypatch.setattr(before_training, "step_times", lambda *_: measured)
-    rows = len(run.eval_loader())
-    assert before_training.expected_seconds(run) == pytest.approx(
-        (10 + 0.5 + 4 * rows * 0.01, 1000 + 50)
-    )
 
 
 def test_steps_are_measured_in_bf16_and_in_fp8():
@@ -87,3 +61,24 @@ def test_the_last_checkpoint_of_either_script(tmp_path):
     (other / "checkpoints").mkdir(parents=True)
     (other / "checkpoints/last.ckpt").touch()
     assert last_checkpoint(other) == Path(other / "checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a\n\n", "completion": "b"},
+        {"instruction": "a", "input": "", "output": "b"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    ],
+)
+def test_the_example_gets_prompts_and_completions(row, tmp_path):
+    """Of each kind of row; and a command that starts the example, which ends by itself."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    given = ["--model", "m", "--data", str(tmp_path / "rows.jsonl"), "--assets", str(tmp_path)]
+    words = finetune.command(finetune.argument_parser().parse_args([*given, "--steps", "9"]))
+    pairs = Path(words[words.index("--data") + 1])
+    assert json.loads(pairs.read_text()) == {"prompt": "a\n\n", "completion": "b"}
+    program = words[words.index("--") :]
+    assert program[2].endswith("examples/sft_lightning.py")
+    assert words[words.index("--steps") + 1] == "10"
+    assert program[program.index("--steps") + 1] == "9"

@@ -19,6 +19,7 @@ ROOMS = (
     "monitor",
     "hosts",
     "tools",
+    "compare",
 )
 FAULTS: dict[str, list[Fault]] = {
     room: importlib.import_module(f"tests.planted.{room}").FAULTS for room in ROOMS

@@ -3,9 +3,12 @@
 import os
 import subprocess
 
-import bf16_products
 import pytest
 import torch
+
+from tests import forked_python
+
+bf16_products = forked_python.bf16_products()
 
 BF16 = torch.bfloat16
 ROWS, INNER, COLUMNS, BATCH = 7, 150, 11, 3

@@ -32,7 +32,7 @@ def choose(choice: str | None = None) -> str:
 
     Args:
         choice: "bf16" for torch's own products, or "float32". None: whatever is faster on this CPU,
-            which takes 50 ms to measure; "bf16" if there is a GPU.
+            which a short measurement shows; "bf16" if there is a GPU.
     Returns:
         the choice.
     """

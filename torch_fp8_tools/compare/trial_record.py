@@ -1,0 +1,139 @@
+"""`TrialRecord`: what the ranks of a trial have measured, read from their files."""
+
+import contextlib
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_fp8.monitor.run_log import FILE_NAME
+from torch_fp8_tools.compare.trial import WARM_UP, Trial
+
+
+class TrialRecord:
+    """The measurements of a trial.
+
+    Args:
+        trial: the trial.
+        result: the result of `run_trial`; a trial that was cut off has an error.
+    Attributes:
+        losses: loss by optimizer step, averaged over the ranks.
+        rows: the lines of rank 0's steps.
+        facts: rank 0's facts of the start: weights, optimizer, device, layers.
+        evaluations: (step, losses by name).
+        peaks: peak bytes of each rank that measured them.
+        profile: shares of the time, averaged over the ranks.
+        notes: lines on what was overridden, redirected or not.
+        fingerprints: checksums of the first batches of rank 0.
+    """
+
+    def __init__(self, trial: Trial, result: Mapping[str, Any]) -> None:
+        self.trial, self.result = trial, result
+        self.losses: dict[int, float] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.peaks: list[int] = []
+        self.notes: list[str] = []
+        self.fingerprints: list[int] = []
+        self.end: str | None = None
+        self.tokens_of_ranks = 0.0
+        ranks = [_lines(p) for p in sorted(Path(trial.folder).glob("rank*.jsonl"), key=_rank)]
+        for index, lines in enumerate(ranks):
+            self._take(lines, index == 0)
+        by_step: dict[int, list[float]] = {}
+        for lines in ranks:
+            for line in lines:
+                if line.get("loss") is not None:
+                    by_step.setdefault(line["step"], []).append(line["loss"])
+        self.losses = {step: statistics.fmean(by_step[step]) for step in sorted(by_step)}
+        shares = [
+            line["profile"]["shares"] for lines in ranks for line in lines if "profile" in line
+        ]
+        parts = dict.fromkeys(part for share in shares for part in share)
+        self.profile = {
+            part: statistics.fmean(share.get(part, 0.0) for share in shares) for part in parts
+        }
+
+    def _take(self, lines: list[dict[str, Any]], is_first: bool) -> None:
+        peak = max((line["peak"] for line in lines if "peak" in line), default=0)
+        profiled = [line["profile"].get("peak", 0) for line in lines if "profile" in line]
+        peak = max([peak, *profiled])
+        if peak:
+            self.peaks.append(peak)
+        rows = [line for line in lines if "loss" in line]
+        timed = [row for row in rows if row["tokens"] and row["step"] > WARM_UP]
+        if timed:
+            self.tokens_of_ranks += statistics.median(row["tokens"] for row in timed)
+        if not is_first:
+            return
+        self.rows = rows
+        for line in lines:
+            if "weights" in line:
+                self.facts = line
+            elif "note" in line:
+                self.notes.append(line["note"])
+            elif "evaluation" in line:
+                self.evaluations.append((line["step"], line["evaluation"]))
+            elif "end" in line:
+                self.end, self.fingerprints = line["end"], line["fingerprints"]
+
+    @property
+    def alarms(self) -> list[str]:
+        """What the monitor warned of, if the variant has one (``monitor=10``)."""
+        paths = Path(self.trial.folder).rglob(f"{Path(FILE_NAME).stem}*.jsonl")
+        lines = [line for path in sorted(paths) for line in _lines(path)]
+        return [str(line.get("what", "")) for line in lines if line.get("event") == "alarm"]
+
+    @property
+    def error(self) -> str | None:
+        error: str | None = self.result.get("error")
+        return error
+
+    @property
+    def steady_rows(self) -> list[dict[str, Any]]:
+        """The steps after the warm-up, in which nothing was compiled or profiled."""
+        steady, graphs = [], 0
+        for row in self.rows:
+            if row["step"] > WARM_UP and not row["profiled"] and row["graphs"] == graphs:
+                steady.append(row)
+            graphs = row["graphs"]
+        return steady or self.rows[1:] or self.rows
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step."""
+        rows = self.steady_rows
+        return statistics.median(row["seconds"] for row in rows) if rows else None
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """Seconds of the first steps, and of later ones in which something was compiled."""
+        steady = {row["step"] for row in self.steady_rows}
+        return sum(r["seconds"] for r in self.rows if r["step"] not in steady and not r["profiled"])
+
+    @property
+    def recompilations(self) -> int:
+        """Number of graphs that were compiled after the first steps."""
+        first = [row["graphs"] for row in self.rows if row["step"] <= WARM_UP]
+        return self.rows[-1]["graphs"] - first[-1] if first else 0
+
+    @property
+    def loading_share(self) -> float:
+        """Share of the steady steps' time that DataLoaders took."""
+        rows = self.steady_rows
+        total = sum(row["seconds"] for row in rows)
+        return min(1.0, sum(row["data"] for row in rows) / total) if total else 0.0
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.removeprefix("rank"))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # the last one may be cut off
+            lines.append(json.loads(line))
+    return lines
