@@ -162,11 +162,13 @@ def _cached(layer: Float8Layer) -> int:
     """Return the bytes kept between steps: payloads and scales if configured, and the amax."""
     cache, halves = layer.fp8.payloads, halves_of(layer.weight)
     amax = 4 if halves is not None and halves.amax is not None else 0
+    if not cache.num_layouts:
+        return amax
     rows, cols = layer.weight.shape
     granularity = layer.fp8.recipe.weight.granularity
     layouts = [(rows, cols), (cols, rows)][: cache.num_layouts]
     if granularity == "tensorwise":
-        return amax + len(layouts) * rows * cols + 4 * bool(layouts)
+        return amax + len(layouts) * rows * cols + 4
     return sum(r * c + 4 * math.prod(scale_shape(r, c, granularity)) for r, c in layouts)
 
 
