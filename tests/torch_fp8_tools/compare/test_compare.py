@@ -158,6 +158,8 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_was_measured(tmp_path):
         stderr=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
+        # A shell's background jobs, such as these tests may be, ignore SIGINT, and so do children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     trial = tmp_path / "out/bf16-seed0"
     end = time.monotonic() + 400
