@@ -109,7 +109,9 @@ _ABSENT = nn.Identity()
 def _per_layer(config: Any, number: int) -> dict[str, Any]:
     """Return the lists of a configuration, stored or computed, with an item for each layer."""
     # The properties of every configuration are names that transformers warns of.
-    own = [cls for cls in type(config).__mro__ if not cls.__module__.endswith("configuration_utils")]
+    own = [
+        cls for cls in type(config).__mro__ if not cls.__module__.endswith("configuration_utils")
+    ]
     computed = {name for cls in own for name, value in vars(cls).items() if _is_public(name, value)}
     values = {name: getattr(config, name, None) for name in sorted(computed)} | vars(config)
     return {
