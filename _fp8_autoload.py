@@ -20,8 +20,7 @@ _WRAPPED = (
     *("accelerate.utils.imports", "accelerate.state", "accelerate.accelerator"),
     *("accelerate.commands.config.cluster", "transformers.generation.utils", "trl.models.utils"),
     *("transformers.modeling_utils", "transformers.training_args", "transformers.trainer"),
-    *("trl.kernels.chunked_logprob", "trl.generation.vllm_generation"),
-    *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"),
+    *("trl.generation.vllm_generation", "trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer"),
 )
 
 EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended where it is defined

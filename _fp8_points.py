@@ -18,7 +18,7 @@ Wanted = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 TRIED = {
     "lightning": ("2.4", "2.6"),
     "accelerate": ("1.10", "1.15"),
-    "transformers": ("4.57", "5.24"),
+    "transformers": ("4.57", "5.23"),
     "trl": ("0.24", "1.16"),
     "peft": ("0.18", "0.21"),
 }
@@ -82,7 +82,6 @@ POINTS: dict[str, dict[str, str]] = {
         "Trainer._save": "save",
     },
     "trl.models.utils": {"prepare_fsdp": "prepare_fsdp"},
-    "trl.kernels.chunked_logprob": {"ChunkedLogProbFunction.apply": "log_probs"},
     "trl.generation.vllm_generation": {"VLLMGeneration.sync_weights": "sync_weights"},
     **{
         f"trl.trainer.{name.lower()}_trainer": {
@@ -95,8 +94,6 @@ POINTS: dict[str, dict[str, str]] = {
 """The dotted names in each module, each with our function that replaces it and receives the
 original; empty if a name is a copy or is extended in another way.
 """
-OPTIONAL = ("trl.kernels.chunked_logprob",)
-"""Modules that the older of the tested releases lack, where nothing is extended then."""
 
 
 def wrapped(module: str) -> dict[str, str]:

@@ -66,10 +66,6 @@ _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     ),
     "transformers.modeling_utils": (_TRAINER, _saves_fp8),
     "trl.models.utils": (_TRAINER, _reference_of),
-    "trl.kernels.chunked_logprob": (
-        "accelerate_fp8.log_probs",
-        lambda *_: "torch_fp8.nn.output_layer" in sys.modules,
-    ),
     "trl.generation.vllm_generation": ("accelerate_fp8.engine_sync", _of_accelerator),
     "trl.trainer.grpo_trainer": (_ROLLOUTS, _of_accelerator),
     "trl.trainer.rloo_trainer": (_ROLLOUTS, _of_accelerator),

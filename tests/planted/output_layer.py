@@ -96,11 +96,4 @@ FAULTS = [
         "        if high_precision_pattern(name, config) is not None:",
         f"{_TESTS}/test_head_models.py::test_options_and_the_summary",
     ),
-    Fault(
-        "TRL's further results are missing",
-        "accelerate_fp8/log_probs.py",
-        "    if precision is None or theirs:",
-        "    if precision is None:",
-        f"{_TESTS}/test_head_trl.py",
-    ),
 ]

@@ -36,9 +36,11 @@ def _call(name, /, **wrong):
     model = nn.Sequential(nn.Linear(64, 64))
     optimizer = torch.optim.AdamW(model.parameters())
     valid = {"cls": nn.Identity, "config": FP8Config(monitor=1), "path": "missing", "state": {}}
-    valid |= {"indices": torch.zeros(2, 1, 1, dtype=torch.long), "optimizers": [optimizer]}
+    indices = torch.zeros(2, dtype=torch.long)
+    valid |= {"indices": indices.view(2, 1, 1), "optimizers": [optimizer]}
     valid |= {"model": "llama-3.2-1b" if name == "plan" else model, "optimizer": optimizer}
     valid |= {"module": model, "ddp": model}
+    valid |= {"hidden": torch.zeros(2, 64), "weight": torch.zeros(8, 64), "labels": indices}
     parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
     given = {p.name: valid[p.name] for p in parameters if p.default is p.empty and p.kind != 4}
     result = FUNCTIONS[name](**(given | wrong))

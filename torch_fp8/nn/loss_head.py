@@ -28,6 +28,7 @@ from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.nn.loss_function import loss_in_graph, token_losses_in_graph
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.ops.linear_cross_entropy import HeadOptions
+from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -52,7 +53,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     num_items_in_batch: int | Tensor | None = None,
-    precision: Precision = "bf16",
+    precision: str = "bf16",
     chunk: int | None = None,
 ) -> Tensor:
     """Compute ``F.cross_entropy(form(hidden weight^T + bias).float(), labels)`` in chunks.
@@ -83,6 +84,8 @@ def linear_cross_entropy(
         ValueError: the arguments contradict each other, or the device has no FP8.
         IndexError, RuntimeError: what stock raises for these tensors.
     """
+    if not torch.compiler.is_compiling():
+        check_arguments(linear_cross_entropy, locals())
     hidden = plain(hidden)
     form = LogitForm(logit_scale, softcap or 0.0, 1.0)
     options = _options(hidden, precision, chunk)._replace(ignore_index=ignore_index)
@@ -155,7 +158,7 @@ def linear_log_probs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    precision: Precision = "bf16",
+    precision: str = "bf16",
     chunk: int | None = None,
 ) -> Any:
     """Compute ``log_softmax(z)[labels]`` of logits z in chunks, and the entropies of softmax(z).
@@ -174,6 +177,8 @@ def linear_log_probs(
         ValueError: the temperature is not positive, or the device has no FP8.
         IndexError, RuntimeError: what stock raises for these tensors.
     """
+    if not torch.compiler.is_compiling():
+        check_arguments(linear_log_probs, locals())
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     hidden = plain(hidden)

@@ -19,7 +19,6 @@ from torch_fp8.nn.head_call import HeadCall
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.logit_steps import logits_of
-from torch_fp8.nn.loss_head import Precision
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -85,25 +84,10 @@ class HeadFP8:
         vars(self).update(state, model=lambda: None)
 
 
-_layers: "weakref.WeakSet[OutputLayer]" = weakref.WeakSet()
-
-
-def precision_of(weight: Tensor) -> Precision | None:
-    """Return the precision of the output layer with this weight; None: no converted layer has it.
-
-    Copies of a model do not count.
-    """
-    for layer in _layers:
-        if isinstance(layer, OutputLayer) and layer._parameters.get("weight") is weight:
-            return "fp8" if isinstance(layer, Float8Layer) and layer.runs_fp8 else "bf16"
-    return None
-
-
 def add_loss_head(module: Any, name: str, model: nn.Module) -> None:
     """Turn a linear layer of `model` into an `OutputLayer`, in place."""
     add_mixin(module, OutputLayer)
     module.loss_head = HeadFP8(name, model)
-    _layers.add(module)
 
 
 class OutputLayer(nn.Module):

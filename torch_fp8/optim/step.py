@@ -24,7 +24,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
 from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of
+from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _MIN_EPS = 2.0**-63
@@ -52,9 +52,6 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     """
     prepared, alone = [], []
     scales = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
-    amaxes = [h.amax for _, _, p, _ in entries if (h := halves_of(p)) and h.amax is not None]
-    if amaxes:
-        torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for entry in entries:
         index, group, parameter, state = entry
@@ -75,14 +72,18 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
             of_groups[id(group), step] = _scalars(group, step)
         keys = stream_keys(config.seed, int(step), index)
         scalars = of_groups[id(group), step]._replace(keys=keys)
-        prepared.append((matrix, scalars, state, None if in_place else weight, parameter))
+        write_back = None if in_place else weight
+        prepared.append((matrix, scalars, state, write_back, parameter, halves))
+    amaxes = [matrix.amax for matrix, *_ in prepared if matrix.amax is not None]
+    if amaxes:
+        torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
         _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
-    for matrix, _, _, write_back, _ in prepared:
+    for matrix, _, _, write_back, *_ in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
-    for matrix, *_, parameter in prepared:
-        if (halves := halves_of(parameter)) is not None:
+    for matrix, *_, parameter, halves in prepared:
+        if halves is not None:
             halves.measured = halves.version
         for cache, spec in _alive(caches, parameter):
             cache.refill(parameter, spec, matrix.payload)

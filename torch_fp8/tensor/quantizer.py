@@ -24,7 +24,7 @@ from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_a
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
 from torch_fp8.tensor.payload_cache import PayloadCache, cast_weight
 from torch_fp8.tensor.scale_source import ScaleSource
-from torch_fp8.tensor.split_weight import SplitWeight, stored
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 class Quantizer(NamedTuple):
@@ -146,7 +146,9 @@ class WeightQuantizer(NamedTuple):
         if isinstance(weight, SplitWeight) and weight.halves.amax is not None:
             row, col = cast_weight(weight, self.quantizer.spec, rowwise=not flip, columnwise=flip)
         else:
-            row, col, _ = self.quantizer(stored(weight), rowwise=not flip, columnwise=flip)
+            if isinstance(weight, SplitWeight):
+                weight = weight.halves.high
+            row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
         layout = col if flip else row  # (N, K), whichever way the weight is stored
         assert layout is not None
         return layout
@@ -195,7 +197,9 @@ class WeightQuantizer(NamedTuple):
             if cache is not None and (layout := cache.col(weight)) is not None:
                 return layout
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
-            row, col = quantize_layouts(stored(weight), options)
+            if isinstance(weight, SplitWeight):
+                weight = weight.halves.high
+            row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
         assert layout is not None
         return layout

@@ -5,7 +5,7 @@ host, as a script would, and prints the state of the points below as JSON. So a 
 that ends the process, affects nothing else.
 """
 
-import importlib.util
+import importlib
 import inspect
 import json
 import sys
@@ -50,8 +50,6 @@ def inspect_host(modules: list[str]) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in modules:
-            if name in _fp8_points.OPTIONAL and importlib.util.find_spec(name) is None:
-                continue
             try:
                 module = importlib.import_module(name)
             except BaseException as error:  # a host may raise anything
