@@ -24,8 +24,7 @@ import torch
 
 from benchmarks.architectures import KINDS, batch_for, make
 from benchmarks.evidence import small_models_loss
-from benchmarks.evidence.recipes_loss import ROOT, commit
-from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
+from benchmarks.rows import ROOT, add_csv, commit, read_rows, tell_kept, write_rows
 from torch_fp8 import ConversionReport, FP8Config, convert_optimizer, convert_to_float8
 
 STEPS, LEARNING_RATE = 30, 1e-3

@@ -1,31 +1,24 @@
 """The picture of README: losses of a fine-tuning in BF16 and FP8, and the memory of a larger one.
 
-    python -m benchmarks.overview                             # runs/benchmarks/overview.png
-    python -m benchmarks.overview --docs                      # docs/images/overview.png
-    python -m benchmarks.overview --runs runs/sft_lightning   # takes the losses of a run first
+    python -m benchmarks.overview           # runs/benchmarks/overview.png
+    python -m benchmarks.overview --docs    # docs/images/overview.png
 
 It measures nothing and draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the
-losses of ``comparison/sft_lightning.py`` with the arguments of `evidence.recipes_loss`, and
-``memory_counted.csv`` of `benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
+losses of a fine-tuning whose script is in commit 9b7d5a8, and ``memory_counted.csv`` of
+`benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
 """
 
 import argparse
-import csv
-import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.evidence.recipes_loss import RUN
 from benchmarks.plot import COLOURS
-from benchmarks.rows import OUTPUT, RESULTS, ROOT, add_csv, read_rows, write_rows
+from benchmarks.rows import OUTPUT, RESULTS, ROOT, read_rows
 from torch_fp8_tools.plan.memory_tracker import CATEGORIES
 
 CURVES = RESULTS / "fine_tuning_curves.csv"
 MEMORY = RESULTS / "memory_counted.csv"
 PICTURE = ROOT / "docs" / "images" / "overview.png"
-COLUMNS = ("precision", "step", "loss", "eval_loss", "torch", "commit", "date", "command")
 PRECISIONS = ("bf16-mixed", "fp8-mixed")
 MODEL = "Llama-3.1-8B"
 SHOWN = {
@@ -36,22 +29,6 @@ SHOWN = {
     "workspace": "workspace",
 }
 """Names of the categories of memory in the picture; gradients are freed by the time of the peak."""
-
-
-def take(runs: Path, commit: str, path: Path) -> None:
-    """Write the losses of both runs in the folder `runs` to a CSV."""
-    command = f"python benchmarks/comparison/sft_lightning.py {' '.join(RUN)} --seed 0"
-    rows = []
-    for precision in PRECISIONS:
-        with (runs / precision / "losses.csv").open(newline="") as file:
-            losses = list(csv.DictReader(file))
-        for row in losses:
-            made: dict[str, object] = {name: row[name] for name in ("step", "loss", "eval_loss")}
-            for name in ("loss", "eval_loss"):
-                made[name] = f"{float(row[name]):.6f}" if row[name] else ""
-            made |= {"precision": precision, "torch": torch.__version__, "commit": commit}
-            rows.append({**made, "date": datetime.date.today().isoformat(), "command": command})
-    write_rows(path, COLUMNS, rows)
 
 
 def curve(rows: list[dict[str, Any]], precision: str, column: str) -> dict[int, float]:
@@ -72,14 +49,14 @@ def peaks(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def draw(path: Path, curves: Path = CURVES) -> None:
-    """Draw the picture from the committed CSV files, or from other curves."""
+def draw(path: Path) -> None:
+    """Draw the picture from the committed CSV files."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read_rows(curves)
+    rows = read_rows(CURVES)
     figure, axes = plt.subplot_mosaic(  # in one column, which a telephone shows without a loss
         [["losses"], ["difference"], ["memory"]],
         figsize=(6.2, 7.6),
@@ -150,17 +127,11 @@ def _draw_memory(axis: Any, variants: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, help="folder of a run of comparison/sft_lightning.py")
-    parser.add_argument("--commit", default="", help="that the run was made with")
     parser.add_argument("--docs", action="store_true", help="draw the picture of the pages")
-    add_csv(parser, CURVES.stem)
     arguments = parser.parse_args()
-    picture, curves = PICTURE if arguments.docs else OUTPUT / PICTURE.name, CURVES
-    if arguments.runs:
-        curves = arguments.csv
-        take(arguments.runs, arguments.commit, curves)
-    draw(picture, curves)
-    print(f"drawn: {picture}, from {curves} and {MEMORY}; nothing was measured")
+    picture = PICTURE if arguments.docs else OUTPUT / PICTURE.name
+    draw(picture)
+    print(f"drawn: {picture}, from {CURVES} and {MEMORY}; nothing was measured")
 
 
 if __name__ == "__main__":

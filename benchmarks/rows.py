@@ -58,6 +58,13 @@ def code_of(commit: str) -> str:
     return digest({path: blob for _, _, blob, path in entries if path.endswith(".py")})
 
 
+def commit() -> str:
+    """Return the short hash of HEAD, or 'unknown' outside of a checkout."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "unknown"
+
+
 def add_csv(parser: argparse.ArgumentParser, name: str) -> None:
     """Add ``--csv``, where rows are written, with a default that is no file of the repository."""
     text = "the rows' file; benchmarks/results has those that are committed"

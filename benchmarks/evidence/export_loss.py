@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.comparison import tiny_llama
 from benchmarks.evidence import pretraining
-from benchmarks.evidence.recipes_loss import ROOT, commit
-from benchmarks.rows import add_csv, write_rows
+from benchmarks.rows import ROOT, add_csv, commit, write_rows
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,

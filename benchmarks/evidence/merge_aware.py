@@ -33,9 +33,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.evidence import pretraining
-from benchmarks.evidence.recipes_loss import ROOT
 from benchmarks.evidence.rollout_logprobs import learned, write
-from benchmarks.rows import add_csv
+from benchmarks.rows import ROOT, add_csv
 from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen
 from torch_fp8.nn.merge_aware import MergeAware
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight

@@ -3,8 +3,7 @@
     python -m benchmarks.evidence.pretraining --level O2 --output runs/pretraining  # from the root
 
 3,000 steps of 512 tokens of the standard library at a learning rate of 3e-3, a loop of its own with
-`convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss --pretraining` compares the
-levels.
+`convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` compares the levels.
 """
 
 import argparse

@@ -1,12 +1,11 @@
 """Bytes of the models that RLHF holds at once: BF16-mixed beside FP8, counted on the meta device.
 
-    python -m benchmarks.evidence.rlhf_bytes              # runs/benchmarks/rlhf_bytes.csv
-    python -m benchmarks.evidence.rlhf_bytes --example runs/rlhf_ppo
+    python -m benchmarks.evidence.rlhf_bytes    # runs/benchmarks/rlhf_bytes.csv
 
 Nothing is computed: models are built without memory and converted by this package, and the bytes
 of what exists, and of the gradients and states that training will make, are summed up.
-``--example`` takes what `comparison/rlhf_ppo.py` counted while it trained: the storages of its four
-models' tensors, and as ``peak`` all that were alive at a point of its loop, batches included.
+The rows ``ppo example`` of the CSV are what a script that is gone (commit 9b7d5a8) counted while it
+trained: storages of its four models' tensors, and as ``peak`` all that were alive, with batches.
 
 * ``ppo``: policy and value are trained, reference and reward are not; four equal models, as in
   AlpacaFarm's PPO (FP8-LM, arXiv 2310.18313). BF16-mixed holds trained weights in float32, the
@@ -21,8 +20,6 @@ those of level O2, the default of the one flag.
 """
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +46,7 @@ BF16, FP8 = "bf16-mixed", "fp8 O2"
 COLUMNS = ("scenario", "layout", "variant", "role", "parameters")
 BYTES = ("weights", "residuals", "moments", "gradients")
 COUNTED = ("caches", "peak")
-"""What only a run has: FP8 weights that are kept while nothing is trained, and what was alive."""
-EXAMPLE = "benchmarks/comparison/rlhf_ppo.py"
+"""Columns of rows that a run counted: FP8 weights cached between steps, and all live tensors."""
 CHANGES = ("weights_below", "weights_and_residuals_below", "moments_below")
 
 SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
@@ -76,14 +72,9 @@ SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_csv(parser, "rlhf_bytes")
-    parser.add_argument("--example", type=Path, help="a folder that comparison/rlhf_ppo.py filled")
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
     table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES, *COUNTED), COLUMNS[:4], about)
-    if arguments.example:
-        table.add(rows_of_example(arguments.example))
-        print_rows(table)
-        return
     for scenario, models in SCENARIOS.items():
         layout = "LLaMA-7B" if scenario == "ppo" else "Llama-3.1-8B"
         sizes = LAYOUTS[layout]
@@ -103,40 +94,9 @@ def main() -> None:
     print_rows(table)
 
 
-def rows_of_example(folder: Path) -> list[dict[str, Any]]:
-    """Return what the example counted in both precisions, by model and in all.
-
-    Args:
-        folder: with bf16/result.json and fp8/result.json.
-    """
-    rows: list[dict[str, Any]] = []
-    totals: dict[str, dict[str, Any]] = {}
-    for variant, precision in ((BF16, "bf16"), (FP8, "fp8")):
-        result = json.loads((folder / precision / "result.json").read_text())
-        of_models = [
-            {
-                "role": role,
-                "parameters": result["parameters"][role],
-                "weights": sizes["frozen weights"] + sizes["trained weights"],
-                **{name: sizes[name] for name in (*BYTES[1:], "caches")},
-            }
-            for role, sizes in result["memory"].items()
-        ]
-        total: dict[str, Any] = {"role": "all", "peak": max(result["live"].values())}
-        summed = ("parameters", *BYTES, "caches")
-        total |= {name: sum(row[name] for row in of_models) for name in summed}
-        totals[variant] = total
-        if variant == FP8:
-            total |= changes(totals[BF16], total)
-        size = f"{total['parameters'] / 4e6:.1f}M"
-        about = {"scenario": f"ppo example, {size}", "layout": EXAMPLE, "variant": variant}
-        rows += [about | row for row in (*of_models, total)]
-    return rows
-
-
 def print_rows(table: Table) -> None:
-    """Print the rows that were added, in GiB, or in MiB where they are small."""
-    shown = ("scenario", "variant", "role", *BYTES, *CHANGES, *COUNTED)
+    """Print the rows that were added, in GiB."""
+    shown = ("scenario", "variant", "role", *BYTES, *CHANGES)
     print_table(shown, [readable(row) for row in table.rows])
 
 
@@ -198,10 +158,8 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
 
 
 def readable(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as it is printed: GiB, of the example MiB."""
-    unit = 2**20 if row["layout"] == EXAMPLE else 2**30
-    sizes = {k: f"{v / unit:.2f}" for k, v in row.items() if k in (*BYTES, *COUNTED) and v != ""}
-    return row | sizes
+    """Return a row as it is printed, in GiB."""
+    return row | {name: f"{row[name] / 2**30:.2f}" for name in BYTES}
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from benchmarks.evidence import pretraining
-from benchmarks.evidence.recipes_loss import ROOT
 from benchmarks.evidence.rollout_logprobs import learned, write
-from benchmarks.rows import add_csv
+from benchmarks.rows import ROOT, add_csv
 from torch_fp8.nn.linear import Float8Layer, pause, resume
 from torch_fp8.quantization.recipe import RECIPES
 

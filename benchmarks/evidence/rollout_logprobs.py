@@ -29,8 +29,7 @@ from torch import Tensor
 from accelerate_fp8.sampled_logprobs import SampledLogprobs
 from benchmarks.comparison import tiny_llama
 from benchmarks.evidence import pretraining
-from benchmarks.evidence.recipes_loss import ROOT, commit
-from benchmarks.rows import add_csv, write_rows
+from benchmarks.rows import ROOT, add_csv, commit, write_rows
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.rollout import rollout
 from torch_fp8.quantization.recipe import RECIPES

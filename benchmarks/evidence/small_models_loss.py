@@ -37,8 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.evidence.recipes_loss import ROOT, commit
-from benchmarks.rows import add_csv, append_rows, tell_kept
+from benchmarks.rows import ROOT, add_csv, append_rows, commit, tell_kept
 from benchmarks.rows import read_rows as read_csv
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
