@@ -31,10 +31,15 @@ from transformers import get_cosine_schedule_with_warmup
 
 from benchmarks.comparison import stdlib_corpus, tiny_llama
 from benchmarks.comparison.code_tokenizer import END, train_tokenizer
-from benchmarks.comparison.memory_count import bytes_per_parameter
 from benchmarks.measurement import Table, default_device, environment, parser, print_table
 from benchmarks.plot import draw
-from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import (
+    Float8Linear,
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+)
 
 COLUMNS = (
     *("variant", "steps", "last_loss", "last_difference", "held_out_loss", "held_out_difference"),
@@ -167,7 +172,7 @@ def train(name: str, tokens: dict[str, Any], steps: int, sizes: dict[str, int]) 
         "held_out": evaluate(model, tokens["held_out"], sizes),
         "recipe": linears[0].fp8.recipe.name if linears else "",
         "fp8_linears": len(linears),
-        "bytes_per_parameter": round(bytes_per_parameter(model, optimizer), 3),
+        "bytes_per_parameter": round(memory_report(model, optimizer).bytes_per_param, 3),
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from transformers import PreTrainedModel
 
 
@@ -56,7 +57,9 @@ def step_times(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[StepTi
 def _measured(model: PreTrainedModel, batch: dict[str, Tensor], fp8: bool) -> StepTime:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     if fp8:
-        _convert(model, optimizer)
+        config = FP8Config.from_env() or FP8Config()
+        convert_to_float8(model, config)
+        convert_optimizer(optimizer, config, model=model)
     model.train()
 
     def loss() -> Tensor:
@@ -76,14 +79,6 @@ def _measured(model: PreTrainedModel, batch: dict[str, Tensor], fp8: bool) -> St
     time_of_update = _seconds(optimizer.step)
     optimizer.zero_grad()
     return StepTime(time_of_micro_batch, time_of_update, _seconds(evaluate))
-
-
-def _convert(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    import torch_fp8  # a run in BF16 imports this module and must not need the package
-
-    config = torch_fp8.FP8Config.from_env() or torch_fp8.FP8Config()
-    torch_fp8.convert_to_float8(model, config)
-    torch_fp8.convert_optimizer(optimizer, config, model=model)
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -21,8 +21,7 @@ from transformers import (
 
 from benchmarks.comparison import stdlib_corpus, tiny_llama
 from benchmarks.comparison.code_tokenizer import END, train_tokenizer
-from benchmarks.comparison.memory_count import bytes_per_parameter
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 STEPS = 3000
 LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS = 3e-3, 4, 128, 256
@@ -87,7 +86,7 @@ def pretrain(
         optimizer.step()
         schedule.step()
         if not losses:
-            memory = bytes_per_parameter(model, optimizer)
+            memory = memory_report(model, optimizer).bytes_per_param
         optimizer.zero_grad()
         losses.append(loss.item())
     last = losses[-max(1, steps // 10) :]

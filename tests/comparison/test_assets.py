@@ -8,7 +8,7 @@ import assets
 import pytest
 import tiny_llama
 import torch
-from fine_tuning_time import StepTime
+from fine_tuning_time import StepTime, Work, step_times
 from stdlib_corpus import documented_functions, is_held_out, source_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,3 +106,13 @@ def test_data_for_a_model_of_ones_own_needs_no_pretraining(tmp_path, monkeypatch
     made = assets.prepare(TINY, tmp_path, with_model=False)
     assert made.train.exists()
     assert not made.model.exists()
+
+
+def test_steps_are_measured_in_bf16_and_in_fp8():
+    model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
+    row = torch.arange(32)[None]
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(type(model.model.layers[0].mlp.up_proj)))
+    for step in step_times(model, {"input_ids": row, "labels": row}):
+        assert 0 < step.of(Work(1, 1, 1)) == sum(dataclasses.astuple(step))
+    assert [kind.__name__ for kind in seen] == ["Linear"] * 4 + ["Float8Linear"] * 4

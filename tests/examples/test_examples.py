@@ -16,6 +16,8 @@ RESULTS = {
     "grpo": r"mean reward [\d.]+ -> [\d.]+",
     "ppo": r"score -?[\d.]+ -> -?[\d.]+",
 }
+FROZEN = {"lora": (1, 1), "dpo": (1, 1), "ppo": (2, 2)}
+"""The models of a script that are trained, and those that are frozen or have a frozen base."""
 LOSSES = r"held-out loss (?P<before>[\d.]+) -> (?P<after>[\d.]+)"
 
 
@@ -67,7 +69,9 @@ def test_a_script_trains_in_fp8_and_saves_what_stock_reads(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert re.search(r"FP8: \d+ of \d+ linear layers", done.stdout), done.stdout
+    reports = re.findall(r"FP8: 14 of 15 linear layers", done.stdout)
+    frozen = re.findall(r"14 frozen weights stored in FP8 only, 1\.000 bytes", done.stdout)
+    assert (len(reports), len(frozen)) == FROZEN.get(name, (1, 0)), done.stdout
     result = re.search(RESULTS.get(name, LOSSES), done.stdout)
     assert result is not None, done.stdout[-2000:]
     found = result.groupdict()
