@@ -88,6 +88,8 @@ def test_the_cpu_build_is_found_wherever_it_is(project, settings, torch):
     asked = [w for c in commands for w in c.split() if w.startswith("torch==")]
     assert asked == torch
     assert commands[-1].endswith("-e .[examples]")
+    started = (project / "notes").read_text().splitlines()[-1]
+    assert started == "benchmarks/comparison/finetune.py"
 
 
 def test_cuda_is_never_downloaded_without_a_driver(project):

@@ -4,6 +4,7 @@ from tests.planted.fault import Fault
 
 _PACKAGE, _TESTS = "torch_fp8_tools/compare", "tests/torch_fp8_tools/compare"
 _RUNS, _FIGURES = f"{_TESTS}/test_compare.py", f"{_TESTS}/test_figures_of_a_comparison.py"
+_LAUNCHERS = f"{_TESTS}/test_launchers.py"
 FAULTS = [
     Fault(
         "a variant with a higher loss needs fewer steps",
@@ -88,5 +89,48 @@ FAULTS = [
         'if result.device == "cpu":\n        lines.append(EMULATED)',
         'if result.device == "mps":\n        lines.append(EMULATED)',
         f"{_RUNS}::test_a_slow_loader_and_a_worse_loss_are_found_and_layers_in_bf16_are_named",
+    ),
+    Fault(
+        "every trial computes BF16 products in float32",
+        f"{_PACKAGE}/child.py",
+        "    if trial.fast_cpu:",
+        "    if trial:",
+        f"{_RUNS}::test_bf16_products_are_torchs_own_unless_asked",
+    ),
+    Fault(
+        "only BF16 computes its products in float32",
+        f"{_PACKAGE}/trials.py",
+        "variant.options, fast_cpu)",
+        "variant.options, fast_cpu and variant.options is None)",
+        f"{_RUNS}::test_bf16_products_are_torchs_own_unless_asked",
+    ),
+    Fault(
+        "a launcher's own error stands for the program's",
+        f"{_PACKAGE}/trials.py",
+        "tail = _tail(folder / EXCEPTION)",
+        "tail = []",
+        f"{_RUNS}::test_a_variant_that_fails_is_a_row_and_a_second_call_continues",
+    ),
+    Fault(
+        "machines write into one folder",
+        f"{_PACKAGE}/machines.py",
+        'if count not in (None, "1", "1:1"):',
+        'if count == "0":',
+        f"{_LAUNCHERS}::test_commands_of_one_machine_and_of_several",
+    ),
+    Fault(
+        "ranks that a launcher forks end without their last line",
+        f"{_PACKAGE}/recorder.py",
+        'Finalize(None, self._end, ("program",), exitpriority=0)',
+        "pass",
+        f"{_LAUNCHERS}::test_a_launcher_of_notebooks",
+    ),
+    Fault(
+        "a training in a thread is not recorded",
+        f"{_PACKAGE}/recorder.py",
+        "        if self._depth:\n            return",
+        "        import threading\n\n"
+        "        if threading.current_thread() is not threading.main_thread():\n            return",
+        f"{_LAUNCHERS}::test_a_training_in_a_thread_as_rays_workers_start_it",
     ),
 ]

@@ -4,16 +4,18 @@ environment variable ``TORCH_FP8_COMPARE`` names a trial.
 It imports only torch and the standard library, because it runs at the end of ``import torch``.
 """
 
+import contextlib
 import functools
 import os
 import random
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_fp8_tools.compare.trial import PROCESSES, VARIABLE, read_trial
+from torch_fp8_tools.compare.trial import EXCEPTION, PROCESSES, VARIABLE, read_trial
 
 _HOSTS, _OUTPUTS = "torch_fp8_tools.compare.host_precision", "torch_fp8_tools.compare.redirection"
 EXTENSIONS = {
@@ -68,12 +70,14 @@ def install(finder: Any) -> None:
     with (Path(trial.folder) / PROCESSES).open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {' '.join(sys.argv[:2])}\n")
     say(f"{'BF16' if trial.is_bf16 else 'FP8'} trial {trial.variant!r}, {trial.steps} steps")
+    _keep_exception(Path(trial.folder) / EXCEPTION)
     _seed(trial.seed)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if trial.is_bf16 else "fp8"
     if trial.fast_cpu:
         from torch_fp8_tools.compare.bf16_products import compute_in_float32
 
         compute_in_float32()
+        note("BF16 products are computed in float32 and rounded once")
     from torch_fp8_tools.compare import redirection
 
     redirection.begin(trial)
@@ -124,6 +128,18 @@ def wrap(holder: Any, name: str, function: Any) -> None:
         is_ours = package in ("torch_fp8", "lightning_fp8", "accelerate_fp8", "safetensors")
         if is_ours and vars(module).get(name) is original:
             vars(module)[name] = wrapper
+
+
+def _keep_exception(path: Path) -> None:
+    """Write the first exception that ends a process of the trial: launchers log their own last."""
+    original = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:
+            file.writelines(traceback.format_exception(kind, error, trace))
+        original(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _seed(number: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch_fp8_tools.compare.advice import Advice, advise
 from torch_fp8_tools.compare.bf16_products import SLOW, slowness
 from torch_fp8_tools.compare.figure import draw
+from torch_fp8_tools.compare.machines import machine
 from torch_fp8_tools.compare.outcome import Outcome, outcome
 from torch_fp8_tools.compare.tables import as_json, as_text, steps_csv, summary_csv
 from torch_fp8_tools.compare.trial import VARIABLE, Trial
@@ -38,7 +39,9 @@ def compare(options: argparse.Namespace) -> int:
         raise ValueError(f"{VARIABLE} is set: this already runs in a trial of a comparison")
     if os.environ.get(_AUTOLOAD) == "0":
         raise ValueError(f"{_AUTOLOAD}=0 switches torch-fp8 off in the trials; unset it")
+    place = machine(command, os.environ)
     folder = (options.output or Path("fp8_compare") / _name(command)).absolute()
+    folder = folder / place if place else folder
     _begin(folder, command)
     options.fast_cpu = options.fast_cpu and _is_slow()
     trials = trials_of(

@@ -9,13 +9,14 @@ import atexit
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import sys
-import threading
 import time
 import weakref
 import zlib
 from collections import deque
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ class Recorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._main is not None:
             return
-        if threading.current_thread() is not threading.main_thread():
-            return
+        if self._depth:
+            return  # gradient release: a step of one parameter, within backward
         self._main = weakref.ref(optimizer)
         self._begin()
         self._open()
@@ -221,6 +222,7 @@ class Recorder:
         with contextlib.suppress(Exception):
             self._flush(True)
         end: dict[str, Any] = {"end": reason, "fingerprints": self._fingerprints}
+        end["pid"] = os.getpid()
         if torch.cuda.is_initialized():
             end["peak"] = torch.cuda.max_memory_allocated()
         self._write(end)
@@ -249,6 +251,8 @@ class Recorder:
         lines, self._lines = self._lines, []
         for line in lines:
             self._write(line)
+        if multiprocessing.parent_process() is not None:  # it ends without `atexit`
+            Finalize(None, self._end, ("program",), exitpriority=0)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
@@ -296,9 +300,10 @@ def _tokens(batch: Any) -> Tensor | None:
 
 
 def _norm(parameters: list[Tensor]) -> float | None:
-    """Return the sum of the absolute values, which tells start weights apart."""
+    """Return the sum of the absolute values on this rank, which tells start weights apart."""
     with contextlib.suppress(Exception), torch.no_grad():
-        return float(sum(float(p.detach().abs().sum(dtype=torch.float64)) for p in parameters))
+        shards = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+        return float(sum(float(p.detach().abs().sum(dtype=torch.float64)) for p in shards))
     return None
 
 

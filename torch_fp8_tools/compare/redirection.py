@@ -211,6 +211,8 @@ def _watch_files(trial: Trial) -> None:
         if not writes or not isinstance(path, (str, bytes)):
             return
         folder = Path(os.fsdecode(path)).absolute().parent
+        if os.path.isdir(path):
+            return  # of a temporary file without a name
         if folder in seen or root == folder or root in folder.parents or _is_scratch(folder):
             return
         if folder.name == "__pycache__":

@@ -94,6 +94,8 @@ def _times(variants: Sequence[VariantOutcome]) -> str:
 
 
 def _facts(result: Outcome, fast_cpu: bool) -> list[str]:
+    if not any(variant.steps for variant in result.variants):
+        return []
     lines = [
         "warm-up and compilation, not in the median: "
         + ", ".join(
@@ -112,6 +114,12 @@ def _facts(result: Outcome, fast_cpu: bool) -> list[str]:
         lines.append(
             f"The program is not deterministic: BF16 run twice differs by {result.noise}. A "
             "smaller difference between variants says nothing."
+        )
+    count = max((r.count for v in result.variants for r in v.records), default=0)
+    if 0 < count < result.ranks:
+        lines.append(
+            f"These are {count} of {result.ranks} ranks: each machine reports its own, and the "
+            "losses and memory of others are not in here."
         )
     if result.ranks > 1:
         peaks = {v.name: [f"{p / _MIB:,.1f}" for p in v.peaks] for v in result.variants}

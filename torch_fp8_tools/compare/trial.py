@@ -13,6 +13,8 @@ from typing import Any
 VARIABLE = "TORCH_FP8_COMPARE"
 """The environment variable that names the file of a trial."""
 FILE, LOG, PROCESSES, OUTPUTS = "trial.json", "output.log", "processes.txt", "outputs"
+EXCEPTION = "exception.txt"
+"""The file with the first exception that ended a process of a trial."""
 WARM_UP, PROFILED = 3, 5
 """The first steps, which no median includes, and the number of profiled steps after them."""
 
@@ -54,6 +56,11 @@ class Trial:
         path = Path(self.folder) / FILE
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         return path
+
+
+def rank_of(path: Path) -> int:
+    """Return the rank whose file this is."""
+    return int(path.stem.removeprefix("rank"))
 
 
 def read_trial(path: str) -> Trial:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.monitor.run_log import FILE_NAME
-from torch_fp8_tools.compare.trial import WARM_UP, Trial
+from torch_fp8_tools.compare.trial import WARM_UP, Trial, rank_of
 
 
 class TrialRecord:
@@ -21,6 +21,7 @@ class TrialRecord:
         losses: loss by optimizer step, averaged over the ranks.
         rows: the lines of rank 0's steps.
         facts: rank 0's facts of the start: weights, optimizer, device, layers.
+        count: number of ranks that measured on this machine.
         evaluations: (step, losses by name).
         peaks: peak bytes of each rank that measured them.
         profile: shares of the time, averaged over the ranks.
@@ -39,7 +40,8 @@ class TrialRecord:
         self.fingerprints: list[int] = []
         self.end: str | None = None
         self.tokens_of_ranks = 0.0
-        ranks = [_lines(p) for p in sorted(Path(trial.folder).glob("rank*.jsonl"), key=_rank)]
+        ranks = [_lines(p) for p in sorted(Path(trial.folder).glob("rank*.jsonl"), key=rank_of)]
+        self.count = len(ranks)
         for index, lines in enumerate(ranks):
             self._take(lines, index == 0)
         by_step: dict[int, list[float]] = {}
@@ -125,10 +127,6 @@ class TrialRecord:
         rows = self.steady_rows
         total = sum(row["seconds"] for row in rows)
         return min(1.0, sum(row["data"] for row in rows) / total) if total else 0.0
-
-
-def _rank(path: Path) -> int:
-    return int(path.stem.removeprefix("rank"))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch_fp8_tools.compare.trial import FILE, LOG, PROCESSES, VARIABLE, Trial
+from torch_fp8_tools.compare.trial import (
+    EXCEPTION,
+    FILE,
+    LOG,
+    PROCESSES,
+    VARIABLE,
+    Trial,
+    rank_of,
+)
 
 RESULT, INTERRUPTED = "result.json", "interrupted"
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _GRACE_S, _POLL_S, _LINES = 10.0, 0.1, 20
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 Progress = Callable[[Trial, int, float | None], None]
@@ -98,10 +108,12 @@ def _wait(
     process: subprocess.Popen[bytes], trial: Trial, stall_s: float, progress: Progress
 ) -> bool:
     """Wait for the end of the program; return whether it was ended because it took no steps."""
-    path, position, last = Path(trial.folder) / "rank0.jsonl", 0, time.monotonic()
-    has_ended = False
+    path, position, last = Path(), 0, time.monotonic()
+    ended: int | None = None
     while process.poll() is None:
         time.sleep(_POLL_S)
+        lowest = min(Path(trial.folder).glob("rank*.jsonl"), key=rank_of, default=Path())
+        path, position = (path, position) if path == lowest else (lowest, 0)
         text = ""
         with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
             file.seek(position)
@@ -110,15 +122,26 @@ def _wait(
         position += len(complete.encode())
         for line in complete.splitlines():
             values = json.loads(line)
-            has_ended = has_ended or values.get("end") == "steps"
+            ended = values["pid"] if values.get("end") == "steps" else ended
             if "loss" in values:
                 last = time.monotonic()
                 progress(trial, values["step"], values["loss"])
-        if has_ended and time.monotonic() - last > 6 * _GRACE_S:
-            return False  # the ranks are gone, but the launcher is not
+        if ended is not None and time.monotonic() - last > _GRACE_S and not _is_alive(ended):
+            return False  # the rank is gone, but the launcher is not
         if time.monotonic() - last > stall_s:
             return True
     return False
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process runs on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(Path(f"/proc/{pid}"))
 
 
 def end_processes(process: subprocess.Popen[bytes], path: Path) -> None:
@@ -154,11 +177,18 @@ def _processes_of(path: Path) -> list[int]:
     entry, pids = f"{VARIABLE}={path}".encode(), list[int]()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if entry in (folder / "environ").read_bytes().split(b"\0"):
-                is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-                if not is_zombie:
-                    pids.append(int(folder.name))
+            is_ours = entry in (folder / "environ").read_bytes().split(b"\0")
+            if is_ours and not _is_zombie(folder):
+                pids.append(int(folder.name))
     return pids
+
+
+def _is_zombie(folder: Path) -> bool:
+    """Return whether a process of /proc has ended, and its parent has not asked for its status."""
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return False
 
 
 def _result(trial: Trial, status: int | None, stalled: bool) -> dict[str, Any]:
@@ -172,7 +202,7 @@ def _result(trial: Trial, status: int | None, stalled: bool) -> dict[str, Any]:
                 ends += [values["end"]] if "end" in values else []
                 errors += [values["error"]] if "error" in values else []
                 steps = max(steps, values.get("step", 0)) if "loss" in values else steps
-    error = None
+    error, tail = None, list[str]()
     if errors:
         error = errors[0]
     elif stalled:
@@ -181,22 +211,33 @@ def _result(trial: Trial, status: int | None, stalled: bool) -> dict[str, Any]:
         error = None
     elif status:
         error = f"exit status {status} after {steps} steps"
+        tail = _tail(folder / EXCEPTION)
+        error += f" ({tail[-1]})" if tail else ""
     elif not steps:
         error = _never_stepped(folder)
-    text = (folder / LOG).read_text(encoding="utf-8", errors="replace")
-    tail = [line.rpartition("\r")[2] for line in text.splitlines()][-_LINES:] if error else []
+    tail = (tail or _tail(folder / LOG)) if error else []
     return {"status": "failed" if error else "done", "error": error, "tail": tail}
+
+
+def _tail(path: Path) -> list[str]:
+    """Return the last lines of a file, which need not exist."""
+    with contextlib.suppress(OSError):
+        text = _COLOURS.sub("", path.read_text(encoding="utf-8", errors="replace"))
+        return [line.rpartition("\r")[2] for line in text.splitlines()][-_LINES:]
+    return []
 
 
 def _never_stepped(folder: Path) -> str:
     if (folder / PROCESSES).exists():
         return (
             "it took no optimizer step. A comparison needs a command that trains, with an "
-            "optimizer derived from torch.optim.Optimizer"
+            "optimizer derived from torch.optim.Optimizer, in processes that get this environment "
+            f"(workers of a cluster of Ray that runs already get {VARIABLE} by runtime_env)"
         )
     return (
         "none of its processes loaded torch-fp8 at the end of `import torch`. Run it with the "
-        f"Python in which torch-fp8 is installed ({sys.executable}), with {_AUTOLOAD} not 0"
+        f"Python in which torch-fp8 is installed ({sys.executable}), with {_AUTOLOAD} not 0, and "
+        f"have the launcher pass {VARIABLE} on (srun --export=ALL, mpirun -x {VARIABLE})"
     )
 
 

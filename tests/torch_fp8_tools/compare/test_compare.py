@@ -10,27 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from torch_fp8_tools import cli
+from tests.torch_fp8_tools.compare.conftest import PROGRAM
+from torch_fp8_tools.compare import comparison
+from torch_fp8_tools.compare.tables import FAST_CPU
 from torch_fp8_tools.compare.trials import _processes_of
 
 TRIALS = ("bf16-seed0", "bf16-seed1", "O2-seed0", "O2-seed1")
-PROGRAM = Path(__file__).parent / "programs/tiny.py"
-
-
-@pytest.fixture
-def compare(tmp_path, monkeypatch, forked_hosts):
-    """``compare(host, *options, ...)``: the exit status and the report."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def run(host, *options, steps=6, variants=("bf16", "O2"), arguments=("--no-repeat",)):
-        program = [forked_hosts, str(PROGRAM), host, *map(str, options)]
-        given = ["--steps", str(steps), "--variants", *variants, "--output", "out", *arguments]
-        status = cli.main(["compare", *given, "--", *program])
-        return status, json.loads(Path("out/report.json").read_text())
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -100,7 +85,7 @@ def test_a_variant_that_fails_is_a_row_and_a_second_call_continues(compare, caps
     bf16, fp8 = report["variants"]
     assert bf16["error"] is None
     assert bf16["steps"] == 8  # its own end
-    assert fp8["error"] == "exit status 1 after 8 steps"
+    assert fp8["error"] == "exit status 1 after 8 steps (RuntimeError: out of luck)"
     began = Path("out/bf16-seed0/trial.json").stat().st_mtime_ns
     failed = Path("out/O2-seed0/trial.json").stat().st_mtime_ns
     compare("own", "--fail", "fp8", steps=20)
@@ -137,6 +122,24 @@ def test_a_trial_leaves_the_users_outputs_alone(host, compare, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
     assert "trial's folder" in str(report["notes"]) or "was left out" in str(report["notes"])
     assert "not redirected" not in str(report["notes"])
+
+
+@pytest.mark.parametrize("is_fast", [False, True], ids=["normal", "--fast-cpu"])
+def test_bf16_products_are_torchs_own_unless_asked_for_others(
+    is_fast, compare, monkeypatch, capsys
+):
+    """In all variants alike, and in the report."""
+    monkeypatch.setenv("TEST_BF16_PRODUCTS", "bf16")
+    monkeypatch.setattr(comparison, "_is_slow", lambda: True)
+    arguments = ("--no-repeat", "--fast-cpu") if is_fast else ("--no-repeat",)
+    status, report = compare("own", "--steps", 2, arguments=arguments)
+    assert status == 0, report
+    for variant in ("bf16", "O2"):
+        log = Path(f"out/{variant}-seed0/output.log").read_text()
+        assert f"BF16 products in float32: {is_fast}\n" in log
+    named = "BF16 products are computed in float32 and rounded once (bf16, O2)"
+    assert (named in report["notes"]) == report["fast_cpu"] == is_fast
+    assert (FAST_CPU in capsys.readouterr().out) == is_fast
 
 
 @pytest.mark.long

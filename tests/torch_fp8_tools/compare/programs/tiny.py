@@ -1,7 +1,10 @@
 """A tiny program under each host: ``tiny.py HOST [--option value]``; its options are its faults."""
 
 import argparse
+import os
 import random
+import sys
+import threading
 import time
 
 import _fp8_autoload  # a fork has imported torch before the environment named a trial
@@ -22,6 +25,7 @@ parser.add_argument("--worse", action="store_true")
 parser.add_argument("--fail", default="")
 parser.add_argument("--save", default="")
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--nodes", type=int, default=1)
 options = parser.parse_args()
 
 
@@ -77,6 +81,8 @@ def loop(model, optimizer, backward, loader):
         backward(loss)
         step()
         optimizer.zero_grad()
+    products = sys.modules.get("torch_fp8_tools.compare.bf16_products")
+    print(f"BF16 products in float32: {bool(products and products._installed)}", flush=True)
     fail(model)
     if options.save:
         torch.save(model.state_dict(), options.save)
@@ -95,6 +101,40 @@ def run_accelerate():
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     loop(model, optimizer, accelerator.backward, batches())
+
+
+def run_fsdp2():
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=500,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, mixed_precision=options.precision, fsdp_plugin=plugin)
+    accelerator.state.fsdp_plugin = plugin  # what Accelerate does on GPUs only
+    plugin.set_mixed_precision(accelerator.mixed_precision)
+    for shared in (PartialState(), accelerator.state):
+        shared.distributed_type = DistributedType.FSDP
+    torch.manual_seed(options.seed)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loop(model, optimizer, accelerator.backward, batches())
+
+
+def run_notebook():
+    from accelerate import notebook_launcher
+
+    notebook_launcher(run_accelerate, num_processes=2, use_port=os.environ["MASTER_PORT"])
+
+
+def run_thread():
+    """As Ray starts the function of a worker."""
+    thread = threading.Thread(target=run_accelerate)
+    thread.start()
+    thread.join()
 
 
 def run_fabric():
@@ -130,6 +170,7 @@ def run_trainer():
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
+        num_nodes=options.nodes,
         **asked,
         max_steps=options.steps,
         enable_progress_bar=False,
