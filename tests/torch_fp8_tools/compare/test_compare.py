@@ -125,9 +125,7 @@ def test_a_trial_leaves_the_users_outputs_alone(host, compare, tmp_path):
 
 
 @pytest.mark.parametrize("is_fast", [False, True], ids=["normal", "--fast-cpu"])
-def test_bf16_products_are_torchs_own_unless_asked_for_others(
-    is_fast, compare, monkeypatch, capsys
-):
+def test_bf16_products_are_torchs_own_unless_asked(is_fast, compare, monkeypatch, capsys):
     """In all variants alike, and in the report."""
     monkeypatch.setenv("TEST_BF16_PRODUCTS", "bf16")
     monkeypatch.setattr(comparison, "_is_slow", lambda: True)
