@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+from examples.sft import quick_model, quick_rows
 from tests.launchers.conftest import free_port
 from tests.torch_fp8_tools.compare.conftest import PROGRAM
 from torch_fp8_tools.compare import trials
@@ -101,6 +103,27 @@ def test_run_in_a_notebook(compare, forked_hosts):
     pytest.importorskip("IPython")
     command = f"%run {PROGRAM} accelerate"
     check(*compare(command, steps=6, launch=[forked_hosts, "-m", "IPython", "-c"]), ranks=1)
+
+
+@pytest.mark.long
+def test_trls_own_script_that_uploads_its_model(compare, forked_hosts, tmp_path):
+    torch.manual_seed(0)
+    for part in quick_model():
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    lines = [f"{json.dumps(row)}\n" for row in quick_rows()[:40]]
+    (tmp_path / "data/train.jsonl").write_text("".join(lines))
+    words = "--model_name_or_path model --dataset_name data --output_dir mine --push_to_hub"
+    words += " --max_steps 9 --per_device_train_batch_size 2 --max_length 64 --use_cpu"
+    launch = [forked_hosts, "-m", "trl.scripts.sft"]
+    status, report = compare(*words.split(), steps=4, launch=launch)
+    assert status == 0, report
+    bf16, fp8 = report["variants"]
+    assert bf16["steps"] == fp8["steps"] == 4
+    assert (fp8["fp8_layers"], fp8["layers"]) == (14, 15)
+    assert 0 < abs(fp8["loss_difference"]) < 0.01
+    assert "TrainingArguments(push_to_hub=True) was left out" in str(report["notes"])
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.long
