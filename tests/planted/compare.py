@@ -133,4 +133,25 @@ FAULTS = [
         "        if threading.current_thread() is not threading.main_thread():\n            return",
         f"{_LAUNCHERS}::test_a_training_in_a_thread_as_rays_workers_start_it",
     ),
+    Fault(
+        "trials that are equal count as seeds",
+        f"{_PACKAGE}/outcome.py",
+        "*_equal_seeds(reference), ",
+        "",
+        f"{_FIGURES}::test_seeds_that_change_nothing_are_named",
+    ),
+    Fault(
+        "a program without a host fails in FP8 alone",
+        f"{_PACKAGE}/recorder.py",
+        "        if not self.hosts:",
+        "        if not self.hosts and not self.trial.is_bf16:",
+        f"{_RUNS}::test_a_program_that_cannot_be_compared_is_named_with_the_way_out",
+    ),
+    Fault(
+        "files that a program opens by itself are not named",
+        f"{_PACKAGE}/redirection.py",
+        'set(mode) & set("wax+")',
+        'set(mode) & set("q")',
+        f"{_RUNS}::test_what_a_program_writes_by_itself_is_named",
+    ),
 ]

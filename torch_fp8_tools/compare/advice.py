@@ -23,6 +23,8 @@ def advise(result: Outcome) -> Advice:
     reference, *others = result.variants
     if INTERRUPTED in [variant.error for variant in result.variants]:
         return Advice("Interrupted before every variant had run, so there is no advice.", None)
+    if reference.records[0].result.get("not_comparable"):
+        return Advice(f"Nothing could be compared: {reference.error}.", None)
     if reference.error is not None:
         return Advice(
             f"The program fails in BF16, so this is not FP8's fault: {reference.error}.", None

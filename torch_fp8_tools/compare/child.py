@@ -72,6 +72,8 @@ def install(finder: Any) -> None:
     say(f"{'BF16' if trial.is_bf16 else 'FP8'} trial {trial.variant!r}, {trial.steps} steps")
     _keep_exception(Path(trial.folder) / EXCEPTION)
     _seed(trial.seed)
+    if os.environ.pop("LT_PRECISION", None):
+        say("fabric run --precision is left out")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if trial.is_bf16 else "fp8"
     if trial.fast_cpu:
         from torch_fp8_tools.compare.bf16_products import compute_in_float32

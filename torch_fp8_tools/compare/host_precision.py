@@ -116,6 +116,7 @@ def extend_conversion(module: Any) -> None:
 
 
 def _convert(original: Any, model: Any, config: Any = None, **options: Any) -> Any:
+    recorder().hosts.add("torch_fp8.convert_to_float8")
     if not recorder().trial.is_bf16:
         report = original(model, config, **options)
         recorder().reports[id(model)] = report

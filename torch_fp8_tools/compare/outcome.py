@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch_fp8.quantization.wording import by_reason
+from torch_fp8.quantization.wording import by_reason, first_of
 from torch_fp8_tools.compare.statistics import (
     Difference,
     difference,
@@ -131,7 +131,7 @@ def outcome(records: Sequence[TrialRecord]) -> Outcome:
         facts.get("device", "cpu"),
         facts.get("card"),
         facts.get("world", 1),
-        [*_starts(reference, variants[1:]), *_grouped(notes)],
+        [*_starts(reference, variants[1:]), *_equal_seeds(reference), *_grouped(notes)],
     )
 
 
@@ -198,6 +198,18 @@ def _starts(reference: VariantOutcome, variants: Sequence[VariantOutcome]) -> li
                     "that of a seed, so the losses differ by chance"
                 )
     return list(dict.fromkeys(lines))
+
+
+def _equal_seeds(reference: VariantOutcome) -> list[str]:
+    """Return a line on seeds that begin as the first one does, and so are no further evidence."""
+    starts = [(r.trial.seed, r.facts.get("weights"), r.fingerprints) for r in reference.records]
+    equal = [seed for seed, *start in starts[1:] if start[1] and start == list(starts[0][1:])]
+    if not equal:
+        return []
+    return [
+        f"the weights and batches of --seeds {first_of(equal)} are those of 0: the program sets "
+        "its seeds where the command does not reach, so these trials say no more than one"
+    ]
 
 
 def _grouped(notes: Sequence[tuple[str, str]]) -> list[str]:

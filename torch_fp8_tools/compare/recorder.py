@@ -42,7 +42,7 @@ class Recorder:
     Attributes:
         notes: lines on what was overridden, redirected or left as it is.
         reports: conversion report of each model, by its id.
-        hosts: names of the hosts' classes that were made.
+        hosts: names of the hosts' classes that were made, and of our own function.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -56,7 +56,7 @@ class Recorder:
         self._file: Any = None
         self._waiting: deque[tuple[dict[str, Any], list[Tensor], Any]] = deque()
         self._losses: list[Tensor] = []
-        self._fingerprints: list[int] = []
+        self._batch, self._fingerprints = 0, list[int]()
         self._data, self._tokens, self._depth = 0.0, 0, 0
         self._last, self._begun = time.perf_counter(), False
         self._event: Any = None
@@ -113,8 +113,8 @@ class Recorder:
             self._data += time.perf_counter() - began
             tokens = _tokens(batch)
             self._tokens += tokens.numel() if tokens is not None else 0
-            if len(self._fingerprints) < _FINGERPRINTS:
-                self._fingerprints.append(fingerprint(batch))
+            if self.step < _FINGERPRINTS:
+                self._batch = fingerprint(batch)
             return batch
 
         _BaseDataLoaderIter.__next__ = following
@@ -128,17 +128,17 @@ class Recorder:
         self._main = weakref.ref(optimizer)
         self._begin()
         self._open()
+        if not self.hosts:
+            self._fail(
+                "the program has no Trainer, Fabric or Accelerator that we know, so FP8 would "
+                "convert no model. In a loop of its own call torch_fp8.convert_to_float8(model) "
+                "and torch_fp8.convert_optimizer(optimizer, model=model) before training: a BF16 "
+                "trial leaves both without effect"
+            )
         if not self.trial.is_bf16 and not self.reports:
             self._fail(
-                "no model was converted to FP8: "
-                + (
-                    f"the program made {', '.join(sorted(self.hosts))}, but trains another model"
-                    if self.hosts
-                    else "the program has no Trainer, Fabric or Accelerator that we know. In a "
-                    "loop of its own call torch_fp8.convert_to_float8(model) and "
-                    "torch_fp8.convert_optimizer(optimizer, model=model) before training: a BF16 "
-                    "trial leaves both without effect"
-                )
+                "no model was converted to FP8: the program made "
+                f"{', '.join(sorted(self.hosts))}, but trains another model"
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._write(
@@ -159,6 +159,8 @@ class Recorder:
         if self._main is None or self._main() is not optimizer:
             return
         self.step += 1
+        if self.step <= _FINGERPRINTS:
+            self._fingerprints.append(self._batch)  # of a batch of training, not of evaluation
         row: dict[str, Any] = {
             "step": self.step,
             "seconds": now - self._last,

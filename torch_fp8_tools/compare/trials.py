@@ -216,7 +216,9 @@ def _result(trial: Trial, status: int | None, stalled: bool) -> dict[str, Any]:
     elif not steps:
         error = _never_stepped(folder)
     tail = (tail or _tail(folder / LOG)) if error else []
-    return {"status": "failed" if error else "done", "error": error, "tail": tail}
+    is_ours = bool(errors) or (error is not None and not steps and not status)
+    status_text = "failed" if error else "done"
+    return {"status": status_text, "error": error, "tail": tail, "not_comparable": is_ours}
 
 
 def _tail(path: Path) -> list[str]:

@@ -99,13 +99,21 @@ def test_a_variant_that_fails_is_a_row_and_a_second_call_continues(compare, caps
     ("host", "message"),
     [
         ("nothing", "it took no optimizer step. A comparison needs a command that trains"),
-        ("plain", "the program has no Trainer, Fabric or Accelerator that we know. In a loop of"),
+        ("plain", "has no Trainer, Fabric or Accelerator that we know, so FP8 would convert no"),
     ],
 )
 def test_a_program_that_cannot_be_compared_is_named_with_the_way_out(host, message, compare):
     status, report = compare(host)
     assert status == 1
-    assert message in str([variant["error"] for variant in report["variants"]])
+    assert [message in variant["error"] for variant in report["variants"]] == [True]
+    assert report["advice"].startswith("Nothing could be compared: ")
+
+
+def test_what_a_program_writes_by_itself_is_named(compare, tmp_path):
+    status, report = compare("own", "--save", "notes/losses.txt", steps=20)
+    assert status == 0
+    place = tmp_path / "notes"
+    assert f"not redirected: the program writes losses.txt in {place} (bf16, O2)" in report["notes"]
 
 
 @pytest.mark.parametrize("host", ["trainer", "transformers"])

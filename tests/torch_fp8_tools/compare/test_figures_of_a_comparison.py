@@ -119,7 +119,7 @@ def test_batches_are_told_apart_by_their_content():
 
 def _record(folder, name, seconds, peak, losses, options=None, *, card="H200", **more):
     """A trial's record on a card, as its only rank writes it."""
-    trial = Trial(name, str(folder / name), len(losses), options=options)
+    trial = Trial(name, str(folder / name), len(losses), more.get("seed", 0), options)
     (folder / name).mkdir(parents=True)
     layers = {
         "converted": 9,
@@ -188,6 +188,18 @@ def test_other_weights_other_batches_and_compiled_steps_are_told(tmp_path):
     text = as_text(outcome([base, other]), advise(result), fast_cpu=True)
     assert "1 alarm of the monitor: head/weight: too many zeros" in text
     assert "BF16 products were computed in float32" in text
+
+
+def test_seeds_that_change_nothing_are_named(tmp_path):
+    for weights, batches, note in ((10.0, [1], True), (10.1, [1], False), (10.0, [2], False)):
+        folder = tmp_path / f"{weights}-{batches}"
+        first = _record(folder, "bf16", 1.0, 100, _falling())
+        (folder / "bf16").rename(folder / "first")
+        second = _record(
+            folder, "bf16", 1.0, 100, _falling(), seed=1, weights=weights, batches=batches
+        )
+        notes = str(outcome([first, second]).notes)
+        assert ("weights and batches of --seeds 1 are those of 0" in notes) == note
 
 
 def test_variants_are_levels_recipes_and_fields():
