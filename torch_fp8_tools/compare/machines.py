@@ -1,4 +1,4 @@
-"""Where a comparison runs: once in front of a launcher, or on each of several machines.
+"""Machines of a comparison: it runs once in front of a launcher, or on each of several machines.
 
 Launchers that start all ranks themselves (``srun``, ``mpirun``) run behind the command. Those that
 are started on each machine (``torchrun --nnodes 2``) run behind a command on each machine.
@@ -53,6 +53,6 @@ def machine(command: Sequence[str], environment: Mapping[str, str]) -> str | Non
 def _value(command: Sequence[str], pattern: re.Pattern[str]) -> str | None:
     """Return the value of the first option that matches, after ``=`` or as the next word."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
-        if found := pattern.match(word):
-            return found[1] or following
+        if option := pattern.match(word):
+            return option[1] or following
     return None
