@@ -55,11 +55,13 @@ def _record(
         (*of.scales, *scales),
         is_detached or of.is_detached,
     )
-    return LazyLogits.of(recorded)
+    return x.of(recorded)
 
 
 def _on_meta(func: Any, x: Tensor, args: Any, options: Any) -> Any:
     """Return the result of a function for an empty meta tensor, outside all modes."""
+    if torch.compiler.is_compiling():
+        return func(x, *args, **options)
     with _disable_current_modes():
         return func(x, *args, **options)
 
@@ -153,14 +155,22 @@ def _log_softmax(
     is_class_dim = isinstance(dim, int) and dim % x.ndim == x.recorded.class_dim
     if not is_class_dim or _LOG_SOFTMAX in x.recorded.scales:
         return NotImplemented
-    dtype = dtype or (_log_dtype(x.device.type, x.dtype) if _autocasts(x) else x.dtype)
+    dtype = dtype or _log_dtype(x)
     shape_of = empty_meta(x.shape, dtype)
     return _record(x, (torch.log_softmax, (dim,), {"dtype": dtype}), shape_of, scales=_LOGS)
 
 
+def _log_dtype(x: LazyLogits) -> torch.dtype:
+    """Return the dtype of a log_softmax, which under autocast depends on the device."""
+    if not _autocasts(x):
+        return x.dtype
+    if torch.compiler.is_compiling():
+        return x.recorded.hidden.new_zeros(1, dtype=x.dtype).log_softmax(0).dtype
+    return _autocast_log_dtype(x.device.type, x.dtype)
+
+
 @functools.cache
-def _log_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a log_softmax under autocast, which depends on the device."""
+def _autocast_log_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     with _disable_current_modes(), torch.autocast(device):
         return torch.zeros(1, dtype=dtype, device=device).log_softmax(0).dtype
 
@@ -185,6 +195,8 @@ def _index(func: Any, x: LazyLogits, index: Any) -> Any:
             return NotImplemented
     elif len(items) and isinstance(items[-1], slice) and items[-1] == slice(None):
         items = items[:-1]
+    if torch.compiler.is_compiling() and any(map(_is_mask, items)):
+        return NotImplemented  # the number of rows is unknown
     num_dims = sum(_num_dims(item) for item in items)
     if num_dims >= x.ndim:
         return NotImplemented
@@ -202,8 +214,11 @@ def _num_dims(item: Any) -> int:
     """Return the number of dimensions that an item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
-    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-    return item.ndim if is_mask else 1
+    return item.ndim if _is_mask(item) else 1
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _register_hook(func: Any, x: LazyLogits, hook: Any) -> Any:
@@ -248,7 +263,7 @@ def _cross_entropy(
     scales = of.scales[:-1] if func is F.nll_loss else of.scales
     formula = None if _LOG_SOFTMAX in scales else scale_and_softcap(scales)
     narrow = x.dtype not in (torch.float32, call.dtype)
-    nodes = _other_nodes(x)
+    nodes = [] if torch.compiler.is_compiling() else _other_nodes(x)
     if formula is None or narrow or not all(map(_passes_gradients, nodes)):
         return NotImplemented
     if call.is_written and torch.is_grad_enabled():
@@ -313,13 +328,13 @@ def scale_and_softcap(scales: tuple[float | None, ...]) -> tuple[float, float | 
         None: the steps have another form.
     """
     if None not in scales:
-        return math.prod(s for s in scales if s is not None), None
+        return math.prod([s for s in scales if s is not None]), None
     at = scales.index(None)
     before, after = scales[:at], scales[at + 1 :]
     if None in after:
         return None
-    softcap = math.prod(s for s in after if s is not None)
-    factor = math.prod(s for s in before if s is not None) * softcap
+    softcap = math.prod([s for s in after if s is not None])
+    factor = math.prod([s for s in before if s is not None]) * softcap
     return (factor, softcap) if softcap > 0 else None
 
 
