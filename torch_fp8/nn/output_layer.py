@@ -26,8 +26,6 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
 
-_STORED = (SplitWeight, Float8FrozenWeight)
-
 _MOST_READS = 3
 """Number of forwards whose logits something reads, before a layer without any loss stops."""
 
@@ -130,7 +128,9 @@ class OutputLayer(nn.Module):
             self.runs_fp8 and self.fp8.observer is None and self.fp8_adds_bias is not False
         ):
             return None
-        usual = is_plain(weight) or (fp8 and isinstance(weight, _STORED))
+        # Eager code reads the half of a weight in two; some versions of Dynamo read the weight.
+        usual = is_plain(weight) or (in_graph and isinstance(weight, SplitWeight))
+        usual = usual or (fp8 and isinstance(weight, Float8FrozenWeight | SplitWeight))
         usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
             return None
