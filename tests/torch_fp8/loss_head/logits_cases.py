@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn import logit_steps
+from torch_fp8.nn import logit_losses
 from torch_fp8.quantization.metrics import sqnr_db
 
 V, H, CHUNK = 4096, 16, 16
@@ -37,8 +37,8 @@ class LanguageModel(nn.Module):
 
 def small_chunks(monkeypatch):
     """Fuse with chunks of 16 tokens, so that a chunk is far smaller than all logits."""
-    chunked = functools.partial(logit_steps.linear_cross_entropy, chunk=CHUNK)
-    monkeypatch.setattr(logit_steps, "linear_cross_entropy", chunked)
+    chunked = functools.partial(logit_losses.linear_cross_entropy, chunk=CHUNK)
+    monkeypatch.setattr(logit_losses, "linear_cross_entropy", chunked)
 
 
 def pair(seed=0, dtype=torch.float32, **options):

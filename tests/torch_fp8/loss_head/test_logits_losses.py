@@ -16,7 +16,7 @@ from tests.torch_fp8.loss_head.logits_cases import (
     step,
 )
 from torch_fp8.nn.lazy_logits import LazyLogits
-from torch_fp8.nn.logit_steps import scale_and_softcap
+from torch_fp8.nn.logit_losses import scale_and_softcap
 
 
 @pytest.fixture(autouse=True)
