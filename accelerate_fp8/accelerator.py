@@ -44,6 +44,7 @@ from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.nn.class_swap import without_compiler
+from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.whole_weights import whole_weights
@@ -160,12 +161,16 @@ def prepare_model(
             optimizers.convert(self, [model])
         prepared = isinstance(without_compiler(model), DistributedDataParallel)
         if evaluation_mode or prepared or not wraps_in_ddp(self):
-            return original(self, model, device_placement, evaluation_mode)
+            result: nn.Module = original(self, model, device_placement, evaluation_mode)
+            if self.distributed_type != DistributedType.FSDP:
+                defer_logits(result)
+            return result
         if device is not None:
             model = model.to(device)
         with engine_options(self, model, optimizers):
             wrapped: nn.Module = original(self, model, device_placement, evaluation_mode)
         preparation.communication[model] = connect_engine(self, model, wrapped, optimizers)
+        defer_logits(wrapped)
         return wrapped
 
 

@@ -121,7 +121,7 @@ class HostPrecision(FP8Precision):
         """
         for cls in type(strategy).__mro__:
             refuse_strategy(cls.__name__)
-        if _shards(strategy):
+        if shards(strategy):
             refuse_sharding(self.config)
         self._strategy = strategy
         # By the class's name, because accelerators have no `name` before Lightning 2.5.
@@ -144,7 +144,7 @@ class HostPrecision(FP8Precision):
     def _load_checkpoint(self, strategy: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load as the strategy does; then adopt step counts from a folder of shards."""
         loaded = type(strategy).load_checkpoint(strategy, path, *args, **kwargs)
-        if _shards(strategy):
+        if shards(strategy):
             path = strategy.broadcast(path)
             for converted in self._live():
                 adopt_steps(path, converted.optimizers)
@@ -158,7 +158,7 @@ class HostPrecision(FP8Precision):
                 recipe.
         """
         device = self._strategy.root_device
-        for line in take_over(module, self.config, device, sharded=_shards(self._strategy)):
+        for line in take_over(module, self.config, device, sharded=shards(self._strategy)):
             self.info(f"FP8: {line}")
         report: ConversionReport | str
         try:
@@ -343,6 +343,6 @@ class HostPrecision(FP8Precision):
         return {**self.__dict__, "_models": []}
 
 
-def _shards(strategy: Any) -> bool:
+def shards(strategy: Any) -> bool:
     """Return whether the strategy, or the user's ``configure_model``, uses FSDP2."""
     return any(cls.__name__ == "ModelParallelStrategy" for cls in type(strategy).__mro__)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fp8.monitoring import MonitoredPrecision
-from lightning_fp8.precision import RELEASE, HostPrecision
+from lightning_fp8.precision import RELEASE, HostPrecision, shards
+from torch_fp8.nn.deferred_logits import return_losses
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.whole_weights import whole_weights
 
@@ -33,6 +34,8 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         """Convert `module`, which becomes the Trainer's only model."""
         self._models = [converted for converted in self._models if converted.module() is module]
         super().convert_module(module)
+        if not shards(self._strategy):
+            return_losses(module)
         if self._is_fitting():
             _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
             if hasattr(self._strategy, "configure_ddp"):

@@ -215,8 +215,8 @@ class ConversionReport:
 
     def _loss_head_lines(self) -> Iterator[str]:
         ours = (
-            "cross entropy in chunks, products in {}, without logits in memory, except in a graph "
-            "of torch.compile"
+            "cross entropy in chunks, products in {}, without logits in memory, except in a model "
+            "that your own loop compiles after this conversion"
         )
         for name, kind in self.loss_heads.items():
             liger = "as Liger Kernel computes it"

@@ -34,6 +34,7 @@ class HeadCall:
             freed, and `note`, which gets the bytes of logits that were computed, 0 if a loss was
             fused, and the name of the function that read them.
         linear: function of input, weight and bias that returns the layer's plain output.
+        autocast: state of the call, see `autocast_state`; None: the current one.
 
     Attributes:
         dtype: dtype of the logits.
@@ -53,16 +54,13 @@ class HeadCall:
         precision: Precision,
         owner: Any,
         linear: Callable[..., Tensor],
+        autocast: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.hidden, self.weight, self.bias = name, hidden, weight, bias
         self.gather, self.note, self.linear = owner.gather, owner.note, linear
         self.precision = precision
-        device = hidden.device.type
-        self.autocast: dict[str, Any] = {"device_type": device, "enabled": False}
-        self.dtype = hidden.dtype
-        if torch.is_autocast_enabled(device):
-            self.dtype = torch.get_autocast_dtype(device)
-            self.autocast.update(enabled=True, dtype=self.dtype)
+        self.autocast = autocast or autocast_state(hidden.device.type)
+        self.dtype = self.autocast.get("dtype", hidden.dtype)
         self.requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self.inputs)
         self.versions = self._versions()
         self.address = _address(weight)
@@ -139,6 +137,14 @@ class HeadCall:
         if self.requires_grad and self.is_written:
             logits = _Written.apply(logits, self.hidden, self.name)
         return logits
+
+
+def autocast_state(device: str) -> dict[str, Any]:
+    """Return the arguments of ``torch.autocast`` for its current state; without a dtype if off."""
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return {"device_type": device, "enabled": True, "dtype": dtype}
+    return {"device_type": device, "enabled": False}
 
 
 def _address(weight: Tensor) -> int | None:

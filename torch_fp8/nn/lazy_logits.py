@@ -33,6 +33,8 @@ _aten: Any = torch.ops.aten
 
 def empty_meta(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor without memory, outside all modes, which may count it."""
+    if torch.compiler.is_compiling():
+        return torch.empty(sizes, dtype=dtype, device="meta")
     with _disable_current_modes():
         return torch.empty(sizes, dtype=dtype, device="meta")
 
@@ -69,7 +71,6 @@ class Recorded:
         self.grad_mode = torch.is_grad_enabled()
         before = () if parent is None else parent.recorded.steps
         self.steps: tuple[Any, ...] = before if step is None else (*before, (step, self.grad_mode))
-        call.logits.add(self)
 
     @property
     def requires_grad(self) -> bool:
@@ -115,6 +116,7 @@ class LazyLogits(Tensor):
     def of(recorded: Recorded) -> "LazyLogits":
         """Return a tensor with a node in the graph if the logits require a gradient."""
         call = recorded.call
+        call.logits.add(recorded)
         if not recorded.requires_grad:
             return LazyLogits.bare(recorded)
         result: LazyLogits = _Handle.apply(recorded, call.hidden, call.weight, call.bias)
@@ -149,7 +151,7 @@ class LazyLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_SHAPE:
+        if func in OF_SHAPE:
             return _on_handle(func, args, kwargs)
         x = args[0] if args else None
         if isinstance(x, LazyLogits) and not x.recorded.call.is_read:
@@ -187,9 +189,9 @@ _PROPERTIES += ("requires_grad", "is_cpu", "is_cuda", "is_meta", "is_sparse", "i
 _METHODS: tuple[str, ...] = ("size", "stride", "dim", "ndimension", "numel", "nelement", "__len__")
 _METHODS += ("element_size", "get_device", "is_floating_point", "is_complex", "is_contiguous")
 _METHODS += ("is_inference", "__hash__")
-_OF_SHAPE = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
-_OF_SHAPE |= {getattr(Tensor, name) for name in _METHODS}
-_OF_SHAPE |= {torch.is_floating_point, torch.is_complex, torch.numel}
+OF_SHAPE = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+OF_SHAPE |= {getattr(Tensor, name) for name in _METHODS}
+OF_SHAPE |= {torch.is_floating_point, torch.is_complex, torch.numel}
 """Functions that read no element."""
 _OF_NODE = {
     getattr(Tensor, n).__get__ for n in ("grad", "grad_fn", "is_leaf", "output_nr", "_base")
@@ -241,9 +243,30 @@ def _refuse_fused(x: Any) -> Any:
     return x
 
 
+_IN_PLACE: tuple[str, ...] = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_IN_PLACE = (*(f"__i{name}__" for name in (*_IN_PLACE, "lshift", "rshift")), "__setitem__")
+WRITERS = frozenset(
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if name in _IN_PLACE or (name.endswith("_") and not name.startswith("_"))
+)
+"""Methods of tensors that write to them."""
+
+
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = func in WRITERS or (name.endswith("_") and not name.endswith("__"))
     return written or name == "__set__" or "out" in kwargs or bool(kwargs.get("inplace"))
 
 

@@ -1,4 +1,4 @@
-"""Operations on `LazyLogits` that leave them uncomputed, and the loss that ends them.
+"""Operations on `LazyLogits` that leave them uncomputed; `torch_fp8.nn.logit_losses` ends them.
 
 Programs cast logits, shift and flatten their tokens, move the classes, multiply by a factor or
 apply a softcap. Each of these is done to the hidden states of the rows instead, or noted. A meta
@@ -8,7 +8,6 @@ Legend: H hidden features, V classes.
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -16,15 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.nn.lazy_logits import (
-    STEPS,
-    LazyLogits,
-    Recorded,
-    Touched,
-    empty_meta,
-    has_other_node,
-)
-from torch_fp8.nn.loss_head import linear_cross_entropy
+from torch_fp8.nn.lazy_logits import STEPS, LazyLogits, Recorded, empty_meta
+from torch_fp8.nn.logit_losses import LOG_SOFTMAX, autocasts, cross_entropy
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,11 +47,13 @@ def _record(
         (*of.scales, *scales),
         is_detached or of.is_detached,
     )
-    return LazyLogits.of(recorded)
+    return x.of(recorded)
 
 
 def _on_meta(func: Any, x: Tensor, args: Any, options: Any) -> Any:
     """Return the result of a function for an empty meta tensor, outside all modes."""
+    if torch.compiler.is_compiling():
+        return func(x, *args, **options)
     with _disable_current_modes():
         return func(x, *args, **options)
 
@@ -151,23 +145,28 @@ def _log_softmax(
 ) -> Any:
     """Take the logarithm of softmax, for a following ``F.nll_loss``."""
     is_class_dim = isinstance(dim, int) and dim % x.ndim == x.recorded.class_dim
-    if not is_class_dim or _LOG_SOFTMAX in x.recorded.scales:
+    if not is_class_dim or LOG_SOFTMAX in x.recorded.scales:
         return NotImplemented
-    dtype = dtype or (_log_dtype(x.device.type, x.dtype) if _autocasts(x) else x.dtype)
+    dtype = dtype or _log_dtype(x)
     shape_of = empty_meta(x.shape, dtype)
-    return _record(x, (torch.log_softmax, (dim,), {"dtype": dtype}), shape_of, scales=_LOGS)
+    return _record(
+        x, (torch.log_softmax, (dim,), {"dtype": dtype}), shape_of, scales=(LOG_SOFTMAX,)
+    )
+
+
+def _log_dtype(x: LazyLogits) -> torch.dtype:
+    """Return the dtype of a log_softmax, which under autocast depends on the device."""
+    if not autocasts(x):
+        return x.dtype
+    if torch.compiler.is_compiling():
+        return x.recorded.hidden.new_zeros(1, dtype=x.dtype).log_softmax(0).dtype
+    return _autocast_log_dtype(x.device.type, x.dtype)
 
 
 @functools.cache
-def _log_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a log_softmax under autocast, which depends on the device."""
+def _autocast_log_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     with _disable_current_modes(), torch.autocast(device):
         return torch.zeros(1, dtype=dtype, device=device).log_softmax(0).dtype
-
-
-_LOG_SOFTMAX = math.inf
-"""The mark of a log_softmax among the factors."""
-_LOGS = (_LOG_SOFTMAX,)
 
 
 def _index(func: Any, x: LazyLogits, index: Any) -> Any:
@@ -185,6 +184,8 @@ def _index(func: Any, x: LazyLogits, index: Any) -> Any:
             return NotImplemented
     elif len(items) and isinstance(items[-1], slice) and items[-1] == slice(None):
         items = items[:-1]
+    if torch.compiler.is_compiling() and any(map(_is_mask, items)):
+        return NotImplemented  # the number of rows is unknown
     num_dims = sum(_num_dims(item) for item in items)
     if num_dims >= x.ndim:
         return NotImplemented
@@ -202,8 +203,11 @@ def _num_dims(item: Any) -> int:
     """Return the number of dimensions that an item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
-    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-    return item.ndim if is_mask else 1
+    return item.ndim if _is_mask(item) else 1
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _register_hook(func: Any, x: LazyLogits, hook: Any) -> Any:
@@ -218,109 +222,6 @@ def _register_hook(func: Any, x: LazyLogits, hook: Any) -> Any:
 
 _WATCHING = ("torch.distributed.fsdp.", "lightning.fabric.", "lightning_fabric.")
 """Packages whose hooks on outputs do not look at the gradient."""
-
-
-def _cross_entropy(
-    func: Any,
-    x: LazyLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    of = x.recorded
-    call, dim = of.call, min(1, x.ndim - 1)
-    usual = size_average is None and reduce is None and reduction in ("none", "mean", "sum")
-    if not usual or of.class_dim != dim or isinstance(target, LazyLogits):
-        return NotImplemented
-    rows = of.hidden.movedim(dim, -1)  # (..., H)
-    if target.dtype != torch.int64 or target.shape != rows.shape[:-1]:
-        return NotImplemented  # probabilities of classes, or torch's error
-    if weight is not None:
-        fits = weight.shape == (x.shape[dim],) and (weight.dtype == x.dtype or _autocasts(x))
-        if not fits or weight.requires_grad:
-            return NotImplemented
-    if (func is F.nll_loss) != (_LOG_SOFTMAX in of.scales):
-        return NotImplemented
-    scales = of.scales[:-1] if func is F.nll_loss else of.scales
-    formula = None if _LOG_SOFTMAX in scales else scale_and_softcap(scales)
-    narrow = x.dtype not in (torch.float32, call.dtype)
-    nodes = _other_nodes(x)
-    if formula is None or narrow or not all(map(_passes_gradients, nodes)):
-        return NotImplemented
-    if call.is_written and torch.is_grad_enabled():
-        return NotImplemented
-    call.check()
-    call.is_fused = True
-    call.note(0, "")
-    head = call.weight, call.bias
-    if not of.requires_grad:
-        head = call.weight.detach(), None if call.bias is None else call.bias.detach()
-    with torch.autocast(**call.autocast):
-        loss = linear_cross_entropy(
-            rows.reshape(-1, rows.shape[-1]),
-            head[0],
-            target.reshape(-1),
-            head[1],
-            class_weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            logit_scale=formula[0],
-            softcap=formula[1],
-            precision=call.precision,
-        )
-    loss = loss.reshape(target.shape) if reduction == "none" else loss
-    loss = loss if _autocasts(x) else loss.to(x.dtype)
-    for hook in call.begins if loss.requires_grad else ():
-        loss.register_hook(hook)
-    for logits in nodes if loss.requires_grad else ():
-        loss = Touched.apply(loss, logits)
-    return loss
-
-
-def _autocasts(x: LazyLogits) -> bool:
-    """Return whether autocast runs a loss in float32 now."""
-    return torch.is_autocast_enabled(x.device.type)
-
-
-def _passes_gradients(x: LazyLogits) -> bool:
-    """Return whether the function that returned these logits is DDP's, whose backward passes on."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return type(x.grad_fn).__name__ == "_DDPSinkBackward"
-
-
-def _other_nodes(x: LazyLogits) -> list[LazyLogits]:
-    """Return the logits between `x` and the layer that other autograd functions returned."""
-    logits: LazyLogits | None = x
-    nodes = []
-    while logits is not None:
-        if has_other_node(logits):
-            nodes.append(logits)
-        logits = logits.recorded.parent
-    return nodes
-
-
-def scale_and_softcap(scales: tuple[float | None, ...]) -> tuple[float, float | None] | None:
-    """Return f and s of ``s * tanh(f * logits / s)``, or f and None of ``f * logits``.
-
-    Args:
-        scales: factors in the order in which they were applied, and None for a tanh.
-    Returns:
-        None: the steps have another form.
-    """
-    if None not in scales:
-        return math.prod(s for s in scales if s is not None), None
-    at = scales.index(None)
-    before, after = scales[:at], scales[at + 1 :]
-    if None in after:
-        return None
-    softcap = math.prod(s for s in after if s is not None)
-    factor = math.prod(s for s in before if s is not None) * softcap
-    return (factor, softcap) if softcap > 0 else None
 
 
 def _all(functions: tuple[str, ...]) -> list[Any]:
@@ -343,6 +244,6 @@ _TABLE: tuple[tuple[Any, list[Any]], ...] = (
     (_index, [Tensor.__getitem__]),
     (_register_hook, [Tensor.register_hook]),
     (_log_softmax, [F.log_softmax, torch.log_softmax, Tensor.log_softmax]),
-    (_cross_entropy, [F.cross_entropy, F.nll_loss]),
+    (cross_entropy, [F.cross_entropy, F.nll_loss]),
 )
 STEPS.update((function, step) for step, functions in _TABLE for function in functions)

@@ -6,6 +6,7 @@ a graph of torch.compile, under transforms and tracers, and within `torch_fp8.hi
 
 import warnings
 import weakref
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from torch import Tensor, nn
 from torch_fp8.autograd import current_pass
 from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
 from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
-from torch_fp8.nn.head_call import HeadCall
+from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
+from torch_fp8.nn.head_call import HeadCall, autocast_state
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.logit_steps import logits_of
+from torch_fp8.nn.loss_head import Precision
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
-
-_STORED = (SplitWeight, Float8FrozenWeight)
 
 _MOST_READS = 3
 """Number of forwards whose logits something reads, before a layer without any loss stops."""
@@ -42,12 +43,17 @@ class HeadFP8:
     Attributes:
         fused: number of losses that were computed without logits.
         reads: number of forwards whose logits were computed.
+        fuses_in_graphs: whether graphs of torch.compile compute losses without logits.
+        compiled: compiled modules that return uncomputed logits, and functions that undo it.
     """
+
+    fuses_in_graphs = False
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, weakref.ref(model)
         self.fused = self.reads = 0
         self.warned = False
+        self.compiled: MutableMapping[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
     def note(self, num_bytes: int, reader: str) -> None:
         """Count a fused loss, or logits of `num_bytes` that `reader` needs; warn of large ones."""
@@ -81,7 +87,7 @@ class HeadFP8:
         return {"name": self.name, "fused": 0, "reads": 0, "warned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, model=lambda: None)
+        vars(self).update(state, model=lambda: None, compiled=weakref.WeakKeyDictionary())
 
 
 def add_loss_head(module: Any, name: str, model: nn.Module) -> None:
@@ -101,42 +107,62 @@ class OutputLayer(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        logits = None if torch.compiler.is_compiling() else self._uncomputed(input)
-        if logits is None:
-            logits = super().forward(input)
-        return logits
+        logits = self._uncomputed(input)
+        return super().forward(input) if logits is None else logits
 
-    def _uncomputed(self, input: Tensor) -> Tensor | None:
+    def _uncomputed(self, input: Tensor) -> Any:
         """Return logits that are not computed yet; None: this forward computes them."""
-        head = self.loss_head
-        if not (self.training and torch.is_grad_enabled() and head.waits):
+        head, in_graph = self.loss_head, torch.compiler.is_compiling()
+        waits = head.fuses_in_graphs if in_graph else head.waits
+        if not (self.training and torch.is_grad_enabled() and waits):
             return None
-        if current_pass.requested or is_exporting() or is_transformed():
+        if current_pass.requested or is_exporting() or (not in_graph and is_transformed()):
             return None
         # FSDP2's own modules, and FSDP1, which shows views of its flat parameter, free the weight.
         flattened = not isinstance(self._parameters.get("weight"), nn.Parameter)
         if flattened or is_fsdp_class(type(self)):
             return None
         x, weight, bias = plain(input), self.weight, self.bias
-        fp8, linear = False, F.linear
-        if isinstance(self, Float8Layer):
-            fp8, linear = self.runs_fp8, self._in_fp8
-            if not fp8 or self.fp8.observer is not None or self.fp8_adds_bias is False:
-                return None
-        usual = is_plain(weight) or (fp8 and isinstance(weight, _STORED))
+        fp8 = isinstance(self, Float8Layer)
+        if isinstance(self, Float8Layer) and not (
+            self.runs_fp8 and self.fp8.observer is None and self.fp8_adds_bias is not False
+        ):
+            return None
+        # Eager code reads the half of a weight in two; some versions of Dynamo read the weight.
+        usual = is_plain(weight) or (in_graph and isinstance(weight, SplitWeight))
+        usual = usual or (fp8 and isinstance(weight, Float8FrozenWeight | SplitWeight))
         usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
             return None
-        call = HeadCall(head.name, x, weight, bias, "fp8" if fp8 else "bf16", head, linear)
-        alike = fp8 or call.autocast["enabled"] or x.dtype == weight.dtype
-        if not (call.requires_grad and alike):
+        alike = fp8 or x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+        if not (alike and any(t is not None and t.requires_grad for t in (x, weight, bias))):
             return None
-        sizes = *x.shape[:-1], weight.shape[0]
-        shape_of = empty_meta(sizes, call.dtype)
-        return logits_of(Recorded(call, x, shape_of, len(sizes) - 1))
+        if in_graph:
+            logits = super().forward(input)
+            graph: Any = GraphCall(self, x, "fp8" if fp8 else "bf16")
+            return GraphLogits.of(logits, Recorded(graph, x, logits, logits.ndim - 1))
+        return self.logits_of(x)
 
-    def _in_fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output of an FP8 layer with other weights than its own, or with these."""
+    def logits_of(self, x: Tensor, autocast: dict[str, Any] | None = None) -> Tensor:
+        """Return the logits of x (..., H), outside of a graph uncomputed.
+
+        Args:
+            autocast: state of autocast, see `autocast_state`; None: the current one.
+        """
+        if torch.compiler.is_compiling():
+            with torch.autocast(**(autocast or autocast_state(x.device.type))):
+                return super().forward(x)
+        head, weight = self.loss_head, self.weight
+        precision: Precision = "fp8" if isinstance(self, Float8Layer) else "bf16"
+        operands = x, weight, self.bias, precision
+        call = HeadCall(head.name, *operands, head, self._product, autocast)
+        sizes = *x.shape[:-1], weight.shape[0]
+        return logits_of(Recorded(call, x, empty_meta(sizes, call.dtype), len(sizes) - 1))
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the layer with other weights than its own, or with these."""
+        if not isinstance(self, Float8Layer):
+            return F.linear(x, weight, bias)
         own = self.__dict__
         others = {"weight": weight, "bias": bias}
         others = {n: t for n, t in others.items() if t is not getattr(self, n)}

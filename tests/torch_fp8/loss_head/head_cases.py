@@ -10,14 +10,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.torch_fp8.loss_head.compiled_graphs import Graphs
 from tests.torch_fp8.loss_head.logits_cases import CHUNK, LanguageModel, Largest, V, batch
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.nn import logit_steps
+from torch_fp8.nn import logit_losses
+from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.quantization.metrics import sqnr_db
 
-logit_steps.linear_cross_entropy = functools.partial(logit_steps.linear_cross_entropy, chunk=CHUNK)
+logit_losses.linear_cross_entropy = functools.partial(
+    logit_losses.linear_cross_entropy, chunk=CHUNK
+)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
@@ -92,6 +96,40 @@ def case_ddp():
             wrap = functools.partial(_ddp, **({} if option is None else {option: True}))
             results[f"{option} {loss_of.__name__}"] = _compared(wrap, loss_of)
     results["tied"] = _compared(_ddp, _outside, tied=True)
+    return results
+
+
+def case_compiled_ddp():
+    """DDP inside and outside of a compiled model: losses, gradients, and the graphs' tensors."""
+    results = {}
+    for order in ("compile(DDP)", "DDP(compile)"):
+        found = []
+        for loss_head in ("off", "bf16"):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            graphs, model = Graphs(), WithLoss()
+            compile_ = functools.partial(torch.compile, backend=graphs.backend)
+            config = FP8Config("tensorwise", loss_head=loss_head, opt_level="O1")
+            convert_to_float8(model, config)
+            if order == "compile(DDP)":
+                model = compiled = compile_(DistributedDataParallel(model))
+            else:
+                compiled = compile_(model)
+                model = DistributedDataParallel(compiled)
+            defer_logits(compiled)
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(*batch(RANK))
+            output["loss"].backward()
+            grads = [p.grad.float() for p in model.parameters()]
+            found.append((output["loss"].detach(), grads, graphs.numel, output["logits"]))
+        (want, want_grads, *_), (loss, grads, numel, logits) = found
+        results[order] = {
+            "loss": float(((loss - want) / want).abs()),
+            "db": min(map(sqnr_db, want_grads[2:], grads[2:])),  # but the embedding's
+            "equal": equal_on_ranks(grads),
+            "fused": numel < 96 * V,
+            "logits": type(logits).__name__,
+        }
     return results
 
 

@@ -4,12 +4,14 @@ import copy
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn import logit_steps
+from torch_fp8.nn import logit_losses
 from torch_fp8.quantization.metrics import sqnr_db
 
 V, H, CHUNK = 4096, 16, 16
@@ -35,8 +37,8 @@ class LanguageModel(nn.Module):
 
 def small_chunks(monkeypatch):
     """Fuse with chunks of 16 tokens, so that a chunk is far smaller than all logits."""
-    chunked = functools.partial(logit_steps.linear_cross_entropy, chunk=CHUNK)
-    monkeypatch.setattr(logit_steps, "linear_cross_entropy", chunked)
+    chunked = functools.partial(logit_losses.linear_cross_entropy, chunk=CHUNK)
+    monkeypatch.setattr(logit_losses, "linear_cross_entropy", chunked)
 
 
 def pair(seed=0, dtype=torch.float32, **options):
@@ -103,3 +105,53 @@ def assert_like_stock(stock, fused, loss_of, db=45, rtol=1e-5, **options):
         least = 28 if name.startswith("inner") else db  # its wgrad is in FP8
         assert sqnr_db(want_grads[name], grad) >= least, name
     return want_numel, numel
+
+
+def flat_loss(logits, labels, **options):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), **options)
+
+
+def shifted_loss(logits, labels):
+    logits = logits[..., :-1, :].contiguous()
+    return nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
+
+
+def _class_weights(logits, labels):
+    weight = torch.linspace(0.5, 2, V, dtype=torch.float32)
+    return flat_loss(logits.float(), labels, weight=weight)
+
+
+LOSSES = {
+    "flat": flat_loss,
+    "float": lambda z, y: flat_loss(z.float(), y),
+    "to float32": lambda z, y: flat_loss(z.to(torch.float32), y),
+    "to the same device": lambda z, y: flat_loss(z.to("cpu", torch.float32), y),
+    "type": lambda z, y: flat_loss(z.type(torch.float32), y),
+    "shifted": shifted_loss,
+    "sliced": lambda z, y: F.cross_entropy(z[:, :-1].reshape(-1, V), y[:, 1:].flatten()),
+    "flattened": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
+    "transposed": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
+    "permuted": lambda z, y: F.cross_entropy(torch.permute(z, (0, 2, 1)), y),
+    "masked": lambda z, y: F.cross_entropy(z[y >= 0], y[y >= 0]),
+    "one sequence": lambda z, y: F.cross_entropy(z.reshape(1, -1, V)[0], y.flatten()),
+    "cloned": lambda z, y: flat_loss(z.clone(), y),
+    "sum over a count": lambda z, y: flat_loss(z.float(), y, reduction="sum") / 71,
+    "smoothed": lambda z, y: flat_loss(z, y, label_smoothing=0.1),
+    "another ignored label": lambda z, y: flat_loss(z, y.clamp(min=7), ignore_index=7),
+    "weights of classes": _class_weights,
+    "no label ignored": lambda z, y: flat_loss(z, y.clamp(min=0)),
+    "scaled by a power of two": lambda z, y: flat_loss(z * 0.0625, y),
+    "divided": lambda z, y: flat_loss((z / 8).float(), y),
+    "transformers": lambda z, y: ForCausalLMLoss(z, y, V),
+    "transformers, num_items_in_batch": lambda z, y: ForCausalLMLoss(
+        z, y, V, num_items_in_batch=torch.tensor(80)
+    ),
+    "transformers, shift_labels": lambda z, y: ForCausalLMLoss(z, None, V, shift_labels=y),
+    "log_softmax and nll_loss": lambda z, y: F.nll_loss(
+        F.log_softmax(z, dim=-1, dtype=torch.float32).view(-1, V), y.view(-1)
+    ),
+    "LogSoftmax and NLLLoss": lambda z, y: nn.NLLLoss(reduction="sum")(
+        nn.LogSoftmax(2)(z.float()).transpose(1, 2), y
+    ),
+    "two losses": lambda z, y: flat_loss(z, y) + 0.5 * shifted_loss(z, y),
+}

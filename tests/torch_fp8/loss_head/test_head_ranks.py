@@ -22,6 +22,17 @@ def test_loss_and_gradients_are_those_of_stock_without_logits(ranks, case):
             assert got["fused"] == (key != "alone"), (key, got)
 
 
+@pytest.mark.parametrize("order", ["compile(DDP)", "DDP(compile)"])
+def test_ddp_of_compiled_models(ranks, order):
+    for results in ranks["compiled_ddp"]:
+        got = results[order]
+        assert got["loss"] <= 1e-5
+        assert got["db"] >= 25, got
+        assert got["equal"]
+        assert got["fused"]
+        assert got["logits"] == "LazyLogits"
+
+
 def test_split_shards(ranks):
     for results in ranks["fsdp_levels"]:
         for difference, fused in results.values():

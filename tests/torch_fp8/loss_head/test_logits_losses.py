@@ -3,75 +3,25 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.torch_fp8.loss_head.logits_cases import (
+    LOSSES,
     V,
     assert_like_stock,
     batch,
+    flat_loss,
     is_fused,
     pair,
     small_chunks,
     step,
 )
 from torch_fp8.nn.lazy_logits import LazyLogits
-from torch_fp8.nn.logit_steps import scale_and_softcap
+from torch_fp8.nn.logit_losses import scale_and_softcap
 
 
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch):
     small_chunks(monkeypatch)
-
-
-def _flat(logits, labels, **options):
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), **options)
-
-
-def _shifted(logits, labels):
-    logits = logits[..., :-1, :].contiguous()
-    return nn.CrossEntropyLoss()(logits.view(-1, logits.size(-1)), labels[..., 1:].reshape(-1))
-
-
-def _class_weights(logits, labels):
-    weight = torch.linspace(0.5, 2, V, dtype=torch.float32)
-    return _flat(logits.float(), labels, weight=weight)
-
-
-LOSSES = {
-    "flat": _flat,
-    "float": lambda z, y: _flat(z.float(), y),
-    "to float32": lambda z, y: _flat(z.to(torch.float32), y),
-    "to the same device": lambda z, y: _flat(z.to("cpu", torch.float32), y),
-    "type": lambda z, y: _flat(z.type(torch.float32), y),
-    "shifted": _shifted,
-    "sliced": lambda z, y: F.cross_entropy(z[:, :-1].reshape(-1, V), y[:, 1:].flatten()),
-    "flattened": lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()),
-    "transposed": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
-    "permuted": lambda z, y: F.cross_entropy(torch.permute(z, (0, 2, 1)), y),
-    "masked": lambda z, y: F.cross_entropy(z[y >= 0], y[y >= 0]),
-    "one sequence": lambda z, y: F.cross_entropy(z.reshape(1, -1, V)[0], y.flatten()),
-    "cloned": lambda z, y: _flat(z.clone(), y),
-    "sum over a count": lambda z, y: _flat(z.float(), y, reduction="sum") / 71,
-    "smoothed": lambda z, y: _flat(z, y, label_smoothing=0.1),
-    "another ignored label": lambda z, y: _flat(z, y.clamp(min=7), ignore_index=7),
-    "weights of classes": _class_weights,
-    "no label ignored": lambda z, y: _flat(z, y.clamp(min=0)),
-    "scaled by a power of two": lambda z, y: _flat(z * 0.0625, y),
-    "divided": lambda z, y: _flat((z / 8).float(), y),
-    "transformers": lambda z, y: ForCausalLMLoss(z, y, V),
-    "transformers, num_items_in_batch": lambda z, y: ForCausalLMLoss(
-        z, y, V, num_items_in_batch=torch.tensor(80)
-    ),
-    "transformers, shift_labels": lambda z, y: ForCausalLMLoss(z, None, V, shift_labels=y),
-    "log_softmax and nll_loss": lambda z, y: F.nll_loss(
-        F.log_softmax(z, dim=-1, dtype=torch.float32).view(-1, V), y.view(-1)
-    ),
-    "LogSoftmax and NLLLoss": lambda z, y: nn.NLLLoss(reduction="sum")(
-        nn.LogSoftmax(2)(z.float()).transpose(1, 2), y
-    ),
-    "two losses": lambda z, y: _flat(z, y) + 0.5 * _shifted(z, y),
-}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -99,9 +49,9 @@ def test_weights_in_bf16_without_autocast():
 
 def test_a_loss_of_bf16_logits_is_nearer_to_the_exact_one_than_stock():
     stock, fused = pair(dtype=torch.bfloat16)
-    exact = step(stock, lambda z, y: _flat(z.double(), y), autocast=False)[0]
-    want, _, _ = step(stock, _flat, autocast=False)
-    loss, _, numel = step(fused, _flat, autocast=False)
+    exact = step(stock, lambda z, y: flat_loss(z.double(), y), autocast=False)[0]
+    want, _, _ = step(stock, flat_loss, autocast=False)
+    loss, _, numel = step(fused, flat_loss, autocast=False)
     assert loss.dtype == want.dtype == torch.bfloat16
     assert is_fused(numel)
     assert abs(loss - exact) <= max(abs(want - exact), 2.0**-8 * exact)
@@ -111,10 +61,10 @@ def test_a_softcap_and_a_factor_that_is_no_power_of_two():
     # Stock rounds to BF16 after each step, the fused loss only the product: 2^-9 of each logit.
     def capped(z, y):
         z = torch.tanh(z / 30)
-        return _flat((z * 30).float(), y)
+        return flat_loss((z * 30).float(), y)
 
     assert is_fused(assert_like_stock(*pair(), capped, rtol=2e-4, db=38)[1])
-    scaled = assert_like_stock(*pair(), lambda z, y: _flat(z / 3, y), rtol=2e-4, db=38)
+    scaled = assert_like_stock(*pair(), lambda z, y: flat_loss(z / 3, y), rtol=2e-4, db=38)
     assert is_fused(scaled[1])
     exact = assert_like_stock(*pair(), lambda z, y: capped(z.float(), y))
     assert is_fused(exact[1])
@@ -142,17 +92,17 @@ def test_a_loss_of_each_token_has_the_shape_of_the_labels():
     ("name", "loss"),
     {
         "soft labels": lambda z, y: F.cross_entropy(z[0], torch.full((24, V), 1 / V)),
-        "labels out of range": lambda z, y: _flat(z, y.clamp(min=V)),
+        "labels out of range": lambda z, y: flat_loss(z, y.clamp(min=V)),
         "labels of another shape": lambda z, y: F.cross_entropy(z.view(-1, V), y),
         "classes in the wrong place": lambda z, y: F.cross_entropy(z, y),
-        "labels as int32": lambda z, y: _flat(z, y.int()),
-        "an unknown reduction": lambda z, y: _flat(z, y, reduction="median"),
-        "weights of another length": lambda z, y: _flat(z, y, weight=torch.ones(3)),
+        "labels as int32": lambda z, y: flat_loss(z, y.int()),
+        "an unknown reduction": lambda z, y: flat_loss(z, y, reduction="median"),
+        "weights of another length": lambda z, y: flat_loss(z, y, weight=torch.ones(3)),
         "a view that torch refuses": lambda z, y: z[:, :-1].view(-1, V).sum(),
         "a view of another size": lambda z, y: z.view(-1, V + 1).sum(),
         "an index out of range": lambda z, y: z[9].sum(),
-        "all labels ignored": lambda z, y: _flat(z, torch.full_like(y, -100)),
-        "no tokens": lambda z, y: _flat(z[:, :0], y[:, :0]),
+        "all labels ignored": lambda z, y: flat_loss(z, torch.full_like(y, -100)),
+        "no tokens": lambda z, y: flat_loss(z[:, :0], y[:, :0]),
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -173,14 +123,14 @@ def test_a_repeated_backward_scales_once_and_a_second_derivative_is_refused():
     stock, fused = pair()
     tokens, labels = batch()
     for model in (stock, fused):
-        loss = _flat(model(tokens), labels)
+        loss = flat_loss(model(tokens), labels)
         loss.backward(retain_graph=True)
         (3 * loss).backward()
     for name, parameter in stock.named_parameters():
         got = fused.get_parameter(name).grad
         torch.testing.assert_close(got, parameter.grad, rtol=0.1, atol=1e-4)
     torch.testing.assert_close(fused.lm_head.weight.grad, stock.lm_head.weight.grad)
-    loss = _flat(fused(tokens), labels)
+    loss = flat_loss(fused(tokens), labels)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(loss, fused.lm_head.weight, create_graph=True)
 

@@ -1,0 +1,125 @@
+"""The cross entropy of `LazyLogits`, which computes it from their hidden states.
+
+Legend: H hidden features, V classes.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.nn.lazy_logits import LazyLogits, Touched, has_other_node
+from torch_fp8.nn.loss_head import linear_cross_entropy
+
+LOG_SOFTMAX = math.inf
+"""The mark of a log_softmax among the factors."""
+
+
+def cross_entropy(
+    func: Any,
+    x: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Return ``F.cross_entropy`` or ``F.nll_loss`` of x; NotImplemented: it needs plain logits.
+
+    Args:
+        func: which of them; the others are its arguments.
+    """
+    of = x.recorded
+    call, dim = of.call, min(1, x.ndim - 1)
+    usual = size_average is None and reduce is None and reduction in ("none", "mean", "sum")
+    if not usual or of.class_dim != dim or isinstance(target, LazyLogits):
+        return NotImplemented
+    rows = of.hidden.movedim(dim, -1)  # (..., H)
+    if target.dtype != torch.int64 or target.shape != rows.shape[:-1]:
+        return NotImplemented  # probabilities of classes, or torch's error
+    if weight is not None:
+        fits = weight.shape == (x.shape[dim],) and (weight.dtype == x.dtype or autocasts(x))
+        if not fits or weight.requires_grad:
+            return NotImplemented
+    if (func is F.nll_loss) != (LOG_SOFTMAX in of.scales):
+        return NotImplemented
+    scales = of.scales[:-1] if func is F.nll_loss else of.scales
+    formula = None if LOG_SOFTMAX in scales else scale_and_softcap(scales)
+    narrow = x.dtype not in (torch.float32, call.dtype)
+    nodes = [] if torch.compiler.is_compiling() else _other_nodes(x)
+    if formula is None or narrow or not all(map(_passes_gradients, nodes)):
+        return NotImplemented
+    if call.is_written and torch.is_grad_enabled():
+        return NotImplemented
+    call.check()
+    call.is_fused = True
+    call.note(0, "")
+    head = call.weight, call.bias
+    if not of.requires_grad:
+        head = call.weight.detach(), None if call.bias is None else call.bias.detach()
+    with torch.autocast(**call.autocast):
+        loss = linear_cross_entropy(
+            rows.reshape(-1, rows.shape[-1]),
+            head[0],
+            target.reshape(-1),
+            head[1],
+            class_weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            logit_scale=formula[0],
+            softcap=formula[1],
+            precision=call.precision,
+        )
+    loss = loss.reshape(target.shape) if reduction == "none" else loss
+    loss = loss if autocasts(x) else loss.to(x.dtype)
+    for hook in call.begins if loss.requires_grad else ():
+        loss.register_hook(hook)
+    for logits in nodes if loss.requires_grad else ():
+        loss = Touched.apply(loss, logits)
+    return loss
+
+
+def autocasts(x: LazyLogits) -> bool:
+    """Return whether autocast runs a loss in float32 now."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def _passes_gradients(x: LazyLogits) -> bool:
+    """Return whether the function that returned these logits is DDP's, whose backward passes on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return type(x.grad_fn).__name__ == "_DDPSinkBackward"
+
+
+def _other_nodes(x: LazyLogits) -> list[LazyLogits]:
+    """Return the logits between `x` and the layer that other autograd functions returned."""
+    logits: LazyLogits | None = x
+    nodes = []
+    while logits is not None:
+        if has_other_node(logits):
+            nodes.append(logits)
+        logits = logits.recorded.parent
+    return nodes
+
+
+def scale_and_softcap(scales: tuple[float | None, ...]) -> tuple[float, float | None] | None:
+    """Return f and s of ``s * tanh(f * logits / s)``, or f and None of ``f * logits``.
+
+    Args:
+        scales: factors in the order in which they were applied, and None for a tanh.
+    Returns:
+        None: the steps have another form.
+    """
+    if None not in scales:
+        return math.prod([s for s in scales if s is not None]), None
+    at = scales.index(None)
+    before, after = scales[:at], scales[at + 1 :]
+    if None in after:
+        return None
+    softcap = math.prod([s for s in after if s is not None])
+    factor = math.prod([s for s in before if s is not None]) * softcap
+    return (factor, softcap) if softcap > 0 else None
