@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from benchmarks.evidence import small_models_loss as small
-from benchmarks.evidence.recipes_loss import commit
 from benchmarks.plot import draw
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from torch_fp8 import FP8Config
