@@ -36,6 +36,7 @@ from benchmarks.evidence import small_models_loss as small
 from benchmarks.plot import draw
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from torch_fp8 import FP8Config
+from torch_fp8.conversion.forward_precision import LastSteps
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
 MODULE = "benchmarks.evidence.loss_split"
@@ -280,13 +281,29 @@ def _o1(**options: object) -> tuple[FP8Config, None]:
     return FP8Config(opt_level="O1", **options), None
 
 
+def _bf16_last(share: float) -> tuple[FP8Config, FP8Config, Change]:
+    """Return O2 with `FP8Config.bf16_last`, as a Trainer runs it."""
+    return FP8Config(), FP8Config(), functools.partial(_schedule, share)
+
+
+def _schedule(share: float, model: nn.Module) -> Callable[[int], None]:
+    schedules: list[LastSteps] = []  # the model is not converted yet
+
+    def before(left: int) -> None:
+        if not schedules:
+            schedules.append(LastSteps(model, share, small.STEPS))
+        schedules[0].before(small.STEPS - left)
+
+    return before
+
+
 FORWARD = SIX[:2]
 REFERENCE, ALONE, LEFT_OUT = "reference", "one rounding alone", "all but one rounding"
 HOW, WHERE, FIELD, CURE = "how it rounds", "where it rounds", "the field", "cures"
-OPTION = "options of this package"
+OPTION, OTHERS = "the last steps' forward in BF16", "other options of this package"
 RULES = "layers in BF16, eight blocks"
 
-Run = Rounding | Change | tuple[FP8Config | None, FP8Config | None]
+Run = Rounding | Change | tuple[Any, ...]
 RUNS: dict[str, dict[str, Run]] = {
     REFERENCE: {
         small.BASELINE: (None, None),
@@ -299,6 +316,11 @@ RUNS: dict[str, dict[str, Run]] = {
     },
     ALONE: {name: Rounding((name,)) for name in SIX}
     | {"dgrad": Rounding(SIX[2:4]), "wgrad": Rounding(SIX[4:])},
+    OPTION: {
+        "O2, bf16_last=0.2": _bf16_last(0.2),
+        "O2, bf16_last=0.1": _bf16_last(0.1),
+        "O2, bf16_last=0.05": _bf16_last(0.05),
+    },
     CURE: {
         "forward of the last 20 % in BF16": Rounding(last=_steps(0.2)),
         "forward of the last 10 % in BF16": Rounding(last=_steps(0.1)),
@@ -339,7 +361,7 @@ RUNS: dict[str, dict[str, Run]] = {
         "O2, norms and MLPs save BF16": (FP8Config(save_activations="bf16"), FP8Config()),
     },
     LEFT_OUT: {f"without {name}": _but(name) for name in SIX},
-    OPTION: {
+    OTHERS: {
         "O2, wgrad in BF16": (FP8Config(wgrad="bf16"), FP8Config()),
         "optimizer alone": (None, FP8Config()),
     },
@@ -354,8 +376,13 @@ DEEP_RUNS: dict[str, Run] = {
     "all v_proj in BF16 (4.8 %)": Rounding(other="v_proj"),
     "all k_proj in BF16 (4.8 %)": Rounding(other="k_proj"),
 }
-SIX_SEEDS = (LEFT_OUT, OPTION, RULES)
-"""Groups of which six seeds run before others get ten."""
+SIX_SEEDS = (
+    *(LEFT_OUT, OTHERS, RULES),
+    *("1/16 of the input channels in BF16", "error feedback of the weight"),
+    *("scales are powers of two", "inputs clipped at 99.9 %"),
+    *("stochastic inputs", "stochastic weights", "scales of rows, gradients E5M2"),
+)
+"""Groups and runs that get six seeds, and others ten."""
 NOT_OF = {
     ("mamba", "attention alone"),
     ("mamba", "MLPs alone"),
@@ -380,11 +407,11 @@ def main() -> None:
     # The first six seeds of all come first: an interrupted benchmark has compared every run.
     for seeds, left in ((arguments.seeds[:6], ()), (arguments.seeds[6:], SIX_SEEDS)):
         for group in arguments.groups:
-            if group in left:
-                continue
             runs = DEEP_RUNS if group == RULES else RUNS[group]
             models = arguments.models or (small.DEEP if group == RULES else small.MODELS)
             for run, how in runs.items():
+                if group in left or run in left:
+                    continue
                 for model in models:
                     for seed in seeds:
                         if time.monotonic() > end:
@@ -404,7 +431,8 @@ def measure(path: Any, group: str, run: str, how: Run, model: str, seed: int) ->
     if isinstance(how, Rounding):
         change = how.change
     elif isinstance(how, tuple):
-        small.RUNS[run] = how
+        small.RUNS[run] = how[:2]
+        change = how[2] if len(how) > 2 else None
     else:
         change = how
     loss = small.train(model, run, seed, change=change)

@@ -127,7 +127,8 @@ class OutputLayer(nn.Module):
         usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
             return None
-        precision: Literal["bf16", "fp8"] = "fp8" if fp8 and not self.fp8.recipe.bf16_forward else "bf16"
+        multiplies_fp8 = fp8 and not self.fp8.recipe.bf16_forward
+        precision: Literal["bf16", "fp8"] = "fp8" if multiplies_fp8 else "bf16"
         call = HeadCall(head.name, x, weight, bias, precision, head, linear)
         alike = fp8 or call.autocast["enabled"] or x.dtype == weight.dtype
         if not (call.requires_grad and alike):
