@@ -20,8 +20,10 @@ A finished run becomes a row of the CSV at once, and a row that is there is not 
 import argparse
 import datetime
 import functools
+import math
 import os
 import re
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -303,6 +305,7 @@ HOW, WHERE, FIELD, CURE = "how it rounds", "where it rounds", "the field", "cure
 OPTION, OTHERS = "the last steps' forward in BF16", "other options of this package"
 RULES = "layers in BF16, eight blocks"
 
+Rows = dict[tuple[str, str, int], dict]
 Run = Rounding | Change | tuple[Any, ...]
 RUNS: dict[str, dict[str, Run]] = {
     REFERENCE: {
@@ -321,6 +324,20 @@ RUNS: dict[str, dict[str, Run]] = {
         "O2, bf16_last=0.1": _bf16_last(0.1),
         "O2, bf16_last=0.05": _bf16_last(0.05),
     },
+    HOW: {
+        "scales of rows": Rounding(scale="row", gradients=E4M3),
+        "scales of rows, gradients E5M2": Rounding(scale="row"),
+        "scales of 1x128": Rounding(scale="block", gradients=E4M3),
+        "gradients E4M3": Rounding(gradients=E4M3),
+        "gradients stochastic": Rounding(stochastic=("dgrad.grad", "wgrad.grad")),
+    },
+    FIELD: {
+        "torchao tensorwise": functools.partial(_torchao, "tensorwise"),
+        "torchao rowwise": functools.partial(_torchao, "rowwise"),
+        "Transformer Engine's rule: delayed": _o1(recipe="delayed"),
+        "Transformer Engine's rule: current": _o1(recipe="tensorwise"),
+        "Transformer Engine's rule: 1x128": _o1(recipe="blockwise"),
+    },
     CURE: {
         "forward of the last 20 % in BF16": Rounding(last=_steps(0.2)),
         "forward of the last 10 % in BF16": Rounding(last=_steps(0.1)),
@@ -335,20 +352,6 @@ RUNS: dict[str, dict[str, Run]] = {
         "inputs clipped at 99.9 %": Rounding(clip=0.999),
         "stochastic inputs": Rounding(stochastic=("fprop.input",)),
         "stochastic weights": Rounding(stochastic=("fprop.weight",)),
-    },
-    HOW: {
-        "scales of rows": Rounding(scale="row", gradients=E4M3),
-        "scales of rows, gradients E5M2": Rounding(scale="row"),
-        "scales of 1x128": Rounding(scale="block", gradients=E4M3),
-        "gradients E4M3": Rounding(gradients=E4M3),
-        "gradients stochastic": Rounding(stochastic=("dgrad.grad", "wgrad.grad")),
-    },
-    FIELD: {
-        "torchao tensorwise": functools.partial(_torchao, "tensorwise"),
-        "torchao rowwise": functools.partial(_torchao, "rowwise"),
-        "Transformer Engine's rule: delayed": _o1(recipe="delayed"),
-        "Transformer Engine's rule: current": _o1(recipe="tensorwise"),
-        "Transformer Engine's rule: 1x128": _o1(recipe="blockwise"),
     },
     WHERE: {
         "output of attention alone": Rounding(layers=OUTPUT),
@@ -376,6 +379,11 @@ DEEP_RUNS: dict[str, Run] = {
     "all v_proj in BF16 (4.8 %)": Rounding(other="v_proj"),
     "all k_proj in BF16 (4.8 %)": Rounding(other="k_proj"),
 }
+CONTROLS = {
+    **dict.fromkeys((LEFT_OUT, CURE, HOW, FIELD, WHERE, RULES), "all six"),
+    **dict.fromkeys((OPTION, OTHERS), "O2"),
+}
+"""The run to which a group's runs are compared."""
 SIX_SEEDS = (
     *(LEFT_OUT, OTHERS, RULES),
     *("1/16 of the input channels in BF16", "error feedback of the weight"),
@@ -397,15 +405,22 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=[*RUNS, RULES], default=[*RUNS, RULES])
     parser.add_argument("--models", nargs="+", choices=list(small.MODELS), default=None)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument("--table", action="store_true", help="print what docs/loss.md has")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no run later")
     add_csv(parser, "loss_split")
     arguments = parser.parse_args()
+    if arguments.table:
+        for group in arguments.groups:
+            control = CONTROLS.get(group, "")
+            print(f"\n{group}\n{table(small.read_rows(arguments.csv), group, control)}")
+        return
     tell_kept(arguments.csv)
     os.environ.pop("TORCH_FP8_CONFIG", None)
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * arguments.minutes
-    # The first six seeds of all come first: an interrupted benchmark has compared every run.
-    for seeds, left in ((arguments.seeds[:6], ()), (arguments.seeds[6:], SIX_SEEDS)):
+    # The first three seeds of all come first: an interrupted benchmark has compared every run.
+    for first, last, left in ((0, 3, ()), (3, 6, ()), (6, 10, SIX_SEEDS)):
+        seeds = arguments.seeds[first:last]
         for group in arguments.groups:
             runs = DEEP_RUNS if group == RULES else RUNS[group]
             models = arguments.models or (small.DEEP if group == RULES else small.MODELS)
@@ -442,6 +457,56 @@ def measure(path: Any, group: str, run: str, how: Run, model: str, seed: int) ->
     seconds = time.perf_counter() - start
     now = f"{datetime.datetime.now():%H:%M:%S}"
     print(f"{now} {model:12} {run:40} {seed}: {row['rel_diff']}  {seconds:.1f} s", flush=True)
+
+
+def mean_and_error(values: dict[str, list[float]]) -> tuple[float, float]:
+    """Return the mean over models of the means over seeds, and its standard error.
+
+    Args:
+        values: by model, a number for each seed.
+    """
+    means = [statistics.mean(of_model) for of_model in values.values()]
+    squares = [statistics.variance(v) / len(v) if len(v) > 1 else math.nan for v in values.values()]
+    return statistics.mean(means), math.sqrt(sum(squares)) / len(squares)
+
+
+def table(rows: Rows, group: str, control: str = "") -> str:
+    """Return a group's differences to BF16 in percent, as docs/loss.md has them.
+
+    Args:
+        rows: rows of the CSV.
+        group: key of RUNS, or RULES.
+        control: run to which the last column has the difference, seed by seed; empty: no column.
+    """
+    models = list(small.DEEP if group == RULES else small.MODELS)
+    runs = dict.fromkeys(run for (_, run, _), row in rows.items() if row["group"] == group)
+    runs.pop(small.BASELINE, None)
+    lines = []
+    for run in runs:
+        values = {m: by_seed(rows, m, run) for m in models if by_seed(rows, m, run)}
+        cells = [_cell({m: [*values[m].values()]}) if m in values else "" for m in models]
+        everywhere = {m: [*of_model.values()] for m, of_model in values.items()}
+        cells += [_cell(everywhere)] if len(models) > 1 else []
+        if control:
+            of_control = {m: by_seed(rows, m, control) for m in values}
+            differences = {
+                m: [v - of_control[m][seed] for seed, v in of_run.items() if seed in of_control[m]]
+                for m, of_run in values.items()
+            }
+            cells.append("" if run == control else _cell(differences))
+        seeds = min(map(len, values.values()))
+        lines.append(f"| {run} | {seeds} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def by_seed(rows: Rows, model: str, run: str) -> dict[int, float]:
+    """Return a run's relative difference to BF16 for each seed."""
+    return {s: float(row["rel_diff"]) for (m, r, s), row in rows.items() if (m, r) == (model, run)}
+
+
+def _cell(values: dict[str, list[float]]) -> str:
+    mean, error = mean_and_error(values)
+    return f"{100 * mean:+.2f} ± {100 * error:.2f}"
 
 
 if __name__ == "__main__":
