@@ -205,6 +205,28 @@ def test_a_compiled_model_gets_one_more_graph():
     assert torch.equal(outputs[-1], outputs[0])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_a_compiled_block_gets_one_more_graph(recipe):
+    torch.manual_seed(0)
+    model, tokens = llama(num_hidden_layers=1), torch.arange(32).view(2, 16)
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    losses = []
+
+    def program(precisions):
+        compiled = torch.compile(model, backend="aot_eager")
+        for precision in precisions:
+            set_forward_precision(model, precision)
+            losses.append(_loss(compiled, tokens))
+            losses[-1].backward()
+
+    one = count_graphs(lambda: program(["fp8", "fp8", "fp8"]))
+    both = count_graphs(lambda: program(["fp8", "fp8", "bf16", "bf16", "fp8"]))
+    assert (both.graphs, both.recompilations, both.breaks) == (one.graphs + 1, 1, 0)
+    set_forward_precision(model, "bf16")
+    torch.testing.assert_close(losses[-2], _loss(model, tokens))
+
+
 def test_delayed_scaling_goes_on_with_its_history():
     layer, x = _layer(FP8Config(recipe="delayed")), _x(16, K)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
