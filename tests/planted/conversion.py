@@ -70,8 +70,8 @@ FAULTS = [
     Fault(
         "the last steps never begin",
         "torch_fp8/conversion/forward_precision.py",
-        "PRECISIONS[step >= self.first]",
-        "PRECISIONS[step > self.steps]",
+        "step >= self.first, self._model()",
+        "step > self.steps, self._model()",
         "tests/torch_fp8/nn/test_bf16_forward.py",
     ),
     Fault(

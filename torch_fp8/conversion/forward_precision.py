@@ -13,6 +13,11 @@ from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import suggestion
 
 PRECISIONS = ("fp8", "bf16")
+_ALL_FROZEN = (
+    "no layer can run its forward in BF16, because all weights are stored in FP8 only, or "
+    "Transformer Engine runs them; leave bf16_last out, or keep the base in BF16 with "
+    "FP8Config(frozen_weights='keep')"
+)
 
 
 def set_forward_precision(model: nn.Module, precision: str) -> int:
@@ -38,28 +43,26 @@ def set_forward_precision(model: nn.Module, precision: str) -> int:
             f"set_forward_precision(precision={precision!r}): valid are 'fp8' and 'bf16'"
             f"{suggestion(precision, PRECISIONS)}"
         )
-    layers = [m for m in model.modules() if isinstance(m, (Float8Layer, Float8Experts))]
+    layers, switched = _layers(model)
     if not layers:
         raise ValueError(
             "set_forward_precision: the model has no FP8 layer; call torch_fp8.convert_to_float8("
             "model, config) first, and pass the converted model"
         )
-    switched = [layer for layer in layers if _can_switch(layer)]
     if not switched and precision == "bf16":
-        raise ValueError(
-            "set_forward_precision: no layer can run its forward in BF16, because all weights are "
-            "stored in FP8 only, or Transformer Engine runs them; leave bf16_last out, or keep the "
-            "base in BF16 with FP8Config(frozen_weights='keep')"
-        )
+        raise ValueError(f"set_forward_precision: {_ALL_FROZEN}")
+    in_bf16 = precision == "bf16"
     for layer in switched:
-        recipe = replace(layer.fp8.recipe, bf16_forward=precision == "bf16")
-        if recipe != layer.fp8.recipe:
-            layer.run_forward(recipe)
-    return len(switched) if precision == "bf16" else len(layers)
+        if layer.fp8.recipe.bf16_forward != in_bf16:
+            layer.run_forward(replace(layer.fp8.recipe, bf16_forward=in_bf16))
+    return len(switched) if in_bf16 else len(layers)
 
 
-def _can_switch(layer: Any) -> bool:
-    return layer.fp8.frozen is None and layer.fp8.config.backend == "torch"
+def _layers(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Return the FP8 layers of a model, and those of them that can run their forward in BF16."""
+    layers = [m for m in model.modules() if isinstance(m, (Float8Layer, Float8Experts))]
+    torchs = [layer for layer in layers if layer.fp8.config.backend == "torch"]
+    return layers, [layer for layer in torchs if layer.fp8.frozen is None]
 
 
 class LastSteps:
@@ -71,12 +74,18 @@ class LastSteps:
         model: converted model.
         share: `FP8Config.bf16_last`.
         steps: number of the run's optimizer steps.
+    Raises:
+        ValueError: there are FP8 layers, and none can run its forward in BF16.
     """
 
     def __init__(self, model: nn.Module, share: float, steps: int) -> None:
+        layers, switched = _layers(model)
+        if layers and not switched:
+            raise ValueError(f"FP8Config(bf16_last={share}): {_ALL_FROZEN}")
+        self._counts = len(switched), len(layers)  # none if no layer is faster in FP8
         self._model = weakref.ref(model)
         self.steps, self.first = steps, steps - max(1, round(share * steps))
-        self._precision = ""
+        self._was_last: bool | None = None
 
     def before(self, step: int) -> None:
         """Set the precision of a step's forwards.
@@ -84,15 +93,18 @@ class LastSteps:
         Args:
             step: number of optimizer steps that are done.
         """
-        precision, model = PRECISIONS[step >= self.first], self._model()
-        if precision != self._precision and model is not None:
-            set_forward_precision(model, precision)
-            self._precision = precision
+        is_last, model = step >= self.first, self._model()
+        # In the last steps again and again: another conversion returns layers to FP8.
+        if model is not None and any(self._counts) and (is_last or self._was_last is not False):
+            set_forward_precision(model, PRECISIONS[is_last])
+            self._was_last = is_last
 
     def __str__(self) -> str:
+        switched, layers = self._counts
+        rest = "" if switched == layers else "; weights stored in FP8 only stay in FP8"
         return (
             f"FP8: the forward runs in BF16 from step {self.first + 1} of {self.steps} on, and "
-            "backward in FP8"
+            f"backward in FP8, in {switched} of {layers} layers{rest}"
         )
 
 

@@ -250,8 +250,11 @@ def test_weights_stored_in_fp8_only_stay_there():
     frozen = model[0](x)
     assert set_forward_precision(model, "bf16") == 1
     assert torch.equal(model[0](x), frozen)
+    assert "in 1 of 2 layers; weights stored in FP8 only stay" in str(LastSteps(model, 0.1, 20))
     with pytest.raises(ValueError, match="stored in FP8 only"):
         set_forward_precision(model[0], "bf16")
+    with pytest.raises(ValueError, match="stored in FP8 only"):  # at the start, not in the end
+        LastSteps(model[0], 0.1, 20)
 
 
 def test_monitor_measures_what_is_still_cast():
@@ -295,6 +298,9 @@ def test_last_steps_switch_once_at_their_step():
     resumed = LastSteps(model, 0.1, 20)
     resumed.before(19)
     assert model[0].fp8.recipe.bf16_forward
+    convert_to_float8(model, "rowwise")
+    resumed.before(19)
+    assert model[0].fp8.recipe.bf16_forward
     resumed.before(3)  # a second run of the same model
     assert not model[0].fp8.recipe.bf16_forward
     assert LastSteps(model, 0.001, 20).first == 19  # never none
@@ -305,6 +311,7 @@ def test_mistakes():
     model = nn.Sequential(nn.Linear(K, N))
     with pytest.raises(ValueError, match="has no FP8 layer"):
         set_forward_precision(model, "bf16")
+    LastSteps(model, 0.5, 2).before(1)  # as `auto` may leave all layers in BF16
     with pytest.raises(ValueError, match="set_forward_precision"):
         convert_to_float8(model, FP8Config(bf16_last=0.05))
     assert type(model[0]) is nn.Linear
