@@ -220,6 +220,7 @@ def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
     """
     preparation = preparation_of(self)
     preparation.refuse_idle()
+    preparation.refuse_share()
     with preparation.monitoring.observing(loss, self.gradient_accumulation_steps):
         original(self, loss, **kwargs)
 

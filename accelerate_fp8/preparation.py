@@ -22,6 +22,7 @@ from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys, adopt_sharde
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.export import refuse_unsavable
+from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.selection import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.layer_filter import is_linear
@@ -52,7 +53,7 @@ class Preparation:
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
         self._taken_over: MutableMapping[nn.Module, bool] = WeakKeys()  # -> is trained
         self._left: MutableMapping[nn.Module, str] = WeakKeys()
-        self._runs_fp8 = False
+        self._runs_fp8 = self._knows_steps = False
         self._waiting: list[nn.Module] = []
         self._collecting = False
 
@@ -88,7 +89,8 @@ class Preparation:
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
             try:
                 with _forwards_reachable(model):
-                    self._reports[model] = convert_to_float8(model, self.config, device=device)
+                    config = unscheduled(self.config)
+                    self._reports[model] = convert_to_float8(model, config, device=device)
             except NothingToConvertError as error:
                 self._leave(model, error.reason)
         if model not in self._reports:
@@ -150,6 +152,20 @@ class Preparation:
                 f"{RUNS_IN_FP8}: prepare a model that has some before the first backward, or train "
                 "with mixed_precision='bf16'"
             )
+
+    def serve(self, trainer: Any) -> None:
+        """Run with a Trainer, which calls back at its steps: the monitor, and the last steps."""
+        self.monitoring.serve(trainer)
+        if self.config.bf16_last and not self._knows_steps:
+            from accelerate_fp8.trainer_callback import LastStepsCallback
+
+            self._knows_steps = True
+            trainer.add_callback(LastStepsCallback(self.config.bf16_last))
+
+    def refuse_share(self) -> None:
+        """Raise ValueError in the first backward if `bf16_last` is set and no Trainer counts."""
+        if not self._knows_steps:
+            refuse_share(self.config, "a loop of your own")
 
     def _take_over(
         self, model: nn.Module, device: torch.device | None, trained: bool, sharded: bool

@@ -123,7 +123,7 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
     if self.optimizer is not None:  # training, not evaluation
         refuse_training_arguments(preparation.config, self.args)
     if bool(kwargs.get("training", True)) and self.is_in_train:
-        preparation.monitoring.serve(self)
+        preparation.serve(self)
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             "the Trainer wraps the model in DataParallel because this one process sees "

@@ -1,8 +1,11 @@
-"""The monitor's callback for a transformers Trainer; imported only if there is one."""
+"""The callbacks for a transformers Trainer; imported only if there is one."""
 
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+
+from accelerate_fp8.preparation import log_visibly
+from torch_fp8.conversion.forward_precision import LastSteps
 
 _SCREEN = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 
@@ -24,6 +27,24 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the remaining losses and log a summary."""
         self.monitoring.finish()
+
+
+class LastStepsCallback(TrainerCallback):
+    """Runs the forward of a Trainer's last steps in BF16; see `FP8Config.bf16_last`."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._last_steps: LastSteps | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the first of the last steps."""
+        self._last_steps = LastSteps(kwargs["model"], self.share, state.max_steps)
+        log_visibly(str(self._last_steps))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the precision of the step's forwards."""
+        assert self._last_steps is not None
+        self._last_steps.before(state.global_step)
 
 
 def log_silently(trainer: Any, series: dict[str, float]) -> None:

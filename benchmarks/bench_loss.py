@@ -40,6 +40,7 @@ from torch_fp8 import (
     convert_to_float8,
     memory_report,
 )
+from torch_fp8.conversion.forward_precision import LastSteps, unscheduled
 
 COLUMNS = (
     *("variant", "steps", "last_loss", "last_difference", "held_out_loss", "held_out_difference"),
@@ -53,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "O2, delayed": {"opt_level": "O2", "recipe": "delayed"},
     "O2, rowwise": {"opt_level": "O2", "recipe": "rowwise"},
     "O2, blockwise": {"opt_level": "O2", "recipe": "blockwise"},
+    "O2, bf16_last=0.05": {"opt_level": "O2", "bf16_last": 0.05},
+    "O2, bf16_last=0.2": {"opt_level": "O2", "bf16_last": 0.2},
     "O3, auto": {"opt_level": "O3"},
 }
 VOCABULARY, HIDDEN, LAYERS, LENGTH, SEQUENCES = 8192, 768, 17, 512, 16
@@ -148,8 +151,10 @@ def train(name: str, tokens: dict[str, Any], steps: int, sizes: dict[str, int]) 
         with torch.no_grad():
             model.get_input_embeddings().weight *= 1 + 1e-6
     config = None if options is None else FP8Config(**options, emulate=device.type == "cpu")
+    last = None
     if config is not None:
-        convert_to_float8(model, config)
+        convert_to_float8(model, unscheduled(config))
+        last = LastSteps(model, config.bf16_last, steps) if config.bf16_last else None
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.1, fused=fused
@@ -158,7 +163,9 @@ def train(name: str, tokens: dict[str, Any], steps: int, sizes: dict[str, int]) 
         convert_optimizer(optimizer, config, model=model)
     schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
     generator, losses = torch.Generator().manual_seed(0), []
-    for _ in range(steps):
+    for step in range(steps):
+        if last is not None:
+            last.before(step)
         loss = loss_of(model, windows(tokens["training"], sizes, sizes["sequences"], generator))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

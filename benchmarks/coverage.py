@@ -86,6 +86,7 @@ that. The models learn 8 rows of random tokens by heart. A model that memorizes 
 floor that rounding noise sets, and more noise raises it. Not known: whether larger models, or
 models that do not memorize, end higher, too. In [the fine-tuning and pretraining
 runs](results.md#loss-by-level), with 4 and 0.5 million parameters, nothing shows beyond the spread.
+[What FP8 costs in loss](loss.md) shows which rounding costs it on these models.
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|

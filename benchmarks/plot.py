@@ -8,7 +8,9 @@ variants they are drawn in one panel for each family, beside the same BF16.
 """
 
 import argparse
+import functools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,6 +251,39 @@ def bars(
     return panels
 
 
+def differences(group: str) -> Panels:
+    """Return a panel with a run's difference to BF16: mean over models, error, and each model.
+
+    Args:
+        group: value of the rows' column ``group``.
+    """
+
+    def panels(rows: Rows) -> Iterator[Panel]:
+        values: dict[str, dict[str, list[float]]] = {}
+        for row in rows:
+            if row["group"] == group and row["run"] != "bf16":
+                of_run = values.setdefault(row["run"], {})
+                of_run.setdefault(row["model"], []).append(100 * float(row["rel_diff"]))
+        if values:
+            yield Panel(group, functools.partial(plot, values), height=len(values))
+
+    def plot(values: dict[str, dict[str, list[float]]], axis: Any, _: Rows) -> None:
+        for i, of_run in enumerate(values.values()):
+            means = [statistics.mean(seeds) for seeds in of_run.values()]
+            spreads = [statistics.variance(v) / len(v) for v in of_run.values() if len(v) > 1]
+            mean, error = statistics.mean(means), math.sqrt(sum(spreads)) / len(means)
+            axis.barh(i, mean, xerr=error, color=COLOURS[5], capsize=3)
+            for model, value in zip(of_run, means, strict=True):
+                j = list(dict.fromkeys(m for v in values.values() for m in v)).index(model)
+                style = {"color": COLOURS[j], "marker": MARKS[j], "linestyle": "", "ms": 4}
+                axis.plot(value, i, label=model, **style)
+        axis.set_yticks(range(len(values)), list(values), fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel("loss above BF16's (%)")
+
+    return panels
+
+
 def _is(**wanted: str) -> Keep:
     return lambda row: all(row.get(column) == value for column, value in wanted.items())
 
@@ -346,6 +381,17 @@ PICTURES: dict[str, tuple[str, list[Panels]]] = {
         [
             bars(["median_ms"], ("variant",), title="On the card"),
             bars(["host_ms"], ("variant",), title="On the host"),
+        ],
+    ),
+    "loss_split": (
+        "Which rounding costs how much loss: six small models after 30 steps, paired seeds; bars: "
+        "mean of the models",
+        [
+            differences(group)
+            for group in (
+                *("reference", "one rounding alone", "all but one rounding", "where it rounds"),
+                *("how it rounds", "the field", "the last steps' forward in BF16", "cures"),
+            )
         ],
     ),
     "loss_curves": (

@@ -15,6 +15,7 @@ from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import HostPrecision
 from lightning_fp8.set_up_module import SetUpModule, refusal
+from torch_fp8.conversion.forward_precision import refuse_share
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.optim.whole_weights import whole_weights
 
@@ -34,7 +35,12 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert as `HostPrecision.convert_module` does, unless `module` has no parameters."""
+        """Convert as `HostPrecision.convert_module` does, unless `module` has no parameters.
+
+        Raises:
+            ValueError: see `HostPrecision.convert_module`; `bf16_last` is set.
+        """
+        refuse_share(self.config, "Fabric")
         if next(module.parameters(), None) is None:
             return module
         return super().convert_module(module)

@@ -40,6 +40,7 @@ from torch_fp8 import (
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.config import given_config
+from torch_fp8.conversion.forward_precision import unscheduled
 from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.distributed.agreement import check_same_config, in_several_ranks
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
@@ -162,7 +163,7 @@ class HostPrecision(FP8Precision):
             self.info(f"FP8: {line}")
         report: ConversionReport | str
         try:
-            report = convert_to_float8(module, self.config, device=device)
+            report = convert_to_float8(module, unscheduled(self.config), device=device)
             self.runs_fp8 = True
         except NothingToConvertError as error:
             report = self.leave(error)

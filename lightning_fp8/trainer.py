@@ -4,6 +4,7 @@ A Trainer creates the optimizers itself, after the model was set up, and connect
 plugin. When it tears down, every weight gets the user's dtype back.
 """
 
+import math
 import weakref
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import RELEASE, HostPrecision, shards
+from torch_fp8 import FP8Config
+from torch_fp8.conversion.forward_precision import LastSteps, refuse_share
 from torch_fp8.nn.deferred_logits import return_losses
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.whole_weights import whole_weights
@@ -22,6 +25,7 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
     wrapped = (*HostPrecision.wrapped, "lightning_module_state_dict")
+    _last_steps: LastSteps | None = None
 
     def _lightning_module_state_dict(self, strategy: Any) -> dict[str, Any]:
         """Return the strategy's ``lightning_module_state_dict``, with joined weights."""
@@ -50,7 +54,8 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         """Connect the model, which is on its device, and its optimizers, which have no states yet.
 
         Raises:
-            ValueError: the level does not support an option of an optimizer.
+            ValueError: the level does not support an option of an optimizer, or `bf16_last` is set
+                and the number of steps is unknown.
         """
         (converted,) = self._live()
         # When it validates after a fit, the Trainer still has the optimizers of the fit.
@@ -64,7 +69,17 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         if in_use:
             trainer = self._strategy.lightning_module.trainer
             self.watch(converted.module(), in_use, trainer)
+            if self.config.bf16_last:
+                steps = _number_of_steps(self.config, trainer)
+                self._last_steps = LastSteps(converted.live, self.config.bf16_last, steps)
+                self.info(str(self._last_steps))
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def forward_context(self) -> Any:
+        """Enter autocast; in the last steps, first set the precision of the forward."""
+        if self._last_steps is not None:
+            self._last_steps.before(self._strategy.lightning_module.trainer.global_step)
+        return super().forward_context()  # type: ignore[misc]
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """Run the host's hook; with manual optimization, also start a backward that averages."""
@@ -89,6 +104,7 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
 
     def teardown(self) -> None:
         """Restore a stock model with weights in the user's dtype."""
+        self._last_steps = None
         self._let_ddp_go_on()
         super().teardown()
 
@@ -106,6 +122,16 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
 
     def _let_ddp_go_on(self) -> bool:
         return vars(self._strategy).pop("configure_ddp", None) is not None
+
+
+def _number_of_steps(config: FP8Config, trainer: Any) -> int:
+    """Return the number of optimizer steps of a fit; raise ValueError if it is unknown."""
+    if not trainer.lightning_module.automatic_optimization:
+        refuse_share(config, "a Trainer with manual optimization")
+    steps = trainer.estimated_stepping_batches
+    if not math.isfinite(steps) or steps < 1:
+        refuse_share(config, "a Trainer without max_steps or max_epochs")
+    return int(steps)
 
 
 def _wait() -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch_fp8.checkpoint.weight_sync import weights_for_engine
     from torch_fp8.config import FP8Config
     from torch_fp8.conversion.convert import conversion_report, convert_to_float8
+    from torch_fp8.conversion.forward_precision import set_forward_precision
     from torch_fp8.conversion.freeze import freeze, thaw
     from torch_fp8.conversion.memory import MemoryReport, memory_report
     from torch_fp8.conversion.report import ConversionReport
@@ -39,6 +40,7 @@ _NAMES = {  # module: public names that it defines; type checkers read the impor
     "checkpoint.weight_sync": ("weights_for_engine",),
     "config": ("FP8Config",),
     "conversion.convert": ("conversion_report", "convert_to_float8"),
+    "conversion.forward_precision": ("set_forward_precision",),
     "conversion.freeze": ("freeze", "thaw"),
     "conversion.memory": ("MemoryReport", "memory_report"),
     "conversion.report": ("ConversionReport",),
@@ -91,6 +93,7 @@ __all__ = [
     "rollout",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
+    "set_forward_precision",
     "stream_state_dict",
     "thaw",
     "weights_for_engine",

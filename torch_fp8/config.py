@@ -116,6 +116,11 @@ class FP8Config:
             with a scale for each 128 elements) or ``bf16`` (their inputs, unchanged). Linear layers
             save the FP8 payload that their GEMM reads, except with ``wgrad="bf16"``. Default:
             ``"fp8"``.
+        bf16_last (float): share of the last optimizer steps whose forward runs in BF16, 0 to 1; at
+            least one step if it is above 0. Backward, memory and the optimizer stay the same, and
+            evaluations in these steps run in BF16, too. Lightning's and transformers' Trainers know
+            the number of steps; other loops call `torch_fp8.set_forward_precision`. Weights stored
+            as FP8 only stay in FP8. See docs/loss.md. Default: ``0.0``.
         eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8, too.
             Default: ``True``.
         skip (tuple[str, ...]): patterns of the qualified names of modules that stay in high
@@ -192,6 +197,7 @@ class FP8Config:
     agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")
     save_activations: str = option("fp8", choices=("fp8", "bf16"))
+    bf16_last: float = option(0.0, least=0, most=1, why="it is a share", of="torch")
     eval_fp8: bool = option(True, of="layer")
     skip: tuple[str, ...] = option(("lm_head",))
     overrides: dict[str, Any] = field(default_factory=Overrides)

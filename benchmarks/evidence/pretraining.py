@@ -4,6 +4,11 @@
 
 3,000 steps of 512 tokens of the standard library at a learning rate of 3e-3, a loop of its own with
 `convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` compares the levels.
+
+    python -m benchmarks.evidence.pretraining --level O2 --bf16-last 0.2 --hidden 512 --layers 6 \\
+        --steps 1000 --output runs/pretraining/25M-O2-0.2-seed0             # 25 million parameters
+
+A run whose folder has a result is not run again, so that a list of such commands can be continued.
 """
 
 import argparse
@@ -22,6 +27,7 @@ from transformers import (
 from benchmarks.comparison import stdlib_corpus, tiny_llama
 from benchmarks.comparison.code_tokenizer import END, train_tokenizer
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
+from torch_fp8.conversion.forward_precision import LastSteps, unscheduled
 
 STEPS = 3000
 LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS = 3e-3, 4, 128, 256
@@ -41,10 +47,18 @@ def main() -> None:
         help="multiply the embedding by 1 + this * 1e-6: runs that differ in nothing else show how "
         "far apart chance alone carries them",
     )
+    parser.add_argument("--bf16-last", type=float, default=0.0, help="see FP8Config")
+    parser.add_argument("--hidden", type=int, default=SHAPE[0])
+    parser.add_argument("--layers", type=int, default=SHAPE[1])
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    config = None if arguments.level is None else FP8Config(opt_level=arguments.level)
-    result = pretrain(config, arguments.seed, arguments.steps, arguments.perturbed)
+    if (arguments.output / "result.json").exists():
+        return
+    config = None
+    if arguments.level is not None:
+        config = FP8Config(opt_level=arguments.level, bf16_last=arguments.bf16_last)
+    shape = arguments.hidden, arguments.layers
+    result = pretrain(config, arguments.seed, arguments.steps, arguments.perturbed, shape)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
 
@@ -71,15 +85,19 @@ def pretrain(
     model = tiny_llama.build(vocab_size, *shape, pad_token_id=0, eos_token_id=1)
     with torch.no_grad():
         model.get_input_embeddings().weight *= 1 + perturbed * 1e-6
+    last = None
     if config is not None:
-        convert_to_float8(model, config)
+        convert_to_float8(model, unscheduled(config))
+        last = LastSteps(model, config.bf16_last, steps) if config.bf16_last else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     if config is not None:
         convert_optimizer(optimizer, config, model=model)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    for _ in range(steps):
+    for step in range(steps):
+        if last is not None:
+            last.before(step)
         loss = loss_of(model, windows(tokens, BATCH, generator))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -80,6 +80,7 @@ RUNS: dict[str, tuple[FP8Config | None, FP8Config | None]] = {
     "O1, blockwise": (FP8Config(opt_level="O1", recipe="blockwise"), None),
 }
 DEFAULT = [BASELINE, PERTURBED, "O2"]
+Multiply = Callable[[str, Tensor, Tensor, torch.dtype], Tensor]
 
 
 def main() -> None:
@@ -115,24 +116,29 @@ def train(
     seed: int,
     steps: int = STEPS,
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
+    change: Callable[[nn.Module], Callable[[int], None] | None] | None = None,
 ) -> float:
     """Return the loss after training.
 
     Args:
-        name: name in MODELS.
-        run: name in RUNS.
+        name: name in MODELS or DEEP.
+        run: name in RUNS; another name is BF16 with what `change` does.
         seed: number from which weights, data and dropout come.
         steps: number of the optimizer's steps.
         after_step: function that is called after each step.
+        change: function that changes the model before the optimizer exists. It may return a
+            function that is called with the number of steps left: before each step, and before
+            the evaluation.
     """
     torch.manual_seed(seed)
-    model = MODELS[name]()
-    layers, states = RUNS[run]
+    model = (MODELS | DEEP)[name]()
+    layers, states = RUNS.get(run, RUNS[BASELINE])
     if run in (PERTURBED, MUON_PERTURBED):
         perturb(model, seed)
     if run in (ROUNDED, ROUNDED_ALL):
-        round_operands(model, gradients=run == ROUNDED_ALL)
+        round_operands(model, _rounded_all if run == ROUNDED_ALL else _rounded)
     model.train()
+    before_step = None if change is None else change(model)
     optimizers = make_optimizers(model, run)
     if layers is not None:
         convert_to_float8(model, layers)
@@ -142,7 +148,9 @@ def train(
     tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=data)
     hidden = torch.rand(tokens.shape, generator=data) < 0.15
     torch.manual_seed(seed)  # of dropout
-    for _ in range(steps):
+    for left in range(steps, 0, -1):
+        if before_step is not None:
+            before_step(left)
         loss_of(name, model, tokens, hidden).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -150,6 +158,8 @@ def train(
                 after_step(model, optimizer)
             optimizer.zero_grad()
     model.eval()
+    if before_step is not None:
+        before_step(0)
     with torch.no_grad():
         return float(loss_of(name, model, tokens, hidden))
 
@@ -173,31 +183,39 @@ def perturb(model: nn.Module, seed: int) -> None:
             weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=generator))
 
 
-def round_operands(model: nn.Module, gradients: bool = False) -> None:
-    """Have linear layers, but for the head and what is too small for FP8, round what they multiply.
+def round_operands(model: nn.Module, multiply: Multiply) -> None:
+    """Have linear layers, but for the head and what is too small for FP8, call another product.
 
     Args:
-        model: whose layers do it from now on.
-        gradients: whether in backward, too: the gradient of the output to E5M2.
+        model: model whose layers call it from now on.
+        multiply: function of a layer's name, x (..., K), w (N, K) and the format of gradients,
+            which returns y (..., N). An expert's name ends in its number.
     """
     for name, module in model.named_modules():
         if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
-            module.forward = functools.partial(_rounded_experts, module, gradients)
+            module.forward = functools.partial(_experts, module, name, multiply)
         if not isinstance(module, nn.Linear) or name == "lm_head":
             continue
         if min(module.in_features, module.out_features) >= GEMM_ALIGNMENT:
-            module.forward = functools.partial(_rounded_linear, module, gradients)
+            module.forward = functools.partial(_linear, module, name, multiply)
 
 
-def _rounded_linear(module: nn.Linear, gradients: bool, x: Tensor) -> Tensor:
-    product = F.linear(_Rounded.apply(x), _Rounded.apply(module.weight))
+def _rounded(name: str, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.linear(_Rounded.apply(x), _Rounded.apply(weight))
+
+
+def _rounded_all(name: str, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     # What comes back is the operand of both GEMMs in backward; a bias takes it as it is.
-    product = _RoundedGradient.apply(product) if gradients else product
+    return _RoundedGradient.apply(_rounded(name, x, weight, dtype), dtype)
+
+
+def _linear(module: nn.Linear, name: str, multiply: Multiply, x: Tensor) -> Tensor:
+    product = multiply(name, x, module.weight, torch.float8_e5m2)
     return product if module.bias is None else product + module.bias.to(product.dtype)
 
 
-def _rounded_experts(
-    module: Any, gradients: bool, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+def _experts(
+    module: Any, name: str, multiply: Multiply, x: Tensor, top_k_index: Tensor, scores: Tensor
 ) -> Tensor:
     """Compute fused experts one after the other; gradients are E4M3 here, as in FP8."""
     output = torch.zeros_like(x)
@@ -206,11 +224,11 @@ def _rounded_experts(
         if not len(token):
             continue
         y = x[token]
-        for weight in (module.gate_up_proj[expert], module.down_proj[expert]):
-            y = F.linear(_Rounded.apply(y), _Rounded.apply(weight))
-            y = _RoundedGradient.apply(y, torch.float8_e4m3fn) if gradients else y
+        for part in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, part)[expert]
+            y = multiply(f"{name}.{part}.{expert}", y, weight, torch.float8_e4m3fn)
             y = module._apply_gate(y) if weight.shape[1] == x.shape[1] else y
-        score = top_k_weights[token, choice, None]
+        score = scores[token, choice, None]
         output = output.index_add(0, token, (y * score).to(output.dtype))
     return output
 
@@ -228,10 +246,10 @@ class _Rounded(torch.autograd.Function):
 
 
 class _RoundedGradient(torch.autograd.Function):
-    """A function that passes x as it is and rounds its gradient, to E5M2 unless told."""
+    """A function that passes x as it is and rounds its gradient to `dtype`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype = torch.float8_e5m2) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = dtype
         return x.view_as(x)
 
@@ -269,10 +287,10 @@ def _config(name: str, **options: object) -> object:
     return config(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=1, **options)
 
 
-def _llama() -> nn.Module:
+def _llama(**changes: int) -> nn.Module:
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM(_config("Llama", **_DECODER))
+    return LlamaForCausalLM(_config("Llama", **_DECODER | changes))
 
 
 def _gemma3() -> nn.Module:
@@ -327,6 +345,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "distilbert": _distilbert,
     "qwen3_moe": _qwen3_moe,
 }
+DEEP = {"llama8": functools.partial(_llama, num_hidden_layers=8)}
+"""Models in which a rule for some of the blocks leaves others."""
 MASKED = ("distilbert",)
 
 

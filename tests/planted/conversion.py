@@ -60,4 +60,25 @@ FAULTS = [
         "rows = tokens",
         f"{_TESTS}/test_expert_choice.py",
     ),
+    Fault(
+        "the last steps begin a step early",
+        "torch_fp8/conversion/forward_precision.py",
+        "self.steps, self.first = steps, steps - max(1, round(share * steps))",
+        "self.steps, self.first = steps, steps - 1 - max(1, round(share * steps))",
+        "tests/torch_fp8/nn/test_bf16_forward.py",
+    ),
+    Fault(
+        "the last steps never begin",
+        "torch_fp8/conversion/forward_precision.py",
+        "step >= self.first, self._model()",
+        "step > self.steps, self._model()",
+        "tests/torch_fp8/nn/test_bf16_forward.py",
+    ),
+    Fault(
+        "a share of unknown steps is ignored",
+        "torch_fp8/conversion/convert.py",
+        '    refuse_share(config, "convert_to_float8")\n',
+        "",
+        "tests/torch_fp8/nn/test_bf16_forward.py",
+    ),
 ]

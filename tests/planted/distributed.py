@@ -81,4 +81,18 @@ FAULTS = [
         "return None",
         f"{_DDP}/test_wrap.py",
     ),
+    Fault(
+        "FSDP2 gathers weights in FP8 for a forward in BF16",
+        "torch_fp8/distributed/fsdp/all_gather.py",
+        "module.runs_fp8 and not module.fp8.recipe.bf16_forward and self",
+        "module.runs_fp8 and self",
+        "tests/torch_fp8/distributed/fsdp/test_connect.py",
+    ),
+    Fault(
+        "tensor-parallel ranks gather inputs in FP8 for a forward in BF16",
+        "torch_fp8/distributed/tensor_parallel/styles.py",
+        "    if module.fp8.recipe.bf16_forward:\n        return False\n",
+        "",
+        "tests/torch_fp8/distributed/tensor_parallel/test_styles.py",
+    ),
 ]

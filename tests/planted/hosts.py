@@ -74,4 +74,25 @@ FAULTS = [
         "                    exchange.prepare(tensor, synchronize=False)",
         f"{_LIGHTNING}/test_data_parallel.py",
     ),
+    Fault(
+        "a Trainer's last steps stay in FP8",
+        "lightning_fp8/trainer.py",
+        "        if self._last_steps is not None:\n",
+        "        if False:\n",
+        f"{_LIGHTNING}/test_last_steps.py",
+    ),
+    Fault(
+        "a loop of one's own ignores the share of its last steps",
+        "accelerate_fp8/accelerator.py",
+        "    preparation.refuse_share()\n",
+        "",
+        f"{_ACCELERATE}/test_last_steps.py",
+    ),
+    Fault(
+        "transformers' last steps begin one step late",
+        "accelerate_fp8/trainer_callback.py",
+        "self._last_steps.before(state.global_step)",
+        "self._last_steps.before(state.global_step - 1)",
+        f"{_ACCELERATE}/test_last_steps.py",
+    ),
 ]

@@ -62,4 +62,11 @@ FAULTS = [
         'Bound("experts", "empty", -INF, 1.0,',
         f"{_TESTS}",
     ),
+    Fault(
+        "a layer that falls back, or returns, leaves the forward in BF16",
+        "torch_fp8/monitor/fallback.py",
+        "            recipe = replace(recipe, bf16_forward=layer.fp8.recipe.bf16_forward)\n",
+        "",
+        "tests/torch_fp8/nn/test_bf16_forward.py",
+    ),
 ]

@@ -67,4 +67,32 @@ FAULTS = [
         "ahead = known_quantizers(down, first, training, of_inputs[:4]).input",
         "tests/torch_fp8/compile/test_fused_casts.py",
     ),
+    Fault(
+        "a forward without gradients, as a reentrant checkpoint's first one, stays in FP8",
+        "torch_fp8/nn/linear_function.py",
+        "    if recipe.bf16_forward:\n        y, payloads",
+        "    if recipe.bf16_forward and gradients:\n        y, payloads",
+        f"{_TESTS}/test_bf16_forward.py",
+    ),
+    Fault(
+        "a forward in BF16 saves its input in BF16",
+        "torch_fp8/nn/bf16_forward.py",
+        "    if not fp8_wgrad:\n        return y, InputPayloads(None, rows if wgrad else None",
+        "    if wgrad:\n        return y, InputPayloads(None, rows if wgrad else None",
+        f"{_TESTS}/test_bf16_forward.py",
+    ),
+    Fault(
+        "graphs keep the forward's precision that they were compiled with",
+        "torch_fp8/nn/linear.py",
+        "        self.fp8.recipe = recipe\n        self.fp8.run_emulated(self.fp8.emulate)\n",
+        "        self.fp8.recipe = recipe\n        self.fp8.forget_quantizers()\n",
+        f"{_TESTS}/test_bf16_forward.py",
+    ),
+    Fault(
+        "the activation of experts is rounded to FP8 in a forward in BF16",
+        "torch_fp8/nn/expert_block.py",
+        "        if in_bf16:\n            a =",
+        "        if False:\n            a =",
+        f"{_TESTS}/test_bf16_forward.py",
+    ),
 ]

@@ -39,7 +39,7 @@ def _call(name, /, **wrong):
     indices = torch.zeros(2, dtype=torch.long)
     valid |= {"indices": indices.view(2, 1, 1), "optimizers": [optimizer]}
     valid |= {"model": "llama-3.2-1b" if name == "plan" else model, "optimizer": optimizer}
-    valid |= {"module": model, "ddp": model}
+    valid |= {"module": model, "ddp": model, "precision": "bf16"}
     valid |= {"hidden": torch.zeros(2, 64), "weight": torch.zeros(8, 64), "labels": indices}
     parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
     given = {p.name: valid[p.name] for p in parameters if p.default is p.empty and p.kind != 4}

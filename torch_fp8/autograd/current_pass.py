@@ -136,6 +136,19 @@ def ran_in_graph() -> bool:
     return _noted.cache_info().currsize > 0
 
 
+@functools.cache
+def warn_of_decoding() -> None:
+    """Warn once that a compiled forward of one token casts weights again and again."""
+    warnings.warn(
+        "FP8: a compiled forward of one token casts the weights of its FP8 layers for every token, "
+        "because a graph cannot tell whether a weight has changed. Declare that they do not "
+        "change, with torch_fp8.rollout(model, compiled=True); or generate without a graph, so "
+        "they are cast once (transformers: generate(disable_compile=True), as TRL does); or store "
+        "them in FP8 only, with torch_fp8.freeze(model)",
+        stacklevel=2,
+    )
+
+
 def warn_of_disabled_autocast(name: str) -> None:
     """Warn once if autocast, which the layer `name` finds off, is on around the present region.
 

@@ -19,6 +19,7 @@ from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
+from torch_fp8.conversion.forward_precision import refuse_share, unscheduled
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
 from torch_fp8.conversion.fused_layers import (
     NO_PRODUCERS,
@@ -79,13 +80,15 @@ def convert_to_float8(
     Raises:
         NothingToConvertError: no layer can run in FP8; this is a ValueError.
         ValueError: `device` cannot run the recipe (see `torch_fp8.ops.hardware.check_device`),
-            Triton finds no C compiler, or weights are sharded and Transformer Engine runs GEMMs.
+            `config.bf16_last` is a share of steps that only a Trainer knows, Triton finds no C
+            compiler, or weights are sharded and Transformer Engine runs GEMMs.
         TypeError: `model` is not a module, or `config` is not a configuration.
         ImportError: Triton, or Transformer Engine if you asked for it, is not installed.
         RuntimeError: the rank that measures for this one did not finish in time.
     """
     config = config_or_default(config)
     check_arguments(convert_to_float8, locals())
+    refuse_share(config, "convert_to_float8")
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
     if _is_te(config) and any(isinstance(p, DTensor) for p in model.parameters()):
@@ -247,6 +250,7 @@ def conversion_report(
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     twin = copy.deepcopy(model, memo)
+    config = unscheduled(config_or_default(config))
     return convert_to_float8(twin, config, device=_device_of(model) if device is None else device)
 
 

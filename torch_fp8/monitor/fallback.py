@@ -95,6 +95,7 @@ class Fallback:
             recipe = self._original[name]
             if fallen and finer is not None:
                 recipe = replace(finer, smooth=recipe.smooth)
+            recipe = replace(recipe, bf16_forward=layer.fp8.recipe.bf16_forward)
             if layer.fp8.recipe != recipe:
                 natively = runs_natively(layer.weight.device, recipe.name)
                 emulate = layer.fp8.config.emulate and not natively

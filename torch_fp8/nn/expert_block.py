@@ -34,6 +34,7 @@ from torch import Tensor
 from torch_fp8.autograd.current_pass import output_dtype, saves_nothing
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
+from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.grouped_linear_function import (
     GroupedOptions,
     multiply_rows,
@@ -48,11 +49,11 @@ from torch_fp8.ops.expert_gate import (
     scored_activation,
 )
 from torch_fp8.ops.fused_quantize import saved_stand_ins
-from torch_fp8.ops.moe_route import Route
+from torch_fp8.ops.moe_route import Route, spread_rows
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
-from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.quantizer import Quantizer, matrix
 from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.weight_half import gradient_dtype
 
@@ -159,9 +160,13 @@ class ExpertBlockFunction(torch.autograd.Function):
         x8, _, _ = Quantizer(grouped.recipe.input, OF_TENSOR)(x, rowwise=True, columnwise=False)
         assert x8 is not None
         score = F.pad(scores.reshape(-1).float(), (0, 1))[slot]  # (T, k) -> (R,)
-        rows = gather_rows(x8, token)  # (R, H)
-        h = multiply_rows(rows, first, offs, grouped, dtype, dgrad=False)  # (R, 2I)
-        del rows
+        in_bf16 = grouped.recipe.bf16_forward
+        if in_bf16:
+            h = grouped_in_bf16(spread_rows(matrix(x), token), first, offs, grouped).to(dtype)
+        else:
+            rows = gather_rows(x8, token)  # (R, H)
+            h = multiply_rows(rows, first, offs, grouped, dtype, dgrad=False)  # (R, 2I)
+            del rows
         saves = options.with_gradients and any(ctx.needs_input_grad)
         is_dropped = saves and saves_nothing()
         q, scale, *halves = expert_gate_quantize(
@@ -178,7 +183,11 @@ class ExpertBlockFunction(torch.autograd.Function):
             of_first.input(x, x8, offs, token)
             source = partial(scored_activation, h, score, offs, bias, options.form)
             of_second.input(source, a8, offs, None)
-        rows = multiply_rows(a8, second, offs, grouped, dtype, 1, dgrad=False)  # (R, H)
+        if in_bf16:
+            a = scored_activation(h, score, offs, bias, options.form)  # (R, I)
+            rows = grouped_in_bf16(a, second, offs, grouped).to(dtype)  # (R, H)
+        else:
+            rows = multiply_rows(a8, second, offs, grouped, dtype, 1, dgrad=False)  # (R, H)
         y = combine_rows(rows, row)  # (T, H)
         saved: dict[str, Any] = {}
         if saves:

@@ -114,6 +114,11 @@ class Float8Experts(FrozenStorage):
         """Set `emulate`; experts have only one recipe, frozen or not."""
         self.fp8.emulate = emulate
 
+    def run_forward(self, recipe: Recipe) -> None:
+        """Run `recipe`, which differs in `bf16_forward` alone."""
+        self._forget_caches()
+        self.fp8.recipe = recipe
+
     @property
     def fp8_weight_names(self) -> tuple[str, str]:
         return fused_names(self)

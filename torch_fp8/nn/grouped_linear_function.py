@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.current_pass import output_dtype
 from torch_fp8.autograd.function import is_returned, once_differentiable
+from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.moe_route import Route, spread_rows
@@ -177,8 +178,12 @@ class GroupedLinearFunction(torch.autograd.Function):
         assert payload is not None
         for observer in options.observers:
             observer.input(x, payload, offs, token)
-        rows = payload if token is None else gather_rows(payload, token)  # (R, K)
-        y = multiply_rows(rows, weight, offs, options, out_dtype, dgrad=False)  # (R, N)
+        if recipe.bf16_forward:
+            dense = matrix(x) if token is None else spread_rows(matrix(x), token)  # (R, K)
+            y = grouped_in_bf16(dense, weight, offs, options).to(out_dtype)
+        else:
+            rows = payload if token is None else gather_rows(payload, token)  # (R, K)
+            y = multiply_rows(rows, weight, offs, options, out_dtype, dgrad=False)  # (R, N)
         saved: dict[str, Tensor | None] = {"offs": offs, "token": token, "row": row}
         if wants_dgrad:
             saved["weight"] = weight

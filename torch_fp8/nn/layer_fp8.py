@@ -273,7 +273,7 @@ class LayerFP8:
     def begin_scope(self, layer: Any, compiled: bool) -> None:
         """Begin a scope in which nothing writes to the weight; cast it now for compiled graphs."""
         cache, weight = self.payloads, layer._parameters.get("weight")
-        if not cache.keeps_evaluation or self.recipe.smooth:
+        if not cache.keeps_evaluation or self.recipe.smooth or self.recipe.bf16_forward:
             return
         if weight is None or isinstance(weight, DTensor) or not weight.numel():  # FSDP gathers
             return

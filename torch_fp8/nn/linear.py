@@ -172,6 +172,12 @@ class Float8Layer(FrozenStorage):
     def run_recipe(self, recipe: Recipe, emulate: bool) -> None:
         self.configure(self.fp8.name, self.fp8.config, recipe, emulate)
 
+    def run_forward(self, recipe: Recipe) -> None:
+        """Run `recipe`, which differs in `bf16_forward` alone, with the state that there is."""
+        self.fp8.payloads.forget()
+        self.fp8.recipe = recipe
+        self.fp8.run_emulated(self.fp8.emulate)
+
     def drop_fp8(self) -> Any:
         """Delete the state that `configure` added; return the frozen weight's state, or None."""
         fp8: LayerFP8 | None = self.__dict__.pop("fp8", None)

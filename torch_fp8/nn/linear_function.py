@@ -8,13 +8,12 @@ Legend: M tokens, K in, N out.
 
 import functools
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import output_dtype
+from torch_fp8.autograd.current_pass import output_dtype, warn_of_decoding
 from torch_fp8.autograd.function import (
     differentiable_by,
     is_asked_for,
@@ -26,6 +25,7 @@ from torch_fp8.autograd.function import (
     shape_of_result,
     written_in_backward,
 )
+from torch_fp8.nn.bf16_forward import linear_in_bf16
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
@@ -126,18 +126,6 @@ def known_quantizers(
     return _options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
 
 
-@functools.cache
-def _warn_of_decoding() -> None:
-    warnings.warn(
-        "FP8: a compiled forward of one token casts the weights of its FP8 layers for every token, "
-        "because a graph cannot tell whether a weight has changed. Declare that they do not "
-        "change, with torch_fp8.rollout(model, compiled=True); or generate without a graph, so "
-        "they are cast once (transformers: generate(disable_compile=True), as TRL does); or store "
-        "them in FP8 only, with torch_fp8.freeze(model)",
-        stacklevel=2,
-    )
-
-
 @torch.compiler.allow_in_graph
 def linear_in_graph(
     x: Tensor,
@@ -154,7 +142,7 @@ def linear_in_graph(
             see `LinearOptions`.
     """
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
-        _warn_of_decoding()
+        warn_of_decoding()
     out_dtype = output_dtype(x)
     text, ready, training = casts
     options = _options(text, x.dtype, out_dtype, training, ready)
@@ -214,6 +202,11 @@ def _fprop(
         wgrad, fp8_wgrad: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     dtype, recipe, observer = options.out_dtype, options.recipe, quantizers.observer
+    if recipe.bf16_forward:
+        y, payloads = linear_in_bf16(
+            x, weight, bias, shape, dtype, quantizers, wgrad=wgrad, fp8_wgrad=fp8_wgrad
+        )
+        return y, CastOperands(payloads, None, None)
     if recipe.smooth:
         operands = smooth_operands(
             quantizers, x, weight, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype
@@ -231,9 +224,12 @@ def _fprop(
         # A tensorwise scale serves both layouts, so that backward need not compute it again.
         w_scale = w.scale if w.granularity == "tensorwise" else None
         operands = CastOperands(payloads, w, w_scale)
+    a, b = operands.input.rowwise, operands.weight
+    assert a is not None
+    assert b is not None
     y = scaled_matmul(  # (M, N)
-        operands.input.rowwise,  # (M, K), along K
-        operands.weight,  # (N, K), along K
+        a,  # (M, K), along K
+        b,  # (N, K), along K
         dtype,
         bias=bias,
         fast_accum=recipe.fprop.fast_accum,
@@ -339,8 +335,8 @@ class LinearFunction(torch.autograd.Function):
             grad_weight = scaled_matmul(  # (N, M) @ (K, M)^T, over the tokens
                 a, b, weight_dtype, tokens, fast_accum=fast_accum, emulate=emulate
             )
-            if recipe.smooth:
-                inverse = saved["inverse"]
+            inverse = saved.get("inverse")
+            if inverse is not None:
                 grad_weight.mul_(inverse[:, None] if for_weight.transposed else inverse)
         elif wants_wgrad:
             dense = matrix(grad_output)  # (M, N)

@@ -193,6 +193,7 @@ def _product(
         observer = observer.without_gradients(layer.training)
     needs = {"wgrad": wgrad, "fp8_wgrad": False, "dtype": dtype, "observer": observer}
     payloads = quantize_input(quantizer, x, **needs)
+    assert payloads.rowwise is not None
     fast, emulate = layer.fp8.recipe.fprop.fast_accum, layer.fp8.emulate
     bias = None if bias is None else cast(bias, dtype)
     y = scaled_matmul(payloads.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)

@@ -139,9 +139,14 @@ class OutputLayer(nn.Module):
             return None
         if in_graph:
             logits = super().forward(input)
-            graph: Any = GraphCall(self, x, "fp8" if fp8 else "bf16")
+            graph: Any = GraphCall(self, x, self._precision)
             return GraphLogits.of(logits, Recorded(graph, x, logits, logits.ndim - 1))
         return self.logits_of(x)
+
+    @property
+    def _precision(self) -> Precision:
+        is_fp8 = isinstance(self, Float8Layer) and not self.fp8.recipe.bf16_forward
+        return "fp8" if is_fp8 else "bf16"
 
     def logits_of(self, x: Tensor, autocast: dict[str, Any] | None = None) -> Tensor:
         """Return the logits of x (..., H), outside of a graph uncomputed.
@@ -153,8 +158,7 @@ class OutputLayer(nn.Module):
             with torch.autocast(**(autocast or autocast_state(x.device.type))):
                 return super().forward(x)
         head, weight = self.loss_head, self.weight
-        precision: Precision = "fp8" if isinstance(self, Float8Layer) else "bf16"
-        operands = x, weight, self.bias, precision
+        operands = x, weight, self.bias, self._precision
         call = HeadCall(head.name, *operands, head, self._product, autocast)
         sizes = *x.shape[:-1], weight.shape[0]
         return logits_of(Recorded(call, x, empty_meta(sizes, call.dtype), len(sizes) - 1))

@@ -73,6 +73,7 @@ def _expert_caches(model: nn.Module) -> list[tuple[Any, Tensor]]:
         if isinstance(module, Float8Experts) and module.fp8.config.eval_fp8 and module.runs_fp8
         for name, cache in module.fp8.caches.items()
         if cache.keeps_evaluation
+        and not module.fp8.recipe.bf16_forward
         and not cache.in_scope
         and (weight := module._parameters.get(name)) is not None
         and not isinstance(weight, DTensor)  # FSDP2 gathers it later

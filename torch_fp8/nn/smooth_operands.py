@@ -32,13 +32,14 @@ class CastOperands(NamedTuple):
 
     Attributes:
         input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.
-        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``.
+        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``; None: fprop runs in
+            BF16.
         weight_scale: () scale of w itself, for dgrad; None: the cast in dgrad computes it.
         inverse: (K,) float32, 1 / s; None: without Smooth-SwiGLU.
     """
 
     input: InputPayloads
-    weight: QuantizedTensor
+    weight: QuantizedTensor | None
     weight_scale: Tensor | None
     inverse: Tensor | None = None
 

@@ -63,6 +63,11 @@ def _contradictions(config: Any) -> Iterator[str]:
             f"save_format={config.save_format!r} cannot express recipe={config.recipe!r}; use "
             f"recipe={recipes[0]!r}, or save_format={others[0]!r}"
         )
+    if config.merge_aware and config.bf16_last:
+        yield (
+            f"merge_aware=True excludes bf16_last={config.bf16_last}: merged weights always run in "
+            "FP8; leave one of them out"
+        )
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
         yield "wgrad='bf16' excludes fast_accum=('wgrad',): that GEMM is no FP8 GEMM; leave one out"
     if config.on_alarm == config.recipe:

@@ -58,8 +58,9 @@ def option(default: Any, *, of: str = "", **rule: Any) -> Any:
     """Return the field of an option whose values `checked` checks.
 
     Args:
-        default: default value, whose type determines the valid types: a bool, an int, a tuple of
-            strings, or one of `choices`; None with `least`: an int or None.
+        default: default value, whose type determines the valid types: a bool, an int, a float (from
+            `least` to `most`), a tuple of strings, or one of `choices`; None with `least`: an int
+            or None.
         of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
             to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
             backend ``torch``, the ``monitor``.
@@ -102,6 +103,12 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
             valid = "".join(f" or {choice!r}" for choice in choices)
             raise TypeError(f"{name} must be a bool{valid}, got {value!r}")
         items = ()
+    elif isinstance(default, float):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not rule["least"] <= value <= rule["most"]:
+            raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
+        value = float(value)
     elif isinstance(default, int) or (least is not None and value is not None):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an int, got {value!r}")

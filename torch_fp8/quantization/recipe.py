@@ -64,7 +64,8 @@ class Recipe:
 
     fprop: a = input, b = weight. dgrad: a = grad_output, b = weight. wgrad: a = grad_output,
     b = input. With `smooth`, fprop's input and weight are cast with one scale per channel, computed
-    from the current tokens (`torch_fp8.ops.smooth`).
+    from the current tokens (`torch_fp8.ops.smooth`). With `bf16_forward`, fprop runs in BF16, and
+    its casts are those of backward (`torch_fp8.nn.bf16_forward`).
     """
 
     name: str
@@ -72,6 +73,7 @@ class Recipe:
     dgrad: Gemm
     wgrad: Gemm | None
     smooth: bool = False
+    bf16_forward: bool = False
 
     def __post_init__(self) -> None:
         assert self.fprop.b == self.dgrad.b, "one read of the weight serves fprop and dgrad"
@@ -102,7 +104,9 @@ class Recipe:
     def __str__(self) -> str:
         casts = f"input {self.input}, weight {self.weight}, grad_output {self.grad_output}"
         smooth = ", smooth input" if self.smooth else ""
-        return f"{self.name}: {casts}{', wgrad bf16' if self.wgrad is None else ''}{smooth}"
+        forward = ", forward bf16" if self.bf16_forward else ""
+        wgrad = ", wgrad bf16" if self.wgrad is None else ""
+        return f"{self.name}: {casts}{wgrad}{smooth}{forward}"
 
 
 _TENSOR = CastSpec(E4M3, "tensorwise")

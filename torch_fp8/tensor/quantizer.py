@@ -261,13 +261,13 @@ class InputPayloads(NamedTuple):
     """The payload of a layer's input for fprop, and the tensors saved for wgrad.
 
     Attributes:
-        rowwise: (M, K), quantized along K.
+        rowwise: (M, K), quantized along K; None: fprop runs in BF16.
         qdata, scale: tensors to save for backward, or None.
         source: object that turns the saved tensors into the wgrad payload in backward; None: the
             payload itself is saved.
     """
 
-    rowwise: QuantizedTensor
+    rowwise: QuantizedTensor | None
     qdata: Tensor | None
     scale: Tensor | None
     source: SavedInput | None

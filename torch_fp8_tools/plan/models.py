@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from torch.overrides import TorchFunctionMode
 
 from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.forward_precision import unscheduled
 from torch_fp8.conversion.freeze import freeze
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
@@ -49,7 +50,7 @@ def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn
         return model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = setup.fp8_config(level)
+        config = unscheduled(setup.fp8_config(level))
         if role in TRAINED or level == "O1":
             convert_to_float8(model, config, device="cpu")
         else:

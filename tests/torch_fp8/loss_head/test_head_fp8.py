@@ -17,7 +17,7 @@ from tests.torch_fp8.loss_head.logits_cases import (
     is_fused,
     small_chunks,
 )
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, set_forward_precision
 from torch_fp8.nn.lazy_logits import LazyLogits
 from torch_fp8.nn.output_layer import OutputLayer
 from torch_fp8.quantization.metrics import sqnr_db
@@ -182,3 +182,19 @@ def test_fake_tensors_have_the_same_gradients_without_logits(loss_head):
             loss.backward()
     assert model.lm_head.weight.grad.shape == (V, H)
     assert largest.numel < 4 * 4096 * V
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_forward_in_bf16_is_a_head_in_bf16_without_logits_in_memory(level):
+    _, in_fp8, in_bf16 = _models(level)
+    for model in (in_fp8, in_bf16):
+        config = FP8Config("tensorwise", opt_level=level)
+        convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    before = _step(in_fp8)[0]
+    for model in (in_fp8, in_bf16):
+        model.zero_grad()
+        set_forward_precision(model, "bf16")
+    (ours, largest), (theirs, _) = _step(in_fp8), _step(in_bf16)
+    assert largest < 4 * 96 * V
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    assert abs(ours - theirs) < abs(before - theirs) / 4

@@ -147,7 +147,7 @@ def test_a_graph_casts_the_weight_itself_where_it_may_change(capture, casts):
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_a_compiled_decode_reads_what_was_cast_once(casts, monkeypatch, recipe):
     said = []
-    monkeypatch.setattr(linear_function, "_warn_of_decoding", lambda: said.append(1))
+    monkeypatch.setattr(linear_function, "warn_of_decoding", lambda: said.append(1))
     model = _model(recipe)
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")

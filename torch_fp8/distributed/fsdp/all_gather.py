@@ -85,8 +85,9 @@ class WeightGather:
 
     @property
     def wanted(self) -> bool:
-        """Whether the module runs in FP8 now; otherwise it gathers in high precision."""
-        return self.module.runs_fp8 and self.exchanges["gather"]
+        """Whether the module multiplies in FP8 now; otherwise it gathers in high precision."""
+        module = self.module
+        return module.runs_fp8 and not module.fp8.recipe.bf16_forward and self.exchanges["gather"]
 
     def attach(self) -> None:
         """Have FSDP call our methods from the next all-gather on."""

@@ -176,6 +176,8 @@ def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
     """Return whether a layer exchanges its activations in FP8."""
     if not isinstance(module, Float8Linear) or not module.runs_fp8:
         return False
+    if module.fp8.recipe.bf16_forward:
+        return False
     return module.fp8.config.communication != "off"
 
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.comm_counter import count_communication
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, set_forward_precision
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.kernels.arguments import CastOptions
@@ -132,6 +132,23 @@ def case_lost():
             torch.equal(p.grad.to_local(), q.grad.to_local())
             for p, q in zip(model.parameters(), other.parameters(), strict=True)
         ),
+    ]
+    model, _ = sharded(config)
+    alone = model_of()
+    convert_to_float8(alone, config)
+    loss_of(model, batch(0)).backward()
+    for one in (model, alone):
+        one.zero_grad()
+        set_forward_precision(one, "bf16")
+    with torch.no_grad():
+        in_bf16 = model(batch(1))
+    kinds = len(weights_of(unshard(model)))
+    reshard(model)
+    loss = float(loss_of(model, batch(1)))
+    result["forward in BF16"] = [
+        torch.equal(in_bf16, exact),
+        kinds,
+        loss == float(loss_of(alone, batch(1))),
     ]
     return result
 

@@ -36,7 +36,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.comm_counter import count_communication
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import FP8Config, convert_to_float8, revert, scaling_state_dict
+from torch_fp8 import (
+    FP8Config,
+    convert_to_float8,
+    revert,
+    scaling_state_dict,
+    set_forward_precision,
+)
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.all_gather import (
     AllGatheredFloat8Tensor,
@@ -469,6 +475,8 @@ def case_layers_that_are_not_converted():
     with torch.no_grad():
         evaluated = model(part(x))
     model.train()
+    set_forward_precision(model, "bf16")
+    in_bf16 = model(part(x))
     revert(model)
     reverted = model(part(x))
     theirs = x.clone().requires_grad_()
@@ -477,6 +485,7 @@ def case_layers_that_are_not_converted():
         "skipped": db(expected, y),
         "grad": db(part(theirs.grad), mine.grad),
         "evaluated": db(expected, evaluated),
+        "forward in BF16": db(expected, in_bf16),
         "reverted": db(expected, reverted),
     }
 

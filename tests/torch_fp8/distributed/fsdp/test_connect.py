@@ -151,6 +151,11 @@ def test_an_evaluation_in_high_precision_gathers_so_and_keeps_gradients(gathers)
         assert gradients_equal
 
 
+def test_a_forward_in_bf16_gathers_weights_in_high_precision(gathers):
+    for value in gathers["lost"]:
+        assert value["forward in BF16"] == [True, 0, True]
+
+
 def test_gathers_that_no_forward_announced_have_scales_of_their_own(gathers):
     """One collective for each group of FSDP's, and never an old scale."""
     for value in gathers["without_root"]:

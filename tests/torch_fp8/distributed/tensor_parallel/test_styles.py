@@ -157,6 +157,7 @@ def test_layers_that_are_not_converted(cases):
         assert result["grad"] >= MIXED_GEMM_DB
         # bfloat16's own sums, in another order.
         assert min(result["evaluated"], result["reverted"]) >= 40
+        assert result["forward in BF16"] >= 40
 
 
 def test_a_repeated_forward_uses_the_scales_of_the_first(cases):
