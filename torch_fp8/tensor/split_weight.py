@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
@@ -100,8 +101,7 @@ class SplitWeight(SplitTensor):
         """Replace the halves by those of `x`, or by its split values. Aliases keep the old ones."""
         old = self.halves
         self.halves = x.halves if isinstance(x, SplitTensor) else Halves.of(plain(x), EXACT_BITS)
-        if old.amax is not None and self.halves.amax is None:
-            self.halves.keep_amax()
+        self.halves.keep_like(old)
 
     def become(self, x: Tensor) -> None:
         grad = self.grad
@@ -208,7 +208,11 @@ class SplitWeight(SplitTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         halves = self.halves
         names = ["high"] if halves.residual is None else ["high", "residual"]
-        return [*names, *(["fp8_amax"] if halves.amax is not None else ())], halves.bits
+        if halves.cast is not None:
+            names += ["fp8_payload", "fp8_scale"]
+        elif halves.amax is not None:
+            names += ["fp8_amax"]
+        return names, (halves.bits, halves.cast)
 
     @property
     def high(self) -> Tensor:
@@ -219,15 +223,32 @@ class SplitWeight(SplitTensor):
         return self.halves.residual
 
     @property
+    @torch.compiler.disable
     def fp8_amax(self) -> Tensor | None:
         return self.halves.current_amax()
+
+    @property
+    @torch.compiler.disable
+    def fp8_payload(self) -> Tensor | None:
+        payload = self.halves.current_payload(self.halves.cast)
+        return None if payload is None else payload.qdata
+
+    @property
+    @torch.compiler.disable
+    def fp8_scale(self) -> Tensor | None:
+        payload = self.halves.current_payload(self.halves.cast)
+        return None if payload is None else payload.scale
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "SplitWeight":
-        parts = inner["high"], inner.get("residual"), context, inner.get("fp8_amax")
-        weight = SplitWeight(Halves(*parts))
+        (bits, cast), payload = context, None
+        if cast is not None:
+            parts = inner["fp8_payload"], inner["fp8_scale"]
+            payload = QuantizedTensor(*parts, cast.spec.granularity)
+        halves = inner["high"], inner.get("residual"), bits, inner.get("fp8_amax")
+        weight = SplitWeight(Halves(*halves, cast, payload))
         weight.grad_dtype = None  # a compiled layer's gradient is BF16, too
         return weight
 
