@@ -83,4 +83,4 @@ def test_ranks_that_measured_before_there_was_a_group_do_not_train_different_fun
 def test_payloads_are_kept_on_all_ranks_or_on_none(ranks):
     kept, same = (results["payloads"] for results in ranks)
     assert kept == same
-    assert kept in (0, 3)
+    assert kept in (0, 2)  # the third is too small for two halves
