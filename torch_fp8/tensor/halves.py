@@ -4,6 +4,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,6 +167,25 @@ class Halves:
         halves = Halves(function(self.high), residual, self.bits)
         halves.keep_like(self)
         return halves
+
+    def flattened(self) -> tuple[list[str], Any]:
+        """Return names of the tensors that a graph takes as inputs, and a constant of the graph."""
+        names = ["high"] if self.residual is None else ["high", "residual"]
+        if self.cast is not None:
+            names += ["fp8_payload", "fp8_scale"]
+        elif self.amax is not None:
+            names += ["fp8_amax"]
+        return names, (self.bits, self.cast)
+
+    @staticmethod
+    def unflattened(inner: dict[str, Tensor], context: Any) -> "Halves":
+        """Return halves of the tensors and the constant of `flattened`."""
+        (bits, cast), payload = context, None
+        if cast is not None:
+            parts = inner["fp8_payload"], inner["fp8_scale"]
+            payload = QuantizedTensor(*parts, cast.spec.granularity)
+        halves = inner["high"], inner.get("residual"), bits, inner.get("fp8_amax")
+        return Halves(*halves, cast, payload)
 
     @property
     def kept(self) -> list[Tensor]:

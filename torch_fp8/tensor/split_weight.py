@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.inference import outside_inference_mode
-from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
@@ -206,13 +205,7 @@ class SplitWeight(SplitTensor):
         return memo.setdefault(id(self), _parameter(self.halves.mapped(torch.clone), self))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        halves = self.halves
-        names = ["high"] if halves.residual is None else ["high", "residual"]
-        if halves.cast is not None:
-            names += ["fp8_payload", "fp8_scale"]
-        elif halves.amax is not None:
-            names += ["fp8_amax"]
-        return names, (halves.bits, halves.cast)
+        return self.halves.flattened()
 
     @property
     def high(self) -> Tensor:
@@ -243,12 +236,7 @@ class SplitWeight(SplitTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "SplitWeight":
-        (bits, cast), payload = context, None
-        if cast is not None:
-            parts = inner["fp8_payload"], inner["fp8_scale"]
-            payload = QuantizedTensor(*parts, cast.spec.granularity)
-        halves = inner["high"], inner.get("residual"), bits, inner.get("fp8_amax")
-        weight = SplitWeight(Halves(*halves, cast, payload))
+        weight = SplitWeight(Halves.unflattened(inner, context))
         weight.grad_dtype = None  # a compiled layer's gradient is BF16, too
         return weight
 
