@@ -241,10 +241,10 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
     if variant.startswith("Transformer Engine "):
         return peers.TransformerEngine(layer, variant.removeprefix("Transformer Engine "))
     config = FP8Config(**OURS[variant])
-    if config.cache_weights:
+    if config.cache_weights is True:
         widen_linears(layer)
     convert_to_float8(layer, config)
-    if config.cache_weights:
+    if config.cache_weights is True:
         convert_optimizer(torch.optim.AdamW(layer.parameters()), config, model=layer)
     return layer
 

@@ -299,10 +299,12 @@ def build(variant: str, module: nn.Module) -> nn.Module:
     if variant.startswith("Transformer Engine "):
         return peers.TransformerEngine(module, variant.removeprefix("Transformer Engine "))
     config = FP8Config(**OURS[variant])
-    if config.cache_weights:
+    if config.cache_weights is True:
         widen_linears(module)
     convert_to_float8(module, config)
-    if config.cache_weights:  # the optimizer, which steps once per several calls, fills the caches
+    if (
+        config.cache_weights is True
+    ):  # the optimizer, which steps once per several calls, fills the caches
         optimizer = torch.optim.AdamW(module.parameters())
         convert_optimizer(optimizer, config, model=module)
     return module

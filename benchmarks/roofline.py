@@ -16,8 +16,7 @@ BF16 at 2 bytes and FP8 at 1, an amax reads 2, and a cast reads 2 and writes 1 f
                         w: as above
     rowwise             amaxes along rows and along columns, 2 each, then 4
     weights cached      w: the transposed copy of the payload, 2
-    fused               x, g: leave their producers in FP8 instead of BF16, 0; w: both layouts from
-                        the optimizer's step, 2, here of one micro-batch
+    fused               x, g: leave their producers in FP8 instead of BF16, 0; w: as above
     peers               by their sources: torchao's roofline_utils.py, Transformer Engine's
                         quantizer.cpp
 

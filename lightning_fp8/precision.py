@@ -42,11 +42,12 @@ from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.config import given_config
 from torch_fp8.conversion.forward_precision import unscheduled
 from torch_fp8.conversion.selection import NothingToConvertError
-from torch_fp8.distributed.agreement import check_same_config, in_several_ranks
+from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.optim.convert import gradients_report
 
 _summaries: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()

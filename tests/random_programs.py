@@ -39,7 +39,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
         "grad_format": (0.2, ("e4m3", "e5m2")),
         "fast_accum": (0.1, ((), ("fprop", "dgrad"))),
         "gradient_release": (0.15, (True,)),
-        "cache_weights": (0.3, (True, "both")),
+        "cache_weights": (0.3, (True,)),
         "keep_eval_weights": (0.2, (False,)),
         "update_clipping": (0.15, (True,)),
         "checkpoint_states": (0.2, ("fp8",)),

@@ -63,11 +63,13 @@ class FP8Config:
             saves 2 bytes per parameter at O2 and 1 at O3. It refuses clipping by global norm,
             accumulation over micro-batches, manual optimization and DDP. Default: ``False``.
         cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
-            writes it, to the next, instead of casting it in every forward: one more byte per
-            parameter. ``"both"`` also keeps the transpose, which backward reads: two bytes. It
-            needs float32 weights stored in two halves, because these notice each write, and makes
-            the scales of weights powers of two. Not with recipe ``delayed``; torch.compile casts
-            weights as without it. Default: ``False``.
+            writes it, to the next, instead of casting it in every forward and backward: one more
+            byte per parameter (8.1 at O2), the same bits. Graphs of torch.compile take it as an
+            input. ``"auto"`` keeps payloads that serve both passes (``tensorwise``, ``blockwise``)
+            if they are at most an eighth of the memory that is free for activations when the
+            optimizer is converted; never on the CPU. True also keeps others, for forward alone. It
+            needs float32 weights stored in two halves, because these notice each write, and no
+            delayed scaling. Default: ``"auto"``.
         keep_eval_weights (bool): keep the FP8 payload of a weight between forwards without
             gradients: one byte per parameter, while no gradients exist. In evaluation mode this
             covers weights stored in two halves. Within `torch_fp8.rollout` and transformers'
@@ -185,7 +187,7 @@ class FP8Config:
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")
     gradient_release: bool = option(False, of="optimizer adam")
-    cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
+    cache_weights: bool | str = option("auto", choices=("auto", True, False))
     keep_eval_weights: bool = option(True, of="torch")
     update_clipping: bool = option(False, of="optimizer adam")
     checkpoint_states: str = option("float32", choices=("float32", "fp8"), of="optimizer adam")

@@ -32,8 +32,9 @@ from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_flo
 BLOCKS = {"8B": (LLAMA_3_1_8B, 8192), "1B": (LLAMA_3_2_1B, 16384)}
 BF16 = "BF16"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
-O2 = ("tensorwise O2",)
-"""Recipes with float32 weights in two halves, which bring their amax."""
+PAYLOADS = " with payloads"
+O2 = ("tensorwise O2", f"tensorwise O2{PAYLOADS}", f"blockwise O2{PAYLOADS}")
+"""Recipes with float32 weights in two halves, which bring their amax, or their payload."""
 VARIANTS = (BF16, *RECIPES, *O2, "torchao tensorwise", "torchao rowwise")
 COUNTS = ("opaque", "launches", "assertions", "gb", "skip_reason")
 COLUMNS = ("block", "variant", *COUNTS, "torch", "triton", "commit", "date", "command")
@@ -63,7 +64,7 @@ class Block(nn.Module):
             layer.input_layernorm.to(torch.bfloat16)
             layer.post_attention_layernorm.to(torch.bfloat16)
             if self.mixed:
-                options = FP8Config(recipe=variant.removesuffix(" O2"))
+                options = FP8Config(recipe=variant.split()[0], cache_weights=PAYLOADS in variant)
                 convert_to_float8(layer, options)
                 optimizer = torch.optim.AdamW(layer.parameters())
                 convert_optimizer(optimizer, options, model=layer)

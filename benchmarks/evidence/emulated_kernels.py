@@ -105,9 +105,12 @@ def _optimizer() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"adamw with the amax, {weight}, {grad}", amax
     payload = partial(optimizer.check_payload, optimizer.kernel(), "cpu", shapes=[(144, 160)])
     for weight, grad in itertools.product((*low_bits, "fp32"), ("bf16", "8-bit")):
-        for granularity, transposed in itertools.product(("tensorwise", "block_128x128"), (0, 1)):
-            name = f"adamw, {weight}, {grad}, payload {granularity}{', transposed' * transposed}"
-            yield name, partial(payload, weight, granularity, bool(transposed), grad=grad)
+        for granularity, power_of_two in itertools.product(
+            ("tensorwise", "block_128x128"), (False, True)
+        ):
+            powers = ", powers of two" * power_of_two
+            name = f"adamw, {weight}, {grad}, payload {granularity}{powers}"
+            yield name, partial(payload, weight, granularity, power_of_two, grad=grad)
     for grad, coupled in itertools.product(optimizer.GRADS, (0.0, 0.1)):
         check = partial(optimizer.check_update_rms, update_rms, "cpu", grad, coupled, _MATRICES)
         yield f"size of updates, {grad}, {coupled}", check

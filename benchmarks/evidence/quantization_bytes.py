@@ -25,11 +25,12 @@ from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, read_rows, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.adamw import adamw_step
-from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
+from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix, WeightPayload
 from torch_fp8.nn.delayed_scaling import renew_scales
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.state import moment
-from torch_fp8.tensor.split_weight import SplitWeight, stored
+from torch_fp8.quantization.payload_shape import SQUARE
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of, stored
 
 TOKENS = IN = OUT = 512
 STEP_IN, STEP_OUT = (
@@ -76,9 +77,7 @@ CASES = (
     Case("training, wgrad in BF16", (("wgrad", "bf16"),)),
     Case("inference", ending="inference"),
     Case("micro-batch, payload cache", (("cache_weights", True),)),
-    Case("micro-batch, both payloads cached", (("cache_weights", "both"),)),
     Case("optimizer step, payload cache", (("cache_weights", True),), ending="step"),
-    Case("optimizer step, both payloads cached", (("cache_weights", "both"),), ending="step"),
     Case("amax given", ending="amax"),
 )
 
@@ -135,22 +134,23 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
         "amax": both_layouts,
     }
     operands = {"input": x, "gradient": grad, "weight": stored(weight)}
-    cache = linear.fp8.payloads
-    kept = [] if cache is None else cache.tensors
+    halves = halves_of(weight)
+    kept = [] if halves is None else halves.kept
     launches = count_launches(run[case.ending], **operands | {"weight": [stored(weight), *kept]})
     return launches, operands
 
 
 def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     """Return what the step of a layer's weight launches, its payload included."""
-    weight, spec, cache = linear.weight, linear.fp8.recipe.weight, linear.fp8.payloads
-    assert cache is not None
+    weight, spec = linear.weight, linear.fp8.recipe.weight
     assert isinstance(weight, SplitWeight)
-    halves = weight.halves
-    amax, new_scale = torch.zeros(4)[:1].view(()), torch.zeros(4)[:1].view(())
-    payload = cache.to_overwrite(spec, new_scale)
-    if payload is None:  # cast after the step
-        return count_launches(lambda: cache.refill(weight, spec), weight=halves.high)
+    halves, amax = weight.halves, torch.zeros(4)[:1].view(())
+    assert halves.payload is not None
+    if spec.granularity not in SQUARE:  # cast after the step
+        halves.filled = 0
+        return count_launches(lambda: halves.current_payload(halves.cast), weight=halves.high)
+    qdata, scale, granularity = halves.payload
+    payload = WeightPayload(granularity, spec.power_of_two, qdata, scale)
     matrix = WeightMatrix(
         halves.high,
         halves.residual,

@@ -48,9 +48,9 @@ def _steps(weight: str, grad: str) -> None:
     optimizer.check_steps(step, "cpu", weight, grad, **sizes)
 
 
-def _payload(granularity: Any, wrong: float | None) -> None:
+def _payload(granularity: Any, power_of_two: bool) -> None:
     step, weight = optimizer.kernel(), "bf16 with 8 bits"
-    optimizer.check_payload(step, "cpu", weight, granularity, True, wrong, [(144, 160)])
+    optimizer.check_payload(step, "cpu", weight, granularity, power_of_two, [(144, 160)])
 
 
 def _update_rms() -> None:
@@ -163,8 +163,8 @@ def families(few_rows: bool = False) -> dict[str, Callable[[], None]]:
         "losses cast": partial(losses, loss_cases.check_quantize, "plain", "plain"),
         "adamw, 8 bits": partial(_steps, "bf16 with 8 bits", "bf16"),
         "adamw, no residual and 8-bit gradients": partial(_steps, "bf16 alone", "8-bit"),
-        "adamw with a tensorwise payload": partial(_payload, "tensorwise", None),
-        "adamw with a payload of blocks": partial(_payload, "block_128x128", 0.5),
+        "adamw with a tensorwise payload": partial(_payload, "tensorwise", False),
+        "adamw with a payload of blocks": partial(_payload, "block_128x128", True),
         "size of updates": _update_rms,
         "messages": partial(_messages, None),
         "messages, stochastic": partial(_messages, messages.KEYS["stochastic"]),
@@ -217,9 +217,9 @@ def _step_values() -> None:
     for exponent in (-30, 30):
         optimizer.check_steps(step, "cpu", weight, "bf16", exponent, [(9, 64)], steps=1)
     optimizer.check_steps(step, "cpu", weight, "bf16", 0, _CORNERS, finds_amax=True)
-    for granularity, wrong in (("tensorwise", float("nan")), ("block_128x128", None)):
+    for granularity, power_of_two in (("tensorwise", True), ("block_128x128", False)):
         sizes = [(16, 160), (144, 32)]
-        optimizer.check_payload(step, "cpu", weight, granularity, False, wrong, sizes)
+        optimizer.check_payload(step, "cpu", weight, granularity, power_of_two, sizes)
 
 
 def corners() -> dict[str, Callable[[], None]]:

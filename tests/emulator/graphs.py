@@ -33,9 +33,10 @@ from tests.emulator.place import off_card
 from tests.emulator.scaled_gemm import exact_product
 from tests.emulator.steps import card
 from tests.golden.training import LLAMA, batch, llama
-from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.ops import registry
 from torch_fp8.ops import scaled_mm as products
+from torch_fp8.tensor.split_weight import halves_of
 
 
 class OnCard(Interpreter):
@@ -68,12 +69,19 @@ MODELS = {"llama": llama, "experts": experts}
 def train(case: str, visible: bool) -> tuple[dict[str, Tensor], Counter[str], Counter[str], int]:
     """Return losses and gradients, launches by kernel, our operators in graphs, and their number.
 
-    A "dynamic" case has texts of two lengths, which one graph serves. Scales of delayed scaling are
-    known, and too small for some values.
+    A "dynamic" case has texts of two lengths, which one graph serves. Weights with "payloads" bring
+    them. Scales of delayed scaling are known, and too small for some values.
     """
-    name, recipe, *dynamic = case.split()
-    lengths, model = (37, 8) if dynamic else (32,), MODELS[name]()
-    convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
+    name, recipe, *more = case.split()
+    lengths, model = (37, 8) if (dynamic := "dynamic" in more) else (32,), MODELS[name]()
+    payloads = "payloads" in more
+    level = {"opt_level": "O2", "cache_weights": True} if payloads else {"opt_level": "O1"}
+    config = FP8Config(recipe=recipe, **level)
+    convert_to_float8(model, config)
+    if payloads:
+        convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+        for halves in filter(None, map(halves_of, model.parameters())):
+            halves.current_payload(halves.cast)
     for layer in (m for m in model.modules() if isinstance(m, Float8Linear) and m.fp8.scaling):
         layer.load_scaling_state(torch.full_like(layer.scaling_state[0], 0.25), torch.empty(0))
     launches: Counter[str] = Counter()
@@ -100,7 +108,7 @@ def train(case: str, visible: bool) -> tuple[dict[str, Tensor], Counter[str], Co
         if not visible:
             stack.enter_context(mock.patch.object(registry, "is_visible", return_value=False))
         backend = aot_autograd(fw_compiler=compiler)
-        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=bool(dynamic))
+        compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
         results = {}
         for tokens in lengths:
             ids = batch(0, tokens, 0).contiguous()

@@ -9,7 +9,7 @@ KINDS = ("loss", "first grad", "last grad", "weight", "logits")
 """What is compared of a step."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient release": {"opt_level": "O3", "gradient_release": True},
-    "cached weights": {"cache_weights": "both"},
+    "cached weights": {"cache_weights": True},
     "smooth SwiGLU": {"smooth_swiglu": True},
     "wgrad in BF16": {"wgrad": "bf16"},
 }

@@ -47,7 +47,7 @@ PLAIN = {"use_reentrant": False}
 CASES = {
     **{f"{r} {level}": Case(r, level) for r in RECIPES for level in ("O1", "O2", "O3")},
     "tensorwise O3 gradient release": Case("tensorwise", "O3", {"gradient_release": True}),
-    "tensorwise O2 cached weights": Case("tensorwise", "O2", {"cache_weights": "both"}),
+    "tensorwise O2 cached weights": Case("tensorwise", "O2", {"cache_weights": True}),
     "blockwise O2 wgrad in BF16": Case("blockwise", "O2", {"wgrad": "bf16"}),
     "mxfp8 O2 activations in BF16": Case("mxfp8", "O2", {"save_activations": "bf16"}),
     "delayed O2 checkpointing": Case("delayed", "O2", checkpointing=PLAIN),

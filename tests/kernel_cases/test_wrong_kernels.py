@@ -144,7 +144,7 @@ WRONG = [
     (producers.check_swiglu, without_slot("swiglu", "swiglu_quantize"), *SWIGLU),
     (producers.check_smoothing, without_slot("smooth", "quantize_columns"), "cpu", EVEN, "nan"),
     (optimizer.check_steps, step_with_wrong_decay, *STEP),
-    (optimizer.check_payload, step, "cpu", "fp32", "tensorwise", True, None, [(16, 32)]),
+    (optimizer.check_payload, step, "cpu", "fp32", "tensorwise", True, [(16, 32)]),
     (
         optimizer.check_update_rms,
         lambda pairs: update_rms(pairs) * 1.001,

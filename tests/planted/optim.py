@@ -54,4 +54,18 @@ FAULTS = [
         "pass",
         f"{_TESTS}/test_checkpoint.py {_TESTS}/test_optimizer.py",
     ),
+    Fault(
+        "each rank decides by its own memory whether weights keep their payloads",
+        "torch_fp8/optim/kept_payloads.py",
+        'return can_ask() and answer_of_one(repr(("payloads", payloads, later)), answer) == "keep"',
+        'return can_ask() and answer() == "keep"',
+        "tests/torch_fp8/optim/test_kept_payloads.py",
+    ),
+    Fault(
+        "whether payloads fit is decided again",
+        "torch_fp8/optim/kept_payloads.py",
+        "if optimizer.fp8_payloads is None and casts:",
+        "if casts:",
+        "tests/torch_fp8/optim/test_kept_payloads.py",
+    ),
 ]

@@ -65,10 +65,49 @@ FAULTS = [
         f"{_TESTS}/test_float8_grad.py",
     ),
     Fault(
-        "the refilled payload of a weight is that of the step before",
-        "torch_fp8/tensor/payload_cache.py",
-        "            self._keep(version, *self._cast(weight, spec, self.between_steps))",
-        "            pass",
+        "the payload of a weight is that of the step before",
+        "torch_fp8/optim/step.py",
+        """            if matrix.payload is not None:
+                halves.filled = halves.version
+""",
+        "            halves.filled = halves.version\n",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "the payload of a weight is not cast again after other code has written it",
+        "torch_fp8/tensor/halves.py",
+        "return self.filled == self.version and not in_shared_memory(self.high)",
+        "return bool(self.filled) and not in_shared_memory(self.high)",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "the payload of a weight in shared memory is kept",
+        "torch_fp8/tensor/halves.py",
+        "return self.filled == self.version and not in_shared_memory(self.high)",
+        "return self.filled == self.version",
+        f"{_TESTS}/test_payload_cache.py {_TESTS}/test_shared_parts.py",
+    ),
+    Fault(
+        "a payload moves when it is cast again",
+        "torch_fp8/tensor/halves.py",
+        """            for old, new in zip(self.payload[:2], cast(self)[:2], strict=True):
+                old.data.copy_(new)
+""",
+        "            self.payload = cast(self)\n",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "backward reads a payload that was written since",
+        "torch_fp8/tensor/quantizer.py",
+        "if payload is None or cast != halves.cast or cast.flip or not halves.is_filled:",
+        "if payload is None or cast != halves.cast or cast.flip:",
+        f"{_TESTS}/test_payload_cache.py",
+    ),
+    Fault(
+        "backward transposes a weight's bytes with scales of rows",
+        "torch_fp8/ops/quantize.py",
+        "    if x.granularity not in SQUARE:\n        return None\n",
+        '    if x.granularity not in (*SQUARE, "rowwise"):\n        return None\n',
         f"{_TESTS}/test_payload_cache.py",
     ),
     Fault(

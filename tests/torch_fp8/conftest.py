@@ -83,10 +83,10 @@ def scaled_mm_calls(monkeypatch):
 @pytest.fixture
 def weight_casts(monkeypatch):
     """The shapes of what has 64 rows or more and is cast, in order: of weights."""
-    from torch_fp8.tensor import payload_cache, quantizer
+    from torch_fp8.tensor import payload_cast, quantizer
 
     shapes = []
-    for module in (quantizer, payload_cache):
+    for module in (quantizer, payload_cast):
 
         def counted(x, *args, original=module.quantize_layouts, **kwargs):
             if len(x) >= 64:

@@ -24,7 +24,7 @@ OPTIONS = {
     "O2": {},
     "O3": {"opt_level": "O3"},
     "release": {"opt_level": "O3", "gradient_release": True},
-    "cached": {"cache_weights": "both"},
+    "cached": {"cache_weights": True},
 }
 TOKENS = (32, 37, 32)
 

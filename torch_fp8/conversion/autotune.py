@@ -7,7 +7,7 @@ its BF16 time. Frozen layers are timed like trained ones, so that a model and it
 the same recipes.
 
 One rank measures for all ranks with the same kind of card
-(`torch_fp8.distributed.agreement.answer_of_one`). If a job has several kinds of cards, it fails
+(`torch_fp8.ops.one_rank.answer_of_one`). If a job has several kinds of cards, it fails
 when its ranks compare their configurations. A process that converts before a process group exists
 measures for itself, and the ranks compare their choices when the model is wrapped. If nothing is
 measured, `torch_fp8.ops.hardware.resolve_auto` decides.
@@ -33,10 +33,10 @@ from torch_fp8.conversion.layer_benchmark import (
     kept_weights,
     layer_times,
 )
-from torch_fp8.distributed.agreement import answer_of_one, can_ask, in_several_ranks
 from torch_fp8.distributed.fsdp.split_weights import fsdp_params
 from torch_fp8.distributed.tensor_parallel.styles import gathers_features
 from torch_fp8.ops.hardware import card_name, resolve_auto, runs_natively
+from torch_fp8.ops.one_rank import answer_of_one, can_ask, in_several_ranks
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 
 CANDIDATES = ("tensorwise", "rowwise", "blockwise")
@@ -124,7 +124,7 @@ def choose_recipe(
         config: options for every candidate.
         device: device on which the model will run.
     Raises:
-        RuntimeError: see `torch_fp8.distributed.agreement.answer_of_one`.
+        RuntimeError: see `torch_fp8.ops.one_rank.answer_of_one`.
     """
     default, names = resolve_auto(device), candidates(config, device)
     by_tensor = config.communication != "off" and any(map(gathers_features, layers.values()))
@@ -174,7 +174,6 @@ def recipe_of(config: FP8Config, name: str) -> Recipe:
         wgrad=config.wgrad,
         grad_format=config.grad_format,
         fast_accum=config.fast_accum,
-        power_of_two_weights=bool(config.cache_weights),
     )
 
 

@@ -26,11 +26,11 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import NO_EXPERTS, ExpertChoice, agreed_times
 from torch_fp8.conversion.expert_layers import is_batched, to_float8, to_stock
 from torch_fp8.conversion.layer_benchmark import Card, TimedPass, samples, undisturbed
-from torch_fp8.distributed.agreement import can_ask
 from torch_fp8.nn.class_swap import stock_class
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.experts_dispatch import ENTRY
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
+from torch_fp8.ops.one_rank import can_ask
 from torch_fp8.ops.scaled_grouped_mm import grouped_natively
 
 EXPERTS = 16
@@ -81,7 +81,7 @@ def choose_experts(
         config: options, with recipe ``auto``.
         device: device on which the model will run.
     Raises:
-        RuntimeError: see `torch_fp8.distributed.agreement.answer_of_one`.
+        RuntimeError: see `torch_fp8.ops.one_rank.answer_of_one`.
     """
     measured = {name: m for name, m in experts.items() if m not in _adapted(model)}
     native = config.backend == "torch" and not config.emulate and grouped_natively(device)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.payload_cache import keeps_amax
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
+from torch_fp8.tensor.payload_cast import PayloadCast
+from torch_fp8.tensor.split_weight import split_parameter
 
 WARMUP, REPETITIONS = 1, 5
 CYCLES = 2e9
@@ -48,16 +48,13 @@ class LayerShape(NamedTuple):
         return f"{self.out_features}x{self.in_features}"
 
 
-Kept = bool | str | None
-"""Cached parts of a weight between optimizer steps, as in ``FP8Config.cache_weights``.
-
-None: nothing. False: only its amax. True: its payload. ``"both"``: payload and transpose.
-"""
+Kept = bool | None
+"""What a weight keeps between optimizer steps: nothing (None), its amax (False), or its payload."""
 
 
 def kept_weights(config: FP8Config) -> Kept:
     """Return what layers cache of float32 weights under `config`; None if weights stay plain."""
-    return config.cache_weights if config.keeps_residuals else None
+    return config.cache_weights is True if config.keeps_residuals else None
 
 
 class LayerTimes(NamedTuple):
@@ -170,13 +167,9 @@ def _passes(
 
     num_out, num_in = shape.out_features, shape.in_features
     plain = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
-    weight = plain
-    if kept is not None:
-        weight = split_parameter(nn.Parameter(plain.detach().float()))
-        plain = nn.Parameter(weight.halves.high)
     bias = nn.Parameter(random(num_out)) if shape.bias else None
     x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
-    layers = [_layer(plain if r is None else weight, bias, r, kept) for r in (None, *recipes)]
+    layers = [_layer(plain, bias, recipe, kept) for recipe in (None, *recipes)]
     return [TimedPass(*pair, (x,), grad) for pair in zip(layers, (None, *recipes), strict=True)]
 
 
@@ -191,9 +184,13 @@ def _layer(
         layer.__class__ = cls
         assert isinstance(layer, Float8Linear)
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
-        layer.fp8.payloads.between_steps = kept or False  # filled by the warm-up pass
-        if kept is not None and isinstance(weight, SplitWeight) and keeps_amax(recipe.weight):
-            weight.halves.keep_amax()
+        if kept is not None:
+            split = split_parameter(nn.Parameter(weight.detach().float()))
+            layer.weight, cast = split, PayloadCast(recipe.weight)
+            if cast.needs_amax:
+                split.halves.keep_amax()
+            if kept:
+                split.halves.keep_payload(cast)  # filled by the warm-up pass
     return layer
 
 

@@ -1,7 +1,6 @@
 """Bytes per parameter: `memory_report` counts existing tensors, `expected_memory` a coming run."""
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch_fp8.quantization import linear_int8
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.formats import GROUP_SIZE
-from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
@@ -111,7 +109,7 @@ def memory_report(
     shards = map(local, counted)
     scales = [shard.scale for shard in shards if isinstance(shard, Float8FrozenWeight)]
     scales += [s for _, ss in gradients for s in ss]
-    amaxes = [h.amax for p in counted if (h := halves_of(p)) and h.amax is not None]
+    derived = [tensor for p in counted if (h := halves_of(p)) for tensor in h.kept]
     caches: list[PayloadCache] = []
     if parameters is None:
         buffers = model.named_buffers()
@@ -125,7 +123,7 @@ def memory_report(
         moments=_num_bytes(states["moments"]),
         master=_num_bytes(states["master"]),
         scales=_num_bytes([*states["scales"], *scales]),
-        caches=_num_bytes([*amaxes, *(t for cache in caches for t in cache.tensors)]),
+        caches=_num_bytes([*derived, *(t for cache in caches for t in cache.tensors)]),
     )
 
 
@@ -151,36 +149,9 @@ def expected_memory(
     for parameter in model.parameters():
         optimizer = owner.get(parameter)
         total.update(_expected(parameter, optimizer, converted=converted, summed=summed))
-    if converted:
-        layers = {m.weight: m for m in _all_of(model, Float8Layer)}
-        total["caches"] = sum(map(_cached, layers.values()))
-        total["caches"] += sum(map(_cached_experts, _all_of(model, Float8Experts)))
+        halves = halves_of(parameter) if converted else None
+        total["caches"] += 0 if halves is None else sum(tensor.nbytes for tensor in halves.kept)
     return MemoryReport(**{f.name: total[f.name] for f in dataclasses.fields(MemoryReport)})
-
-
-def _cached(layer: Float8Layer) -> int:
-    """Return the bytes kept between steps: payloads and scales if configured, and the amax."""
-    cache, halves = layer.fp8.payloads, halves_of(layer.weight)
-    amax = 4 if halves is not None and halves.amax is not None else 0
-    if not cache.num_layouts:
-        return amax
-    rows, cols = layer.weight.shape
-    granularity = layer.fp8.recipe.weight.granularity
-    layouts = [(rows, cols), (cols, rows)][: cache.num_layouts]
-    if granularity == "tensorwise":
-        return amax + len(layouts) * rows * cols + 4
-    return sum(r * c + 4 * math.prod(scale_shape(r, c, granularity)) for r, c in layouts)
-
-
-def _cached_experts(module: Float8Experts) -> int:
-    """Return the bytes of expert payloads that are kept between steps, if configured."""
-    total = 0
-    for name, cache in module.fp8.caches.items():
-        experts, rows, cols = getattr(module, name).shape
-        turned = module.is_transposed  # forward's rows are those of the weight, or its columns
-        scales = [cols, rows] if turned else [rows, cols]
-        total += sum(experts * (rows * cols + 4 * n) for n in scales[: cache.num_layouts])
-    return total
 
 
 def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:

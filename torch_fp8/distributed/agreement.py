@@ -2,7 +2,7 @@
 
 No collective is involved: a rank that never asks could be inside another one, and two versions of
 torch may not understand each other's collectives. In `meet`, the ranks of a group wait for each
-other and compare descriptions. `answer_of_one` gives all ranks the answer of one of them.
+other and compare descriptions; in `torch_fp8.ops.one_rank` they take the answer of one of them.
 
 A meeting takes a few requests per rank, however many ranks there are. Each rank counts itself, and
 the first rank with a description counts and writes it. The last rank that comes ends the meeting,
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch_fp8._version import __version__, distribution_version
 from torch_fp8.config import ENV_VAR, FP8Config
 from torch_fp8.ops.hardware import card_name
+from torch_fp8.ops.one_rank import KEY, default_store
 from torch_fp8.quantization.wording import first_of
 
-_KEY = "torch_fp8/agreement"
 _SECONDS, _SECONDS_PER_RANK = 120, 1
 _WARN_AFTER = 30
 """Seconds after which the first rank that came warns of those it waits for."""
@@ -66,14 +66,14 @@ def meet(
     Raises:
         ValueError: ranks did not come in time; the message names them.
     """
-    store = _store()
+    store = default_store()
     if store is None or dist.get_backend(group) == "fake":
         return ()
     numbers, own = dist.get_process_group_ranks(group), dist.get_rank()
     if seconds is None:
         seconds = min(_SECONDS + _SECONDS_PER_RANK * len(numbers), store.timeout.total_seconds())
     # Groups that have no rank in common may have one name.
-    meetings = dist.PrefixStore(f"{_KEY}/{group.group_name}/{numbers[0]}", store)
+    meetings = dist.PrefixStore(f"{KEY}/{group.group_name}/{numbers[0]}", store)
     store = dist.PrefixStore(str(number := meetings.add("ended", 0)), meetings)
     in_order = json.dumps(dict(description), sort_keys=True)
     digest = hashlib.sha256(in_order.encode()).hexdigest()
@@ -149,51 +149,9 @@ def _poll(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def answer_of_one(question: str, answer: Callable[[], str]) -> str:
-    """Return the result of `answer` on the first rank of the default process group that asks.
-
-    This is not a collective: some of the ranks may ask, in any order, at any time and repeatedly.
-    Other ranks wait while the first one computes the answer. In a single process, and before a
-    process group exists, each process computes its own answer.
-
-    Args:
-        question: a name for the question, equal on all ranks that share the answer.
-        answer: the function that computes the answer; only the first rank calls it.
-    Raises:
-        RuntimeError: the first rank has not answered within the process group's timeout.
-    """
-    store = _store() if in_several_ranks() else None
-    if store is None:
-        return answer()
-    key = f"{_KEY}/{hashlib.sha256(question.encode()).hexdigest()}"
-    if store.add(f"{key}/asked", 1) == 1:
-        store.set(f"{key}/answer", said := answer())
-        return said
-    try:
-        store.wait([f"{key}/answer"])
-    except RuntimeError as error:  # DistStoreError after a timeout
-        raise RuntimeError(
-            "this rank waits for a measurement that another rank did not finish within the timeout "
-            "of the process group; look for that rank's error, or set FP8Config(recipe=...), which "
-            "needs no measurement"
-        ) from error
-    return bytes(store.get(f"{key}/answer")).decode()
-
-
-def in_several_ranks() -> bool:
-    """Return whether this process trains together with other ranks."""
-    initialized = dist.is_available() and dist.is_initialized()
-    return initialized and dist.get_world_size() > 1
-
-
-def can_ask() -> bool:
-    """Return whether `answer_of_one` works here; it doesn't with MPI or a fake process group."""
-    return not in_several_ranks() or (dist.get_backend() != "fake" and _store() is not None)
-
-
 def store_timeout() -> float | None:
     """Return the timeout of the default process group's store in seconds; None without a store."""
-    store = _store()
+    store = default_store()
     return None if store is None else store.timeout.total_seconds()
 
 
@@ -225,12 +183,6 @@ def format_places(ranks: Sequence[Rank], ranks_alone: bool = False) -> str:
     text = ", ".join(f"{host} ({format_ranks(numbers)})" for host, numbers in shown)
     more = len(hosts) - len(shown)
     return f"{text} and {more} more hosts" if more else text
-
-
-def _store() -> Any:
-    """Return the default process group's store; None if its backend (MPI) has none."""
-    world = dist.group.WORLD
-    return None if world is None else world.get_group_store()
 
 
 _VERSIONS = ("torch-fp8", "torch", "Triton")

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from torch_fp8.kernels.adamw_kernels import (
     adamw_step_kernel,
-    recast_kernel,
     update_rms_kernel,
     update_squares_kernel,
 )
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix, WeightPayload
 from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.weight_cast import cast_weights_kernel
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 
@@ -42,9 +42,9 @@ GROUPS, ODD_GROUPS = 16, 2
 # needs an address and a mask in registers, so a thread has 2: with 16 the kernels spill, with 4
 # nearly.
 REGISTERS = 168
-# Registers per thread if the step writes a payload, or an amax in "rows" layout: 12 programs then
-# fit in a multiprocessor's 65536 registers. Without the limit the compiler uses up to 226. Other
-# variants need no more than this, but spill if the limit is set.
+# Registers per thread in squares, or with an amax in "rows" layout: 12 programs then fit in a
+# multiprocessor's 65536 registers. Without the limit the compiler uses up to 226. Other variants
+# need no more than this, but spill if the limit is set.
 PARTIALS = 1024
 # Partial sums added at once; a matrix of 16 million elements has this many.
 
@@ -64,7 +64,7 @@ class _Class(NamedTuple):
     layout: str
     amax: bool
     payload: str
-    transposed: bool
+    power_of_two: bool
 
     @property
     def chunk(self) -> int:
@@ -72,7 +72,8 @@ class _Class(NamedTuple):
 
     @property
     def registers(self) -> int | None:
-        return REGISTERS if self.payload or (self.amax and self.layout == "rows") else None
+        limited = self.layout == "squares" or (self.amax and self.layout == "rows")
+        return REGISTERS if limited else None
 
     @property
     def constants(self) -> dict[str, object]:
@@ -106,19 +107,18 @@ def adamw_step(
                 table,
                 chunks,
                 AMAX=kind.amax,
-                PAYLOAD=kind.payload,
-                TRANSPOSED=kind.transposed,
                 **kind.constants,
                 num_warps=1,
                 enable_fp_fusion=False,
                 maxnreg=kind.registers,
             )
-            if kind.payload == "tensorwise":
-                recast_kernel[(num_chunks,)](
+            if kind.payload:
+                cast_weights_kernel[(num_chunks,)](
                     table,
                     chunks,
                     WEIGHT=_DTYPES[kind.weight],
-                    TRANSPOSED=kind.transposed,
+                    SQUARES=kind.payload == "block_128x128",
+                    POWER_OF_TWO=kind.power_of_two,
                     GROUPS=GROUPS,
                     num_warps=1,
                     enable_fp_fusion=True,
@@ -127,13 +127,11 @@ def adamw_step(
 
 def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
     """Return whether the step can write a payload, in 128 x 128 squares and 16-byte accesses."""
-    tensors = [payload.qdata] if payload.qdata_t is None else [payload.qdata, payload.qdata_t]
-    rows, cols = matrix.weight.shape
     return (
         _class_of(matrix).layout == "flat"
-        and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        and (rows % 16 == 0 or payload.qdata_t is None)
-        and max(rows, cols) <= _LARGEST_SIDE
+        and payload.qdata.data_ptr() % 16 == 0
+        and max(matrix.weight.shape) <= _LARGEST_SIDE
+        and (matrix.amax is not None or payload.granularity == "block_128x128")
     )
 
 
@@ -203,10 +201,9 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     kind = _Class(matrix.weight.dtype, residual, grad.dtype, layout, amax, "", False)
     if matrix.payload is None:
         return kind
-    granularity, transposed = matrix.payload.granularity, matrix.payload.qdata_t is not None
     assert layout == "flat"
-    assert granularity == "block_128x128" or matrix.amax is not None
-    return kind._replace(layout="squares", payload=granularity, transposed=transposed)
+    payload, power_of_two = matrix.payload.granularity, matrix.payload.power_of_two
+    return kind._replace(layout="squares", payload=payload, power_of_two=power_of_two)
 
 
 def _tables(
@@ -282,7 +279,8 @@ def _places(
         _address(lr_multiplier),
         _address(update_rms),
         _address(matrix.amax),
-        *_payload_places(matrix.payload),
+        *((0, 0) if matrix.payload is None else map(_address, matrix.payload[2:])),
+        0,
         first_chunk,
         groups,
         *matrix.weight.shape,
@@ -305,14 +303,6 @@ def _numbers(scalars: StepScalars) -> list[float]:
         scalars.decay,
         scalars.weight_decay,
     ]
-
-
-def _payload_places(payload: WeightPayload | None) -> list[int]:
-    """Return the addresses of a payload in a `Record`."""
-    if payload is None:
-        return [0] * 5
-    places = [payload.qdata, payload.qdata_t, payload.scale, payload.new_scale, payload.scale_t]
-    return [_address(tensor) for tensor in places]
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -13,18 +13,12 @@ import triton
 import triton.language as tl
 
 from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, pointer
-from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin, square
+from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin
 from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
 from torch_fp8.kernels.fast_math import scaled_quotient, square_root
-from torch_fp8.kernels.fp8_cast import abs_bits, scale_from_amax
+from torch_fp8.kernels.fp8_cast import abs_bits
 from torch_fp8.kernels.split_float import join, split
 from torch_fp8.kernels.stochastic_rounding import random_words, second_words
-from torch_fp8.kernels.weight_cast import (
-    cast_square,
-    payload_at_origin,
-    scale_of_square,
-    store_payload,
-)
 
 
 @triton.jit
@@ -45,12 +39,10 @@ def adamw_step_kernel(
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
     AMAX: tl.constexpr,  # whether to raise the amax to that of the new weights
-    PAYLOAD: tl.constexpr,  # granularity of its scale, "tensorwise" or "block_128x128"; "": none
-    TRANSPOSED: tl.constexpr,  # whether to write the payload's transpose, too
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,  # groups of a tile
 ):
-    """Run `torch_fp8.ops.adamw.adamw_step_reference`; for payloads see `weight_cast`."""
+    """Run `torch_fp8.ops.adamw.adamw_step_reference`."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
     first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * CHUNK
     num_groups, cols = integer(record, AT.value.num_groups), integer(record, AT.value.cols)
@@ -85,11 +77,6 @@ def adamw_step_kernel(
     grad_scale_ptr = scales_at_origin(grad_scale_ptr, first, cols, LAYOUT)
     exp_avg_sq_scale_ptr = pointer(record, AT.value.exp_avg_sq_scale, tl.uint8)
     exp_avg_sq_scale_ptr = scales_at_origin(exp_avg_sq_scale_ptr, first, cols, LAYOUT)
-    if PAYLOAD != "":
-        payload_ptr, payload_t_ptr, payload_scale_ptr = _payload(
-            record, first, rows, cols, PAYLOAD, TRANSPOSED
-        )
-        payload_scale = tl.load(payload_scale_ptr)
 
     largest = tl.zeros((GROUPS, 32), dtype=tl.int32)
     for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
@@ -138,87 +125,14 @@ def adamw_step_kernel(
             tl.store(weight_ptr + position, weight, mask=mask)
             if RESIDUAL:
                 tl.store(residual_ptr + position, residual, mask=mask)
-        weight = weight.to(tl.float32)
-        if AMAX or PAYLOAD == "block_128x128":
-            largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
-        if PAYLOAD != "":
-            store_payload(
-                weight,
-                payload_scale,
-                payload_ptr,
-                payload_t_ptr,
-                local,
-                (position, mask, row, col),
-                rows,
-                cols,
-                TRANSPOSED,
-            )
+        if AMAX:
+            magnitude = abs_bits(weight.to(tl.float32))
+            largest = tl.maximum(largest, tl.where(mask, magnitude, 0))
 
     if AMAX:
         # Magnitudes compare like their bit patterns; the order of the updates does not matter.
         amax_ptr = pointer(record, AT.value.amax, tl.int32)
         tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
-    if PAYLOAD == "block_128x128":
-        scale = scale_of_square(largest)
-        if scale != payload_scale:
-            tl.debug_barrier()  # other threads read these weights again
-            cast_square(
-                weight_ptr,
-                scale,
-                payload_ptr,
-                payload_t_ptr,
-                first,
-                rows,
-                cols,
-                TRANSPOSED,
-                GROUPS,
-            )
-            tl.store(payload_scale_ptr, scale)
-            if TRANSPOSED:
-                square_row, square_col = square(first, cols // 32)
-                scale_t_ptr = pointer(record, AT.value.new_scale_t, tl.float32)
-                tl.store(scale_t_ptr + square_col * tl.cdiv(rows, 128) + square_row, scale)
-
-
-@triton.jit
-def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return pointers to a square's codes, its transposed codes and its scale."""
-    payload_ptr, payload_t_ptr = payload_at_origin(
-        pointer(record, AT.value.payload, tl.uint8),
-        pointer(record, AT.value.payload_t, tl.uint8),
-        first,
-        rows,
-        cols,
-        TRANSPOSED,
-    )
-    scale_ptr = pointer(record, AT.value.payload_scale, tl.float32)
-    if PAYLOAD == "block_128x128":
-        scale_ptr += first // 512
-    return payload_ptr, payload_t_ptr, scale_ptr
-
-
-@triton.jit
-def recast_kernel(
-    table_ptr, chunk_ptr, WEIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Store the scale of the new weights; cast them again if it differs from the old scale."""
-    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
-    first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * 512
-    amax_bits = tl.load(pointer(record, AT.value.amax, tl.int32))
-    scale = scale_from_amax(amax_bits, 448.0, True)
-    # The old scale is kept, because other programs have yet to compare with it.
-    if first == 0:
-        tl.store(pointer(record, AT.value.new_scale, tl.float32), scale)
-    if scale != tl.load(pointer(record, AT.value.payload_scale, tl.float32)):
-        rows, cols = integer(record, AT.value.rows), integer(record, AT.value.cols)
-        weight_ptr = pointer(record, AT.value.weight, WEIGHT)
-        weight_ptr = at_origin(weight_ptr, first, cols, "squares")
-        payload_ptr, payload_t_ptr, _ = _payload(
-            record, first, rows, cols, "tensorwise", TRANSPOSED
-        )
-        cast_square(
-            weight_ptr, scale, payload_ptr, payload_t_ptr, first, rows, cols, TRANSPOSED, GROUPS
-        )
 
 
 @triton.jit

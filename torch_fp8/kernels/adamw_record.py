@@ -24,11 +24,9 @@ class Record(NamedTuple):
     lr_multiplier: int  # 0: none
     update_rms: int
     amax: int  # 0: none
-    payload: int  # 0: none; the next four are 0, too
-    payload_t: int
+    payload: int  # 0: none, as the next
     payload_scale: int
-    new_scale: int
-    new_scale_t: int
+    blank: int
     first_chunk: int
     num_groups: int
     rows: int

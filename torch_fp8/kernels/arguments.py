@@ -1,6 +1,6 @@
 """The tuples of arguments that operators pass to their kernels."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,23 +144,19 @@ class GradientParts(NamedTuple):
 
 
 class WeightPayload(NamedTuple):
-    """The FP8 weight (E4M3, power-of-two scales) of the last step; the next step overwrites it.
+    """The E4M3 payload of a weight, in memory that the optimizer's step overwrites.
 
     Attributes:
         granularity: tensorwise or block_128x128.
+        power_of_two: whether scales are rounded up to powers of two.
         qdata: (R, K) codes, as in `torch_fp8.ops.quantize.QuantizedTensor`.
-        scale: float32 scale of qdata, () or (ceil(R / 128), ceil(K / 128)).
-        new_scale: output for the new scale: a second tensor for tensorwise, else `scale` itself.
-        qdata_t: (K, R) codes of the transpose, or None.
-        scale_t: (ceil(K / 128), ceil(R / 128)) scales of qdata_t for block_128x128, or None.
+        scale: float32 scale, () or (ceil(R / 128), ceil(K / 128)).
     """
 
-    granularity: Literal["tensorwise", "block_128x128"]
+    granularity: str
+    power_of_two: bool
     qdata: Tensor
     scale: Tensor
-    new_scale: Tensor
-    qdata_t: Tensor | None
-    scale_t: Tensor | None
 
 
 class WeightMatrix(NamedTuple):
@@ -176,8 +172,8 @@ class WeightMatrix(NamedTuple):
         row_length: columns of the whole matrix.
         amax: () float32 that the step raises to the amax of the new weights for their next cast;
             NaN if a weight is NaN. None: not computed.
-        payload: FP8 payload that the kernel writes; None: none. The reference does not write it, so
-            its caller has to cast the weight.
+        payload: FP8 payload that kernels write; None: none. The reference does not write it, so its
+            caller has to cast the weight.
     """
 
     weight: Tensor

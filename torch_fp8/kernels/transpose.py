@@ -14,12 +14,18 @@ BLOCK = 128
 WARPS = 8
 
 
-def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
+def transposed_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
+    """Return qdata^T in a launch that depends on `after`."""
+    return transposed_bytes(qdata, qdata.shape[0], after)
+
+
+def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -> Tensor:
     """Return qdata^T, padded with zeros to (C, `columns`), contiguous.
 
     Args:
         qdata: (R, C) of a one-byte dtype, any strides.
         columns: number of columns of the result, at least R.
+        after: a tensor that the kernel takes and does not read, or None.
     """
     x = qdata.contiguous().view(torch.uint8)
     rows, cols = x.shape
@@ -28,6 +34,7 @@ def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
         transpose_kernel[(cdiv(columns, BLOCK), cdiv(cols, BLOCK))](
             x,
             out,
+            x if after is None else after,
             rows,
             cols,
             columns,

@@ -158,13 +158,13 @@ class LayerScaling:
             else:
                 source.scale = scale
         self.ready = True
-        layer.fp8.payloads.forget_evaluation()
+        layer.fp8.payloads.forget()
 
     def forget(self, layer: Any) -> None:
         """Drop the objects derived from the buffers."""
         self._sources = None
         layer.fp8.forget_quantizers()
-        layer.fp8.payloads.forget_evaluation()
+        layer.fp8.payloads.forget()
 
     def after_move(self, layer: Any, before: Mapping[str, Tensor]) -> None:
         """Restore the buffers after ``Module._apply`` on their new device.

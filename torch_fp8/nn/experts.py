@@ -251,7 +251,7 @@ class Float8Experts(FrozenStorage):
 
     def train(self, mode: bool = True) -> "Float8Experts":
         for cache in self.fp8.caches.values() if mode else ():
-            cache.forget_evaluation()
+            cache.forget()
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

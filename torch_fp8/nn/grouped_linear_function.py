@@ -20,17 +20,18 @@ from torch_fp8.autograd.function import is_returned, once_differentiable
 from torch_fp8.nn.bf16_forward import grouped_in_bf16
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
+from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.moe_route import Route, spread_rows
 from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor, quantize_stacked
 from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec, Recipe
 from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.frozen_payload import quantize_stacked
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.quantizer import Quantizer, matrix
 from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -92,13 +93,18 @@ def weight_operand(
         dgrad: whether this is for backward.
     """
     flip = options.transposed != dgrad
-    if not options.caches:
+    if isinstance(weight, SplitWeight):
+        payload = weight.halves.current_payload(PayloadCast(options.recipe.weight, flip))
+        if payload is not None:
+            return payload
+    cache = options.caches[place] if options.caches else None
+    if cache is None or options.trains or is_capturing(weight.device):
+        if cache is not None:
+            cache.forget()  # before a new payload takes memory
         return cast_weight(weight, options, flip=flip)
-    return options.caches[place].stacked(
-        weight,
-        lambda: cast_weight(weight, options, flip=flip),
-        dgrad=dgrad,
-        trains=options.trains,
+    version = cache.version_of(weight)
+    return cache.evaluation_row(
+        version, lambda: cast_weight(weight, options, flip=flip), weight.device
     )
 
 

@@ -92,7 +92,7 @@ class LayerFP8:
         self.transposed, self.frozen = transposed, frozen
         own = config.backend == "torch"
         self.scaling = LayerScaling() if own and recipe.delayed else None
-        self.payloads = PayloadCache(transposed, own and config.keep_eval_weights)
+        self.payloads = PayloadCache(own and config.keep_eval_weights)
         self.channels = ChannelMaxima() if recipe.smooth else None
         self.observer: Any = None
         self.served: tuple[Tensor, Tensor, str] | None = None
@@ -200,7 +200,7 @@ class LayerFP8:
         It also notes that amaxes are recorded, and drops evaluation's payload before gradients.
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
-            self.payloads.forget_evaluation()
+            self.payloads.forget()
         if self.scaling is not None and self._records(layer):
             self.scaling.recorded = True
         if operands.parts is not None:

@@ -218,7 +218,7 @@ class Float8Layer(FrozenStorage):
 
     def train(self, mode: bool = True) -> "Float8Layer":
         if mode:
-            self.fp8.payloads.forget_evaluation()
+            self.fp8.payloads.forget()
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

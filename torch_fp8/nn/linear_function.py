@@ -202,15 +202,14 @@ def _fprop(
         wgrad, fp8_wgrad: see `torch_fp8.tensor.quantizer.quantize_input`.
     """
     dtype, recipe, observer = options.out_dtype, options.recipe, quantizers.observer
+    needs: dict[str, Any] = {"wgrad": wgrad, "fp8_wgrad": fp8_wgrad, "dtype": dtype}
     if recipe.bf16_forward:
         y, payloads = linear_in_bf16(
             x, weight, bias, shape, dtype, quantizers, wgrad=wgrad, fp8_wgrad=fp8_wgrad
         )
         return y, CastOperands(payloads, None, None)
     if recipe.smooth:
-        operands = smooth_operands(
-            quantizers, x, weight, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype
-        )
+        operands = smooth_operands(quantizers, x, weight, **needs)
     else:
         if gradients:  # cast the weight first, while a collective may still fill x
             w = quantizers.weight.for_fprop(weight)
@@ -218,9 +217,7 @@ def _fprop(
             w = quantizers.weight.without_gradients(weight, options.training)
         if observer is not None:
             observer.weight(weight, w)
-        payloads = quantize_input(
-            quantizers.input, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=dtype, observer=observer
-        )
+        payloads = quantize_input(quantizers.input, x, **needs, observer=observer)
         # A tensorwise scale serves both layouts, so that backward need not compute it again.
         w_scale = w.scale if w.granularity == "tensorwise" else None
         operands = CastOperands(payloads, w, w_scale)
@@ -310,13 +307,16 @@ class LinearFunction(torch.autograd.Function):
             weight_dtype = ctx.weight_dtype
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
-        if wants_dgrad:  # before reading the gradient, which a collective may still fill
-            # (K, N), along N
-            w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
+        compiling = torch.compiler.is_compiling()
+        if wants_dgrad and not compiling:  # while a collective may still fill the gradient
+            w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"))  # (K, N), along N
         # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias
         g, g_t, grad_bias = ctx.grad_output(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )
+        if g is not None and compiling:
+            after = g.scale if ctx.grad_output.source.scale is None else g.qdata
+            w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), after)
         if options.quantizers.observer is not None:
             options.quantizers.observer.backward(grad_output, g, g_t, saved.get("weight"), w)
         if g is not None:

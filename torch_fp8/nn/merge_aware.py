@@ -84,7 +84,7 @@ class MergeAware(nn.Module):
             _take(base.fp8.name, self, base)
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
-            base.fp8.payloads.forget_evaluation()
+            base.fp8.payloads.forget()
             y: Tensor = MergedLinear.apply(
                 x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
             )

@@ -83,6 +83,15 @@ def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> Quantize
     return rowwise
 
 
+def quantize_stacked(x: Tensor, spec: CastSpec) -> QuantizedTensor:
+    """Cast x (..., C) to FP8 along its last dimension; `spec` is rowwise unless x is a matrix."""
+    if x.ndim == 2:
+        return quantize(x, spec)
+    assert spec.granularity == "rowwise"
+    row = quantize(x.reshape(-1, x.shape[-1]), spec)  # (E, R, C) -> (E R, C)
+    return row._replace(qdata=row.qdata.view(x.shape), scale=row.scale.view(*x.shape[:-1], 1))
+
+
 def quantize_layouts(x: Tensor, options: CastOptions) -> Payloads:
     """Cast x and its transpose in one read.
 
@@ -136,22 +145,22 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
     return (x.qdata.float() * scale).to(dtype)
 
 
-def transposed(x: QuantizedTensor, grad_output: Tensor | None = None) -> QuantizedTensor | None:
+def transposed(x: QuantizedTensor, after: Tensor | None = None) -> QuantizedTensor | None:
     """Return x^T, (C, R) contiguous, with the same codes; None if its scales would differ.
 
     The scales are the same if each covers as many rows as columns.
 
     Args:
         x: (R, C).
-        grad_output: the gradient at the start of a backward; a compiled graph then transposes in
-            backward, and forward saves no transpose.
+        after: a tensor that backward computes; a compiled graph then transposes in backward, and
+            forward saves no transpose.
     """
     if x.granularity not in SQUARE:
         return None
     # (R / 128, C / 128) -> (C / 128, R / 128)
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
-    if grad_output is not None and torch.compiler.is_compiling():
-        qdata = transposed_in_backward(x.qdata, grad_output)
+    if after is not None:
+        qdata = transposed_in_backward(x.qdata, after)
         return QuantizedTensor(qdata, scale, x.granularity)
     columns = padded_rows(x.qdata.shape[0], x.granularity)
     return QuantizedTensor(transposed_bytes(x.qdata, columns), scale, x.granularity)

@@ -31,25 +31,21 @@ def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
     return F.pad(qdata.t().view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
-def _empty_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
-    return qdata.new_empty((qdata.shape[1], qdata.shape[0]))
+def _empty_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
+    return _empty(qdata, qdata.shape[0])
 
 
-def _on_cuda(qdata: Tensor, grad_output: Tensor) -> Tensor:
-    return transposed_bytes(qdata, qdata.shape[0])
-
-
-@operator(_empty_in_backward, cuda=_on_cuda)
-def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
+@operator(_empty_in_backward)
+def transposed_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
     """The operator ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
 
-    It depends on the gradient, so torch.compile cannot move it to forward when it partitions a
-    graph.
+    It depends on a tensor of backward, so torch.compile cannot move it to forward when it
+    partitions a graph.
 
     Args:
         qdata: (N, K), FP8.
-        grad_output: the gradient at the start of backward; not read.
+        after: a tensor that backward computes, the smaller the better; not read.
     Returns:
         (K, N), FP8.
     """
-    return qdata.t().clone(memory_format=torch.contiguous_format)
+    return transposed_bytes.reference(qdata, qdata.shape[0])

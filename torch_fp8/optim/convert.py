@@ -14,13 +14,13 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_trained, without_wrapper
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.kept_payloads import keep_payloads
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
@@ -35,7 +35,6 @@ from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.option_values import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.payload_cache import keeps_amax
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.swap import REFERRED, swappable
@@ -103,7 +102,7 @@ def convert_optimizer(
     report = OptimizerReport(
         name,
         True,
-        num_cached=_keep_weights(optimizer, model),
+        num_cached=keep_payloads(optimizer, model),
         num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
         **split,
     )
@@ -251,45 +250,6 @@ def restore_weights(optimizer: Optimizer) -> int:
     detach_hooks(optimizer)
     optimizer.fp8_layers = ()
     return join_parameters(p for _, _, p in optimizer.indexed_parameters())
-
-
-def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
-    """Let stepped weights keep their amaxes, and layers, with `cache_weights`, the FP8 payloads.
-
-    Returns:
-        The number of weights whose payloads are kept.
-    """
-    payloads = optimizer.fp8_config.cache_weights
-    if payloads and model is None:
-        raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
-    stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
-    modules = [] if model is None else list(model.modules())  # compiled modules have no truth value
-    layers = [m for m in modules if isinstance(m, Float8Layer) and m.fp8.config.backend == "torch"]
-    num_payloads = 0
-    for layer in layers:
-        cache, weight, spec = layer.fp8.payloads, layer.weight, layer.fp8.recipe.weight
-        if weight not in stepped or not isinstance(weight, SplitWeight):
-            continue
-        if keeps_amax(spec):
-            weight.halves.keep_amax()
-        if payloads:
-            cache.between_steps = payloads
-            optimizer.fp8_caches.setdefault(weight, []).append((weakref.ref(cache), spec))
-            num_payloads += 1
-    for experts in (m for m in modules if isinstance(m, Float8Experts)):
-        for name, stacked in experts.fp8.caches.items() if payloads else ():
-            parameter = experts._parameters[name]
-            if isinstance(parameter, SplitWeight) and parameter in stepped:
-                stacked.between_steps = payloads
-                num_payloads += 1
-    if payloads and not num_payloads:
-        warnings.warn(
-            f"FP8Config(cache_weights={payloads!r}) caches nothing: it needs float32 weights, "
-            "which O2 and O3 store in two halves. BF16 weights can be written without notice, and "
-            "FSDP2 gathers payloads itself. Load the model in float32, or leave cache_weights out",
-            stacklevel=3,
-        )
-    return num_payloads
 
 
 def _reason_to_leave(optimizer: Optimizer) -> str | None:

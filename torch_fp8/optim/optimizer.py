@@ -44,7 +44,6 @@ from torch_fp8.optim.state import (
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
-    Caches,
     new_small_state,
     settle_gradient,
     settle_weight,
@@ -62,11 +61,11 @@ class Float8Optimizer(ConvertedOptimizer):
     """The class that `convert_optimizer` puts in front of Adam and AdamW.
 
     Attributes:
-        fp8_caches: payload caches of the weights; empty in a copy, whose layers cast in their
-            forward.
+        fp8_payloads: whether weights keep their payloads under ``cache_weights="auto"``, decided
+            once; None: not yet.
     """
 
-    fp8_caches: Caches
+    fp8_payloads: bool | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -85,7 +84,7 @@ class Float8Optimizer(ConvertedOptimizer):
         parameters = [p for _, _, p, _ in with_grads]
         # Kernels write without torch's knowledge, and shards have their own version counters.
         # Increment the versions so that a graph which saved the old value raises an error. Payloads
-        # of the new value are cached after this.
+        # of the new value are kept after this.
         torch.autograd.graph.increment_version(parameters)
         for index, group, parameter, grad in with_grads:
             assert grad is not None
@@ -102,7 +101,7 @@ class Float8Optimizer(ConvertedOptimizer):
                 small.append((group, parameter, state))
         if large:
             torch._foreach_add_([state["step"] for *_, state in large], 1)
-        step_large(large, self.fp8_config, self.fp8_caches)
+        step_large(large, self.fp8_config)
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
 
@@ -128,7 +127,6 @@ class Float8Optimizer(ConvertedOptimizer):
     def set_config(self, config: FP8Config) -> None:
         """Set the configuration."""
         super().set_config(config)
-        self.fp8_caches = {}
         # GradScaler should unscale and check the gradients itself instead of leaving it to a fused
         # step. With gradient release no gradients are left by then, and the step raises an error.
         self._step_supports_amp_scaling = config.gradient_release
@@ -234,6 +232,6 @@ class Float8Optimizer(ConvertedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.fp8_caches = self.__dict__.get("fp8_caches", {})
-        self.__dict__.pop("fp8_ratio_layers", None)  # 0.1.0 pickled it, for moments of 4 bits
+        for name in ("fp8_caches", "fp8_ratio_layers"):  # of 0.1.0
+            self.__dict__.pop(name, None)
         self._step_supports_amp_scaling = self.fp8_config.gradient_release

@@ -1,6 +1,5 @@
 """The step of parameters: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,20 +9,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from torch_fp8.config import FP8Config
-from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
+from torch_fp8.kernels.arguments import (
+    GradientParts,
+    StepScalars,
+    WeightMatrix,
+    WeightPayload,
+)
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.gemm_operand import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
 from torch_fp8.optim.state import State, moment, small_dtype
 from torch_fp8.quantization.block_scaled import matrix_shape
-from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
-from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -35,11 +38,7 @@ Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all parameters, its group, the parameter, its state."""
 
 
-Caches = dict[Tensor, list[tuple["weakref.ref[PayloadCache]", CastSpec]]]
-"""The payload caches of each weight, one for each layer that uses it, with the layer's cast."""
-
-
-def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
+def step_large(entries: list[Entry], config: FP8Config) -> None:
     """Step parameters with 8-bit states; their ``step`` already counts this step.
 
     A weight that is not contiguous is copied, stepped and written back. These weights come last,
@@ -48,10 +47,8 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     Args:
         entries: the parameters.
         config: the optimizer's configuration.
-        caches: payload caches of weights, which are refilled from the new values.
     """
     prepared, alone = [], []
-    scales = _zeros([p for _, _, p, _ in entries if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for entry in entries:
         index, group, parameter, state = entry
@@ -65,15 +62,15 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         matrix = _matrix(
             parameter, halves, state, weight if in_place else weight.contiguous(), config
         )
-        if parameter in scales:
-            matrix = _with_payload(matrix, *_alive(caches, parameter)[0], scales[parameter])
+        if halves is not None:
+            matrix = _with_payload(matrix, halves)
         step = float(state["step"])
         if (id(group), step) not in of_groups:
             of_groups[id(group), step] = _scalars(group, step)
         keys = stream_keys(config.seed, int(step), index)
         scalars = of_groups[id(group), step]._replace(keys=keys)
         write_back = None if in_place else weight
-        prepared.append((matrix, scalars, state, write_back, parameter, halves))
+        prepared.append((matrix, scalars, state, write_back, halves))
     amaxes = [matrix.amax for matrix, *_ in prepared if matrix.amax is not None]
     if amaxes:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
@@ -82,43 +79,29 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     for matrix, _, _, write_back, *_ in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
-    for matrix, *_, parameter, halves in prepared:
+    for matrix, *_, halves in prepared:
         if halves is not None:
             halves.measured = halves.version
-        for cache, spec in _alive(caches, parameter):
-            cache.refill(parameter, spec, matrix.payload)
+            if matrix.payload is not None:
+                halves.filled = halves.version
+            halves.current_payload(halves.cast)
     for entry in alone:
-        step_large([entry], config, caches)
+        step_large([entry], config)
 
 
-def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-    """Return a float32 zero for each parameter, 16 bytes apart, with one launch per device."""
-    zeros_of: dict[Tensor, Tensor] = {}
-    for device in dict.fromkeys(local(p).device for p in parameters):
-        parameters_there = [p for p in parameters if local(p).device == device]
-        zeros = torch.zeros(len(parameters_there), 4, dtype=torch.float32, device=device)
-        zeros_of |= zip(parameters_there, zeros[:, 0].unbind(), strict=True)  # (P, 4) -> P of ()
-    return zeros_of
-
-
-def _with_payload(
-    matrix: WeightMatrix, cache: PayloadCache, spec: CastSpec, new_scale: Tensor
-) -> WeightMatrix:
-    """Let the step also write the weight's FP8 payload, if its kernel can.
-
-    Args:
-        matrix: the weight to step.
-        cache, spec: a payload cache of the weight, and its cast.
-        new_scale: () float32, memory for a tensorwise scale, aligned to 16 bytes.
-    """
-    payload = cache.to_overwrite(spec, new_scale)
-    if payload is None or matrix.weight.device.type != "cuda":
+def _with_payload(matrix: WeightMatrix, halves: Halves) -> WeightMatrix:
+    """Let the step also write the FP8 payload that a weight keeps, if its kernels can."""
+    cast, payload = halves.cast, halves.payload
+    if cast is None or payload is None or matrix.weight.device.type != "cuda":
+        return matrix
+    if cast.spec.granularity not in SQUARE or emulates_casts(matrix.weight.device):
         return matrix
     from torch_fp8.kernels.adamw import writes_payload
 
-    if emulates_casts(matrix.weight.device) or not writes_payload(matrix, payload):
-        return matrix
-    return matrix._replace(payload=payload)
+    by_step = WeightPayload(
+        payload.granularity, cast.spec.power_of_two, payload.qdata, payload.scale
+    )
+    return matrix._replace(payload=by_step) if writes_payload(matrix, by_step) else matrix
 
 
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
@@ -148,12 +131,6 @@ def _update_rms(
 
         return update_rms(entries).unbind()
     return [update_rms_reference(*entry) for entry in entries]
-
-
-def _alive(caches: Caches, parameter: Tensor) -> list[tuple[PayloadCache, CastSpec]]:
-    """Return a weight's caches whose layers still exist."""
-    pairs = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
-    return [(cache, spec) for cache, spec in pairs if cache is not None]
 
 
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:

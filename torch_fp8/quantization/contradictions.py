@@ -22,12 +22,14 @@ and the value to suggest.
 """
 _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...] = (
     ("recipe", E4M3_ONLY, "grad_format", ("e5m2",), "it takes gradients in E4M3 only"),
-    ("recipe", ("delayed",), "cache_weights", (True, "both"), "every forward changes the scales"),
+    ("recipe", ("delayed",), "cache_weights", (True,), "every forward changes the scales"),
+    ("opt_level", ("O1",), "cache_weights", (True,), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "frozen_weights", ("fp8",), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),
     ("merge_aware", (True,), "frozen_weights", ("keep",), "it merges into a base stored in FP8"),
     ("merge_aware", (True,), "eval_fp8", (False,), "merged weights always run in FP8"),
-    ("on_alarm", RECIPES, "cache_weights", (True, "both"), "that recipe casts weights differently"),
+    ("on_alarm", RECIPES, "cache_weights", (True,), "that recipe casts weights differently"),
+    ("backend", _TE, "cache_weights", (True,), "it casts weights itself"),
     ("backend", _TE, "recipe", ("rowwise",), "it has tensorwise, delayed, blockwise and mxfp8"),
     ("backend", _TE, "amax_history_len", (1,), "its histories are longer"),
 )

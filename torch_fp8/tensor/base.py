@@ -43,7 +43,7 @@ class QuantizableTensor(Tensor):
         *,
         rowwise: bool,
         columnwise: bool,
-        grad_output: Tensor | None = None,
+        after: Tensor | None = None,
     ) -> Payloads:
         """Return the requested payloads ``(rowwise, columnwise)``, each one or None.
 
@@ -51,7 +51,7 @@ class QuantizableTensor(Tensor):
             quantizer: `torch_fp8.tensor.quantizer.Quantizer` of the layer that reads this tensor.
             rowwise: whether to return the matrix (R, C) quantized along C.
             columnwise: whether to return its transpose (C, R) quantized along R.
-            grad_output: gradient at the start of a backward, if this is a weight there; see
+            after: a tensor of backward, if this is a weight there; see
                 `torch_fp8.ops.quantize.transposed`.
         """
         raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_stacked
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.halves import VERSIONS
@@ -137,15 +137,6 @@ class FrozenPayload:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenPayload":
         return self.copied()
-
-
-def quantize_stacked(x: Tensor, spec: CastSpec) -> QuantizedTensor:
-    """Cast x (..., C) to FP8 along its last dimension; `spec` is rowwise unless x is a matrix."""
-    if x.ndim == 2:
-        return quantize(x, spec)
-    assert spec.granularity == "rowwise"
-    row = quantize(x.reshape(-1, x.shape[-1]), spec)  # (E, R, C) -> (E R, C)
-    return row._replace(qdata=row.qdata.view(x.shape), scale=row.scale.view(*x.shape[:-1], 1))
 
 
 def freeze_tensor(

@@ -53,7 +53,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
         return self
 
     def quantize(
-        self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
+        self, quantizer: Any, *, rowwise: bool, columnwise: bool, after: Tensor | None = None
     ) -> Payloads:
         """Return the stored payload (R, C), and its transpose (C, R), as requested.
 
@@ -66,7 +66,7 @@ class Float8FrozenWeight(Encoded, QuantizableTensor):
                 f"{self.payload.name} is stored as FP8 with {stored.granularity} scales, but its "
                 f"layer needs {granularity}: convert the model again, or torch_fp8.thaw(model)"
             )
-        turned = transposed(stored, grad_output) if columnwise else None
+        turned = transposed(stored, after) if columnwise else None
         return stored if rowwise else None, turned
 
     def dequantize(self) -> Tensor:

@@ -4,10 +4,12 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.quantization.split_float import (
@@ -19,6 +21,7 @@ from torch_fp8.quantization.split_float import (
     split,
 )
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
+from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.shared_parts import in_shared_memory
 
 VERSIONS = itertools.count(1)
@@ -36,13 +39,22 @@ class Halves:
         version: unique number, renewed by each write.
         amax: () float32, the largest magnitude of `high` when `measured` was the version; None: no
             cast needs it. The optimizer's step raises it in place. Read it by `current_amax`.
+        cast, payload: a cast of `high`, and its result when `filled` was the version, which the
+            optimizer's step renews in place; None: it is not kept. Read it by `current_payload`.
     """
 
     def __init__(
-        self, high: Tensor, residual: Tensor | None, bits: int, amax: Tensor | None = None
+        self,
+        high: Tensor,
+        residual: Tensor | None,
+        bits: int,
+        amax: Tensor | None = None,
+        cast: PayloadCast | None = None,
+        payload: QuantizedTensor | None = None,
     ) -> None:
         self.high, self.residual, self.bits, self.amax = high, residual, bits, amax
-        self.version = self.measured = next(VERSIONS)
+        self.cast, self.payload = cast, payload
+        self.version = self.measured = self.filled = next(VERSIONS)
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
 
     @staticmethod
@@ -69,6 +81,43 @@ class Halves:
             amax.copy_(tensor_amax(self.high))
             self.measured = self.version
         return amax
+
+    def keep_payload(self, cast: PayloadCast | None) -> None:
+        """Keep the result of a cast from step to step; None: keep nothing."""
+        if cast != self.cast:
+            with torch.inference_mode(False):
+                self.payload = None if cast is None else cast.empty(self.high)
+            self.cast, self.filled = cast, 0
+
+    def current_payload(self, cast: PayloadCast | None) -> QuantizedTensor | None:
+        """Return the payload, always in the same memory, which graphs read.
+
+        Args:
+            cast: what the caller needs.
+        Returns:
+            The payload; None: it is not kept, or that of another cast is.
+        """
+        if self.payload is None or cast != self.cast:
+            return None
+        if not self.is_filled:
+            assert cast is not None
+            # Not through the tensors: a backward may have saved them, and reads both or neither.
+            for old, new in zip(self.payload[:2], cast(self)[:2], strict=True):
+                old.data.copy_(new)
+            self.filled = self.version
+        return self.payload
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the payload is a cast of the current weight."""
+        return self.filled == self.version and not in_shared_memory(self.high)
+
+    def keep_like(self, old: "Halves") -> None:
+        """Keep what the halves that these replace kept."""
+        if old.amax is not None and self.amax is None:
+            self.keep_amax()
+        if old.cast is not None and self.cast is None:
+            self.keep_payload(old.cast)
 
     def write(self, weight: Tensor) -> None:
         """Store a float32 weight exactly, with 16 residual bits."""
@@ -116,9 +165,33 @@ class Halves:
         """Return new halves, with `function` applied to each."""
         residual = None if self.residual is None else function(self.residual)
         halves = Halves(function(self.high), residual, self.bits)
-        if self.amax is not None:
-            halves.keep_amax()
+        halves.keep_like(self)
         return halves
+
+    def flattened(self) -> tuple[list[str], Any]:
+        """Return names of the tensors that a graph takes as inputs, and a constant of the graph."""
+        names = ["high"] if self.residual is None else ["high", "residual"]
+        if self.cast is not None:
+            names += ["fp8_payload", "fp8_scale"]
+        elif self.amax is not None:
+            names += ["fp8_amax"]
+        return names, (self.bits, self.cast)
+
+    @staticmethod
+    def unflattened(inner: dict[str, Tensor], context: Any) -> "Halves":
+        """Return halves of the tensors and the constant of `flattened`."""
+        (bits, cast), payload = context, None
+        if cast is not None:
+            parts = inner["fp8_payload"], inner["fp8_scale"]
+            payload = QuantizedTensor(*parts, cast.spec.granularity)
+        halves = inner["high"], inner.get("residual"), bits, inner.get("fp8_amax")
+        return Halves(*halves, cast, payload)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The tensors that follow from `high`: its amax, its payload and the payload's scale."""
+        payload = () if self.payload is None else self.payload[:2]
+        return [*([] if self.amax is None else [self.amax]), *payload]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -72,7 +72,7 @@ class LazyQuantizedTensor(QuantizableTensor):
         *,
         rowwise: bool,
         columnwise: bool,
-        grad_output: Tensor | None = None,
+        after: Tensor | None = None,
     ) -> Payloads:
         """Return the requested payloads, computed at their first use; see `LazySource`."""
         if not (rowwise or columnwise):

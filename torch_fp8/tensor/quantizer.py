@@ -16,13 +16,20 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.autograd.current_pass import is_traced, saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, quantize_layouts_and_sum
+from torch_fp8.ops.quantize import (
+    QuantizedTensor,
+    quantize_layouts,
+    quantize_layouts_and_sum,
+    transposed,
+)
 from torch_fp8.ops.registry import is_visible
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
-from torch_fp8.tensor.payload_cache import PayloadCache, cast_weight
+from torch_fp8.tensor.halves import Halves
+from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -129,7 +136,7 @@ class WeightQuantizer(NamedTuple):
 
     Attributes:
         quantizer: quantizer of the weight.
-        cache: cache of the weight's payload, or None.
+        cache: cache of the weight's payload for forwards without gradients, or None.
         transposed: whether the weight is stored as (K, N), which swaps the two payloads.
     """
 
@@ -138,17 +145,20 @@ class WeightQuantizer(NamedTuple):
     transposed: bool = False
 
     def for_fprop(self, weight: Tensor) -> QuantizedTensor:
-        """Return the weight (N, K), quantized along K: gathered, cached, or cast now."""
+        """Return the weight (N, K), quantized along K: gathered, kept, or cast now."""
         flip = self.transposed
-        cache = self._step_cache(weight)
-        if cache is not None:
-            return cache.training_row(weight, self.quantizer.spec)
-        if isinstance(weight, SplitWeight) and weight.halves.amax is not None:
-            row, col = cast_weight(weight, self.quantizer.spec, rowwise=not flip, columnwise=flip)
-        else:
-            if isinstance(weight, SplitWeight):
-                weight = weight.halves.high
-            row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
+        if isinstance(weight, SplitWeight):
+            halves, cast = weight.halves, PayloadCast(self.quantizer.spec, flip)
+            if halves.cast is not None:
+                payload = halves.current_payload(PayloadCast.of(cast.spec, flip))
+                if payload is not None and halves.cast != cast:
+                    payload = transposed(payload)
+                if payload is not None:
+                    return payload
+            if halves.amax is not None and cast.needs_amax:
+                return cast(halves)
+            weight = halves.high
+        row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
         layout = col if flip else row  # (N, K), whichever way the weight is stored
         assert layout is not None
         return layout
@@ -168,37 +178,34 @@ class WeightQuantizer(NamedTuple):
         version = cache.version_of(weight)
         return cache.evaluation_row(version, lambda: self.for_fprop(weight), weight.device)
 
-    def _step_cache(self, weight: Tensor) -> PayloadCache | None:
-        """Return the cache if it keeps this weight between optimizer steps; else None."""
-        cache = self.cache
-        if cache is None or not cache.between_steps or torch.compiler.is_compiling():
+    def _kept_for_dgrad(self, halves: Halves, after: Tensor | None) -> QuantizedTensor | None:
+        """Return the kept payload as (K, N), quantized along N; None: a cast differs from it."""
+        cast, payload = PayloadCast.of(self.quantizer.spec, self.transposed), halves.payload
+        if payload is None or cast != halves.cast or cast.flip or not halves.is_filled:
             return None
-        return cache if isinstance(weight, SplitWeight) else None
+        return payload if self.transposed else transposed(payload, after)
 
     def for_dgrad(
-        self, weight: Tensor, scale: Tensor | None, grad_output: Tensor
+        self, weight: Tensor, scale: Tensor | None, after: Tensor | None = None
     ) -> QuantizedTensor:
         """Return the transposed weight (K, N), quantized along N, for the layer's backward.
 
         Args:
             weight: weight that forward used.
             scale: () scale of the `for_fprop` payload, if one scale serves both; else None.
-            grad_output: gradient at the start of backward, on which a compiled graph makes the
-                transpose depend, so that it is made there.
+            after: see `torch_fp8.ops.quantize.transposed`.
         """
         flip = self.transposed
         if isinstance(weight, QuantizableTensor):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
-            row, col = type(weight).quantize(
-                weight, self.quantizer, **needs, grad_output=grad_output
-            )
+            row, col = type(weight).quantize(weight, self.quantizer, **needs, after=after)
         else:
-            cache = self._step_cache(weight)
-            if cache is not None and (layout := cache.col(weight)) is not None:
-                return layout
-            options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             if isinstance(weight, SplitWeight):
+                payload = self._kept_for_dgrad(weight.halves, after)
+                if payload is not None:
+                    return payload
                 weight = weight.halves.high
+            options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
         assert layout is not None

@@ -100,8 +100,7 @@ class SplitWeight(SplitTensor):
         """Replace the halves by those of `x`, or by its split values. Aliases keep the old ones."""
         old = self.halves
         self.halves = x.halves if isinstance(x, SplitTensor) else Halves.of(plain(x), EXACT_BITS)
-        if old.amax is not None and self.halves.amax is None:
-            self.halves.keep_amax()
+        self.halves.keep_like(old)
 
     def become(self, x: Tensor) -> None:
         grad = self.grad
@@ -206,9 +205,7 @@ class SplitWeight(SplitTensor):
         return memo.setdefault(id(self), _parameter(self.halves.mapped(torch.clone), self))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        halves = self.halves
-        names = ["high"] if halves.residual is None else ["high", "residual"]
-        return [*names, *(["fp8_amax"] if halves.amax is not None else ())], halves.bits
+        return self.halves.flattened()
 
     @property
     def high(self) -> Tensor:
@@ -219,15 +216,27 @@ class SplitWeight(SplitTensor):
         return self.halves.residual
 
     @property
+    @torch.compiler.disable
     def fp8_amax(self) -> Tensor | None:
         return self.halves.current_amax()
+
+    @property
+    @torch.compiler.disable
+    def fp8_payload(self) -> Tensor | None:
+        payload = self.halves.current_payload(self.halves.cast)
+        return None if payload is None else payload.qdata
+
+    @property
+    @torch.compiler.disable
+    def fp8_scale(self) -> Tensor | None:
+        payload = self.halves.current_payload(self.halves.cast)
+        return None if payload is None else payload.scale
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "SplitWeight":
-        parts = inner["high"], inner.get("residual"), context, inner.get("fp8_amax")
-        weight = SplitWeight(Halves(*parts))
+        weight = SplitWeight(Halves.unflattened(inner, context))
         weight.grad_dtype = None  # a compiled layer's gradient is BF16, too
         return weight
 

@@ -488,7 +488,7 @@ def test_sharded_weights_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_payloads_that_the_optimizer_writes_are_those_of_the_file(tmp_path, monkeypatch, recipe):
     model = tiny_llama().float().train()
-    config = FP8Config(recipe=recipe, cache_weights="both")
+    config = FP8Config(recipe=recipe, cache_weights=True)
     convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch_fp8.convert_optimizer(optimizer, config, model=model)

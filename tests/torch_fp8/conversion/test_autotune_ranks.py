@@ -78,3 +78,9 @@ def test_ranks_that_measured_before_there_was_a_group_do_not_train_different_fun
         assert "the model differs between ranks: '0' is in FP8 (rowwise) on" in said
         assert "'1' is in high precision on rank 0, in FP8 (blockwise) on rank 1" in said
         assert "after init_process_group if the recipe is 'auto'" in said
+
+
+def test_payloads_are_kept_on_all_ranks_or_on_none(ranks):
+    kept, same = (results["payloads"] for results in ranks)
+    assert kept == same
+    assert kept in (0, 2)  # the third is too small for two halves

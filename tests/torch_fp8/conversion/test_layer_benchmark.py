@@ -154,9 +154,8 @@ TRANSPOSED = {
             | {"tensorwise": [("tensorwise", False, True), ("tensorwise", True, True)]},
         ),
         (True, {"tensorwise": [], "rowwise": TRANSPOSED["rowwise"], "blockwise": []}),
-        ("both", {name: [] for name in NAMES}),
     ],
-    ids=["nothing", "amax", "payload", "both payloads"],
+    ids=["nothing", "amax", "payload"],
 )
 def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, kept, expected):
     """What is kept of it is not made again, in any pass that is timed."""

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_fp8.nn.grouped_linear_function as grouped
+import torch_fp8.tensor.payload_cast as payload_cast
 from tests.moe_experts import LAYOUTS, E, batch, experts
 from tests.steps import adamw
 from torch_fp8 import (
@@ -46,13 +47,14 @@ def _trained(layout, **options):
 @pytest.fixture
 def casts(monkeypatch):
     """Transpositions of the weights that are cast, one entry for each cast."""
-    flips, stock = [], grouped.cast_stacked
+    flips, stock = [], payload_cast.quantize_stacked
 
-    def cast_stacked(values, spec, flip):
-        flips.append(flip)
-        return stock(values, spec, flip)
+    def quantize_stacked(values, spec):
+        flips.append(not values.is_contiguous())
+        return stock(values, spec)
 
-    monkeypatch.setattr(grouped, "cast_stacked", cast_stacked)
+    for module in (grouped, payload_cast):
+        monkeypatch.setattr(module, "quantize_stacked", quantize_stacked)
     return flips
 
 
@@ -74,16 +76,14 @@ def _steps(layout, casts, **options):
 def test_kept_payloads_are_the_same_bits_and_cast_once_a_step(layout, casts):
     plain, counts = _steps(layout, casts)
     assert counts == [12, 12]  # two weights, forward and backward, three micro-batches
-    for kept, expected in ((True, 2 + 6), ("both", 4)):
-        values, counts = _steps(layout, casts, cache_weights=kept)
-        assert counts == [expected, expected]
-        assert all(map(torch.equal, values, plain))
+    values, counts = _steps(layout, casts, cache_weights=True)
+    assert counts == [2 + 6, 6]  # backward's are others; the step casts forward's
+    assert all(map(torch.equal, values, plain))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kept", [True, "both"])
-def test_bytes_are_those_that_are_expected(layout, kept):
-    module, optimizer = _trained(layout, cache_weights=kept)
+def test_bytes_are_those_that_are_expected(layout):
+    module, optimizer = _trained(layout, cache_weights=True)
     expected = expected_memory(module, [optimizer])
     _forward(module).float().square().mean().backward()
     optimizer.step()
@@ -91,7 +91,7 @@ def test_bytes_are_those_that_are_expected(layout, kept):
     report = memory_report(module, optimizer)
     assert report.caches == expected.caches > 0
     numel = sum(p.numel() for p in module.parameters() if p.ndim == 3)
-    assert report.caches < (2 if kept == "both" else 1) * numel * 1.1
+    assert report.caches < numel * 1.1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -173,15 +173,17 @@ def test_plain_weights_keep_nothing_in_training():
     assert memory_report(module).caches == 0
 
 
-def test_copies_files_moves_and_frozen_weights_keep_nothing():
-    module, _ = _trained("plain", cache_weights="both")
+def test_files_and_frozen_weights_keep_nothing_and_copies_their_own():
+    module, _ = _trained("plain", cache_weights=True)
     _forward(module).float().sum().backward()
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert not memory_report(twin).caches
-        assert not any(cache.between_steps for cache in twin.fp8.caches.values())
-    assert memory_report(module).caches
+    assert not memory_report(pickle.loads(pickle.dumps(module))).caches
+    twin, kept = copy.deepcopy(module), memory_report(module).caches
+    assert memory_report(twin).caches == kept
+    with torch.no_grad():
+        twin.down_proj.neg_()
+    assert not torch.equal(_forward(twin), _forward(module))
     module.to("cpu")
-    assert not memory_report(module).caches
+    assert memory_report(module).caches == kept
     frozen = _experts("plain").requires_grad_(False)
     convert_to_float8(frozen, FP8Config(recipe="rowwise"))
     freeze(frozen)

@@ -260,7 +260,8 @@ def test_sizes_that_are_no_whole_blocks_are_skipped_and_tokens_are_padded(te, mo
         ({"recipe": "rowwise"}, "excludes recipe='rowwise': it has tensorwise, delayed"),
         ({"recipe": "delayed", "amax_history_len": 1}, "amax_history_len=1"),
         ({"wgrad": "bf16", "emulate": True}, "excludes wgrad, emulate; use backend='torch'"),
-        ({"fast_accum": (), "cache_weights": True}, "excludes fast_accum, cache_weights;"),
+        ({"fast_accum": ()}, "excludes fast_accum;"),
+        ({"cache_weights": True}, "excludes cache_weights=True: it casts weights itself"),
     ],
     ids=str,
 )

@@ -114,7 +114,7 @@ def _written(model, received):
 
 @pytest.mark.parametrize(
     ("recipe", "cache"),
-    [("tensorwise", False), ("tensorwise", True), ("rowwise", True), ("blockwise", "both")],
+    [("tensorwise", False), ("tensorwise", True), ("rowwise", True), ("blockwise", True)],
 )
 def test_nothing_is_cached_of_a_weight_that_another_process_trains(cache, recipe):
     """The received model has its own versions, as in another process."""

@@ -24,10 +24,10 @@ from torch_fp8.distributed.fsdp.split_weights import renew_unsharded
 from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor, quantize_stacked
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.frozen_payload import FrozenPayload, quantize_stacked
+from torch_fp8.tensor.frozen_payload import FrozenPayload
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 

@@ -64,12 +64,12 @@ class UnshardedFloat8Weight(QuantizableTensor):
         return self
 
     def quantize(
-        self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
+        self, quantizer: Any, *, rowwise: bool, columnwise: bool, after: Tensor | None = None
     ) -> Payloads:
         """Return the gathered payloads."""
         spec = quantizer.spec
         row = gathered_rowwise(self, spec)
-        col = transposed_or_recast(row, spec, grad_output) if columnwise else None
+        col = transposed_or_recast(row, spec, after) if columnwise else None
         return row if rowwise else None, col
 
     def before_cast(
@@ -164,7 +164,7 @@ def gathered_rowwise(weight: UnshardedFloat8Weight, spec: CastSpec) -> Quantized
 
 
 def transposed_or_recast(
-    row: QuantizedTensor, spec: CastSpec, grad_output: Tensor | None = None
+    row: QuantizedTensor, spec: CastSpec, after: Tensor | None = None
 ) -> QuantizedTensor:
     """Return the transpose (C, R), quantized along R, of (R, C) quantized along C.
 
@@ -175,9 +175,9 @@ def transposed_or_recast(
     Args:
         row: the gathered payload.
         spec: the cast that made it.
-        grad_output: the gradient in a backward; see `torch_fp8.ops.quantize.transposed`.
+        after: a tensor of backward; see `torch_fp8.ops.quantize.transposed`.
     """
-    same = transposed(row, grad_output)
+    same = transposed(row, after)
     if same is not None:
         return same
     # BF16 holds 4 significant bits times a power of two exactly.

@@ -211,7 +211,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         return transposed_or_recast(self.rowwise(), self.gather.spec)
 
     def quantize(
-        self, quantizer: Any, *, rowwise: bool, columnwise: bool, grad_output: Tensor | None = None
+        self, quantizer: Any, *, rowwise: bool, columnwise: bool, after: Tensor | None = None
     ) -> Payloads:
         """Return the gathered payloads, whatever scale the layer would use."""
         return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None

@@ -19,16 +19,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion import autotune, layer_benchmark
 from torch_fp8.conversion.autotune import layer_shapes
-from torch_fp8.distributed.agreement import answer_of_one, can_ask
 from torch_fp8.distributed.ddp.wrap import connect_ddp
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
 )
+from torch_fp8.ops.one_rank import answer_of_one, can_ask
+from torch_fp8.optim import kept_payloads
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 FASTEST = ("rowwise", "blockwise")[RANK]  # by this rank's clock
@@ -96,6 +97,15 @@ def step(net):
     return all(bool(g.isfinite().all()) for g in grads), report.num_gathers
 
 
+def payloads():
+    """How many payloads of weights are kept where one rank has no memory for them."""
+    kept_payloads.free_bytes = lambda device: (1 - RANK) << 40
+    net, config = model(), FP8Config(recipe="tensorwise")
+    convert_to_float8(net, config)
+    optimizer = torch.optim.AdamW(net.parameters())
+    return convert_optimizer(optimizer, config, model=net).num_cached
+
+
 def slow_answer():
     time.sleep(6)
     return "late"
@@ -127,6 +137,7 @@ def main():
     if RANK == 1:
         results["alone"] = choice(nn.Linear(64, 112))
     results["stages"] = choice(nn.Linear(64, 128) if RANK == 0 else nn.Linear(64, 144))
+    results["payloads"] = payloads()
     for name, data, tensor in (("fsdp", RANKS, 1), ("tensor", 1, RANKS)):
         net = sharded(data, tensor)
         results[name] = choice(net, tokens=64)

@@ -1,0 +1,119 @@
+"""``cache_weights="auto"``: payloads are kept where memory allows, and the bits are the same."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
+from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.ops import one_rank
+from torch_fp8.optim import kept_payloads
+
+NUMEL = 2 * 128 * 192
+PAYLOADS = NUMEL + 2 * 4  # with a scale each
+LATER = 4 * (NUMEL + 128 + 192)
+NEEDED = 8 * PAYLOADS + LATER
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Set the bytes that a device has free."""
+
+    def set_free(num_bytes):
+        monkeypatch.setattr(kept_payloads, "free_bytes", lambda device: num_bytes)
+
+    return set_free
+
+
+def _converted(**options):
+    torch.manual_seed(0)
+    config = FP8Config(**{"recipe": "tensorwise", **options})
+    model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, convert_optimizer(optimizer, config, model=model)
+
+
+def _trained(**options):
+    model, optimizer, _ = _converted(**options)
+    for seed in range(4):
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).float().square().mean().backward()
+        if seed % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_nothing_is_kept_on_the_cpu():
+    model, optimizer, report = _converted()
+    assert report.num_cached == 0
+    assert "cached" not in str(report)
+    assert "caches" not in expected_bytes_per_param(model, [optimizer])
+
+
+@pytest.mark.parametrize(("less", "kept"), [(0, 2), (1, 0)])
+def test_payloads_are_kept_if_activations_have_eight_times_their_bytes(free, less, kept):
+    free(NEEDED - less)
+    model, optimizer, report = _converted()
+    assert report.num_cached == kept
+    assert ("2 cached weight payloads" in str(report)) == bool(kept)
+    assert ("caches 0.99" in expected_bytes_per_param(model, [optimizer])) == bool(kept)
+    assert (memory_report(model, optimizer).caches >= PAYLOADS) == bool(kept)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_the_bits_are_the_same_either_way(free, recipe):
+    cast = _trained(recipe=recipe)
+    free(1 << 40)
+    assert all(map(torch.equal, cast, _trained(recipe=recipe)))
+    assert all(map(torch.equal, cast, _trained(recipe=recipe, cache_weights=True)))
+    assert all(map(torch.equal, cast, _trained(recipe=recipe, cache_weights=False)))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"recipe": "rowwise"}, 0),  # it serves forward alone
+        ({"recipe": "delayed"}, 0),  # every forward changes the scales
+        ({"cache_weights": False}, 0),
+        ({"opt_level": "O1"}, 0),
+        ({"recipe": "rowwise", "cache_weights": True}, 2),
+    ],
+    ids=str,
+)
+def test_what_is_kept_where_there_is_memory(free, options, kept):
+    free(1 << 40)
+    assert _converted(**options)[2].num_cached == kept
+
+
+def test_a_decision_stays(free):
+    free(NEEDED)
+    model, optimizer, _ = _converted()
+    memory = [t.data_ptr() for p in model.parameters() if p.ndim > 1 for t in p.halves.kept]
+    config = FP8Config(recipe="tensorwise")
+    free(0)
+    for again in (config, dataclasses.replace(config, seed=1)):
+        assert convert_optimizer(optimizer, again, model=model).num_cached == 2
+    kept = [t.data_ptr() for p in model.parameters() if p.ndim > 1 for t in p.halves.payload[:2]]
+    assert set(kept) <= set(memory)
+    without = dataclasses.replace(config, cache_weights=False)
+    assert convert_optimizer(optimizer, without, model=model).num_cached == 0
+    assert memory_report(model).caches == 8  # amaxes
+
+
+@pytest.mark.parametrize("first", [0, NEEDED])
+def test_ranks_take_the_answer_of_the_first(free, first, monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(one_rank, "default_store", lambda: store)
+    monkeypatch.setattr(one_rank, "in_several_ranks", lambda: True)
+    monkeypatch.setattr(kept_payloads, "can_ask", lambda: True)
+    reports = []
+    for num_bytes in (first, NEEDED - first):
+        free(num_bytes)
+        reports.append(_converted()[2].num_cached)
+    assert reports == [2 if first else 0] * 2

@@ -1,0 +1,108 @@
+"""What stepped weights keep for their casts; the rule of ``FP8Config(cache_weights="auto")``.
+
+A weight in two halves keeps its amax if a cast needs it, and its FP8 payload (`Halves.payload`) if
+`cache_weights` says so. ``"auto"`` keeps payloads that serve forward and backward, if their bytes
+are at most an eighth of the memory that is free for activations: what is free when the optimizer is
+converted, without the gradients and moments that training adds. One rank decides for all ranks with
+the same weights. Either way training computes the same bits. On the CPU, where casts are emulated,
+nothing is gained, and ``"auto"`` keeps nothing.
+"""
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.one_rank import answer_of_one, can_ask
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.tensor.halves import Halves
+from torch_fp8.tensor.payload_cast import PayloadCast
+from torch_fp8.tensor.split_weight import SplitWeight
+
+SHARE = 8
+"""Activations have at least this many times the bytes of the payloads."""
+LATER_BYTES = 4
+"""Bytes for each parameter that exist after the first step: a BF16 gradient and 8-bit moments."""
+
+
+def keep_payloads(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
+    """Let stepped weights keep their amaxes and, by `cache_weights`, their FP8 payloads.
+
+    Returns:
+        The number of weights whose payloads are kept.
+    """
+    option = optimizer.fp8_config.cache_weights
+    if option is True and model is None:
+        raise ValueError("FP8Config(cache_weights=True) needs the model: pass model=")
+    casts = _casts(optimizer, model)
+    for halves, cast in casts.items():
+        if cast.needs_amax:
+            halves.keep_amax()
+    if option == "auto":
+        casts = {halves: cast for halves, cast in casts.items() if cast.serves_backward}
+        if optimizer.fp8_payloads is None and casts:
+            optimizer.fp8_payloads = payloads_fit(casts, optimizer)
+        option = optimizer.fp8_payloads or False
+    for halves, cast in casts.items():
+        halves.keep_payload(cast if option else None)
+    if option and not casts:
+        warnings.warn(
+            "FP8Config(cache_weights=True) caches nothing: it needs float32 weights, "
+            "which O2 and O3 store in two halves. BF16 weights can be written without notice, and "
+            "FSDP2 gathers payloads itself. Load the model in float32, or leave cache_weights out",
+            stacklevel=3,
+        )
+    return len(casts) if option else 0
+
+
+def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, PayloadCast]:
+    """Return how layers cast the stepped weights that are stored in two halves."""
+    stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
+    casts: dict[Halves, PayloadCast] = {}
+    modules = [] if model is None else list(model.modules())  # compiled modules have no truth value
+    for module in modules:
+        if isinstance(module, Float8Layer) and module.fp8.config.backend == "torch":
+            transposed, weights = type(module).fp8_transposed, [module.weight]
+        elif isinstance(module, Float8Experts):
+            transposed, weights = module.is_transposed, list(module.fp8_weights)
+        else:
+            continue
+        cast = PayloadCast.of(module.fp8.recipe.weight, transposed)
+        for weight in weights:
+            if isinstance(weight, SplitWeight) and weight in stepped and not cast.spec.delayed:
+                casts.setdefault(weight.halves, cast)
+    return casts
+
+
+def payloads_fit(casts: Mapping[Halves, PayloadCast], optimizer: Optimizer) -> bool:
+    """Return whether the payloads fit beside the rest of training, by one rank's free memory.
+
+    Args:
+        casts: the weights and their casts.
+        optimizer: the optimizer that trains them, and perhaps other parameters.
+    """
+    payloads = sum(cast.num_bytes(halves) for halves, cast in casts.items())
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    later = LATER_BYTES * sum(p.numel() for p in trained)
+    device = next(iter(casts)).high.device
+
+    def answer() -> str:
+        return "keep" if SHARE * payloads <= free_bytes(device) - later else "cast"
+
+    return can_ask() and answer_of_one(repr(("payloads", payloads, later)), answer) == "keep"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a CUDA device that nobody uses, or that torch's allocator holds unused.
+
+    It is 0 on other devices.
+    """
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
