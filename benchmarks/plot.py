@@ -390,7 +390,8 @@ PICTURES: dict[str, tuple[str, list[Panels]]] = {
             differences(group)
             for group in (
                 *("reference", "one rounding alone", "all but one rounding", "where it rounds"),
-                *("how it rounds", "the field", "the last steps' forward in BF16", "cures"),
+                *("how it rounds", "the field", "the last steps' forward in BF16"),
+                *("values in BF16", "cures"),
             )
         ],
     ),
