@@ -260,21 +260,24 @@ def differences(group: str) -> Panels:
 
     def panels(rows: Rows) -> Iterator[Panel]:
         values: dict[str, dict[str, list[float]]] = {}
+        models = list(dict.fromkeys(row["model"] for row in rows))
         for row in rows:
             if row["group"] == group and row["run"] != "bf16":
                 of_run = values.setdefault(row["run"], {})
                 of_run.setdefault(row["model"], []).append(100 * float(row["rel_diff"]))
         if values:
-            yield Panel(group, functools.partial(plot, values), height=len(values))
+            yield Panel(group, functools.partial(plot, values, models), height=len(values))
 
-    def plot(values: dict[str, dict[str, list[float]]], axis: Any, _: Rows) -> None:
+    def plot(
+        values: dict[str, dict[str, list[float]]], models: list[str], axis: Any, _: Rows
+    ) -> None:
         for i, of_run in enumerate(values.values()):
             means = [statistics.mean(seeds) for seeds in of_run.values()]
             spreads = [statistics.variance(v) / len(v) for v in of_run.values() if len(v) > 1]
             mean, error = statistics.mean(means), math.sqrt(sum(spreads)) / len(means)
             axis.barh(i, mean, xerr=error, color=COLOURS[5], capsize=3)
             for model, value in zip(of_run, means, strict=True):
-                j = list(dict.fromkeys(m for v in values.values() for m in v)).index(model)
+                j = models.index(model)
                 style = {"color": COLOURS[j], "marker": MARKS[j], "linestyle": "", "ms": 4}
                 axis.plot(value, i, label=model, **style)
         axis.set_yticks(range(len(values)), list(values), fontsize=8)
@@ -390,7 +393,8 @@ PICTURES: dict[str, tuple[str, list[Panels]]] = {
             differences(group)
             for group in (
                 *("reference", "one rounding alone", "all but one rounding", "where it rounds"),
-                *("how it rounds", "the field", "the last steps' forward in BF16", "cures"),
+                *("how it rounds", "the field", "the last steps' forward in BF16"),
+                *("values in BF16", "cures"),
             )
         ],
     ),

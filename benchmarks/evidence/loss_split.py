@@ -37,7 +37,7 @@ from benchmarks import peers
 from benchmarks.evidence import small_models_loss as small
 from benchmarks.plot import draw
 from benchmarks.rows import add_csv, append_rows, tell_kept
-from torch_fp8 import FP8Config
+from torch_fp8 import Float8Linear, FP8Config, set_forward_precision
 from torch_fp8.conversion.forward_precision import LastSteps
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
@@ -51,6 +51,7 @@ SIX = (
     *("wgrad.grad", "wgrad.input"),
 )
 OUTPUT = r"\.(o|o_proj|out_proj|out_lin)$"
+VALUES = r"\.v(_proj|_lin)?$"
 ATTENTION = r"[aA]ttn|[aA]ttention"
 MLP = r"mlp|DenseReluDense|ffn|experts"
 BLOCK = 128
@@ -299,9 +300,23 @@ def _schedule(share: float, model: nn.Module) -> Callable[[int], None]:
     return before
 
 
+def _values(model: nn.Module) -> Callable[[int], None]:
+    """Return a function that runs the forward of values in BF16, and their backward in FP8."""
+
+    def before(left: int) -> None:
+        for name, module in model.named_modules():
+            if re.search(VALUES, name) and isinstance(module, Float8Linear):
+                set_forward_precision(module, "bf16")
+
+    return before
+
+
+_IN_BF16 = FP8Config(skip=("lm_head", "v_proj", "v_lin", "v"))
+"""Values in BF16; ``v`` is T5's name."""
 FORWARD = SIX[:2]
 REFERENCE, ALONE, LEFT_OUT = "reference", "one rounding alone", "all but one rounding"
 HOW, WHERE, FIELD, CURE = "how it rounds", "where it rounds", "the field", "cures"
+LAYERS = "values in BF16"
 OPTION, OTHERS = "the last steps' forward in BF16", "other options of this package"
 RULES = "layers in BF16, eight blocks"
 
@@ -324,6 +339,11 @@ RUNS: dict[str, dict[str, Run]] = {
         "O2, bf16_last=0.1": _bf16_last(0.1),
         "O2, bf16_last=0.05": _bf16_last(0.05),
     },
+    LAYERS: {
+        "O2, forward of values in BF16": (FP8Config(), FP8Config(), _values),
+        "O2, values in BF16": (_IN_BF16, _IN_BF16),
+        "O2, values in BF16, bf16_last=0.1": (*(_IN_BF16, _IN_BF16), _bf16_last(0.1)[2]),
+    },
     HOW: {
         "scales of rows": Rounding(scale="row", gradients=E4M3),
         "scales of rows, gradients E5M2": Rounding(scale="row"),
@@ -342,6 +362,8 @@ RUNS: dict[str, dict[str, Run]] = {
         "forward of the last 20 % in BF16": Rounding(last=_steps(0.2)),
         "forward of the last 10 % in BF16": Rounding(last=_steps(0.1)),
         "forward of the last 5 % in BF16": Rounding(last=_steps(0.05)),
+        "values in BF16": Rounding(other=VALUES),
+        "values and attention's output in BF16": Rounding(other=f"{VALUES}|{OUTPUT}"),
         "second term of the weight": Rounding(second=("fprop.weight",)),
         "second term of the input": Rounding(second=("fprop.input",)),
         "second terms of both": Rounding(second=FORWARD),
@@ -359,7 +381,7 @@ RUNS: dict[str, dict[str, Run]] = {
         "attention alone": Rounding(layers=ATTENTION),
         "MLPs alone": Rounding(layers=MLP),
         "queries and keys alone": Rounding(layers=r"\.[qk](_proj|_lin)?$"),
-        "values alone": Rounding(layers=r"\.v(_proj|_lin)?$"),
+        "values alone": Rounding(layers=VALUES),
         "saved by norms, alone": _save_norms,
         "O2, norms and MLPs save BF16": (FP8Config(save_activations="bf16"), FP8Config()),
     },
@@ -381,7 +403,7 @@ DEEP_RUNS: dict[str, Run] = {
 }
 CONTROLS = {
     **dict.fromkeys((LEFT_OUT, CURE, HOW, FIELD, WHERE, RULES), "all six"),
-    **dict.fromkeys((OPTION, OTHERS), "O2"),
+    **dict.fromkeys((OPTION, OTHERS, LAYERS), "O2"),
 }
 """The run to which a group's runs are compared."""
 SIX_SEEDS = (
@@ -396,6 +418,10 @@ NOT_OF = {
     ("mamba", "MLPs alone"),
     ("mamba", "queries and keys alone"),
     ("mamba", "values alone"),
+    *(
+        ("mamba", run)
+        for run in ("values in BF16", "O2, values in BF16", "O2, forward of values in BF16")
+    ),
 }
 """Runs that are BF16 or `all six` in these models."""
 
