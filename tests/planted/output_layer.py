@@ -5,7 +5,6 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/loss_head"
 _READS, _LOSSES = f"{_TESTS}/test_logits_reads.py", f"{_TESTS}/test_logits_losses.py"
 _GRAPHS = f"{_TESTS}/test_head_compiled.py"
-_GRAPH_HOSTS = f"{_TESTS}/test_head_compiled_hosts.py"
 FAULTS = [
     Fault(
         "logits are computed in the grad mode of their reader",
@@ -117,7 +116,7 @@ FAULTS = [
         "torch_fp8/nn/deferred_logits.py",
         "self.layer.logits_of(self.hidden, self.autocast)",
         "self.layer.logits_of(self.hidden)",
-        _GRAPH_HOSTS,
+        _GRAPHS,
     ),
     Fault(
         "a model that another wrapper compiles returns hidden states",

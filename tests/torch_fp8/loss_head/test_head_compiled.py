@@ -128,6 +128,18 @@ def test_returned_logits_are_uncomputed_tensors():
     assert torch.equal(logits, want)
 
 
+def test_returned_logits_have_the_autocast_state_of_their_forward():
+    class Autocasting(WithLoss):
+        def forward(self, *data):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(*data)
+
+    stock, fused = map(Autocasting, pair())
+    want, got = stock(*batch())["logits"], _compiled(fused)[1](*batch())["logits"]
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["dict", "tuple", "tensor", "CausalLMOutputWithPast"])
 def test_every_form_of_output(name):
     form = {"dict": dict, "CausalLMOutputWithPast": CausalLMOutputWithPast}.get(name)
@@ -157,8 +169,8 @@ def test_every_form_of_output(name):
 def test_a_model_that_is_compiled_without_its_wrapper_being_known_returns_plain_logits():
     stock, fused = map(WithLoss, pair())
     tokens, labels = batch()
-    _compiled(fused)  # another wrapper
     with torch.autocast("cpu", torch.bfloat16):
+        _compiled(fused)[1](tokens, labels)  # another wrapper
         want = stock(tokens, labels)
         got = Graphs().compile(fused)(tokens, labels)
         eager = fused(tokens, labels)
