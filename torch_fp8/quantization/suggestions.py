@@ -15,6 +15,9 @@ _ELSEWHERE = {
 }
 """Our options for the names of recipes in torchao and Transformer Engine."""
 
+_REPLACED: dict[Any, Any] = {"both": True}
+"""Values that 0.1.0 had: ``cache_weights="both"`` kept a second layout."""
+
 REMOVED: dict[str, str] = {
     "on_loss_spike": "a jump of the loss only warns; on_alarm='bf16' moves layers out of FP8, and "
     "a run goes back by its host's checkpoints",
@@ -41,6 +44,8 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
     """
     if str(value) in _ELSEWHERE:
         return f"; another library's {value!r} is called {_ELSEWHERE[str(value)]} here"
+    if isinstance(value, str) and value in _REPLACED:
+        return f"; 0.1.0's {value!r} is {_REPLACED[value]!r} now"
     words = {str(choice).lower(): choice for choice in choices}
     near = difflib.get_close_matches(str(value).lower(), words, n=1)
     return f"; did you mean {words[near[0]]!r}?" if near else ""
@@ -67,7 +72,10 @@ def without_removed(state: dict[str, Any], known: Collection[str]) -> dict[str, 
                 f"ignored: {REMOVED.get(name, 'this version has no such option')}",
                 stacklevel=3,
             )
-    return {name: value for name, value in state.items() if name in known}
+    options = {name: value for name, value in state.items() if name in known}
+    if options.get("cache_weights") in _REPLACED:
+        options["cache_weights"] = _REPLACED[options["cache_weights"]]
+    return options
 
 
 def naming_valid_options(cls: type, names: Collection[str]) -> None:
