@@ -100,7 +100,6 @@ def test_a_training_in_a_thread_as_rays_workers_start_it(compare):
 
 @pytest.mark.long
 def test_run_in_a_notebook(compare, forked_hosts):
-    pytest.importorskip("IPython")
     command = f"%run {PROGRAM} accelerate"
     check(*compare(command, steps=6, launch=[forked_hosts, "-m", "IPython", "-c"]), ranks=1)
 
