@@ -73,6 +73,27 @@ class HeadOptions(NamedTuple):
         return self.wants_dgrad or self.wants_wgrad or self.wants_bgrad
 
 
+def workspace_bytes(
+    tokens: int, features: int, weight: Tensor, is_payload: bool, options: HeadOptions
+) -> int:
+    """Return the bytes that a loss and its gradients need beside arguments and results.
+
+    Args:
+        tokens, features: T and H.
+        weight: (V, H), stored in FP8 if `is_payload`.
+        options: what is computed.
+    """
+    classes = multiple_of_16(len(weight))
+    chunk = min(tokens, options.tokens(tokens, len(weight))) * classes
+    logits = chunk * options.dtype.itemsize
+    if not options.fp8:
+        cast = 0 if weight.dtype == options.dtype else weight.numel() * options.dtype.itemsize
+        return logits + cast
+    layouts = options.wants_dgrad + (not is_payload)
+    gradient = chunk * (options.wants_dgrad + options.wants_wgrad)
+    return logits + gradient + layouts * weight.numel() + tokens * features
+
+
 class Head:
     """The products of a chunk in high precision.
 

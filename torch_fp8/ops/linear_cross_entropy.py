@@ -13,15 +13,17 @@ graphs of torch.compile.
 Legend: T tokens, M tokens of a chunk, H features, V classes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
-from torch_fp8.ops.head_products import Head, HeadFP8, HeadOptions
+from torch_fp8.ops.head_products import Head, HeadFP8, HeadOptions, workspace_bytes
 from torch_fp8.ops.registry import operator
 
-__all__ = ["HeadOptions", "linear_softmax_loss"]
+__all__ = ["HeadOptions", "linear_softmax_loss", "workspace_of"]
 
 Results = tuple[
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
@@ -51,6 +53,18 @@ def _fake(
         empty(options.wants_wgrad, classes, features),
         empty(options.wants_bgrad, classes),
     )
+
+
+def workspace_of(*args: Any) -> int:
+    """Return the bytes that a call of the operator allocates beside its results.
+
+    Args:
+        args: the flat arguments of ``torch.ops.torch_fp8.linear_softmax_loss``.
+    """
+    hidden, weight, weight_scale = args[:3]
+    options = HeadOptions(*args[-len(HeadOptions._fields) :])
+    tokens, features = hidden.shape
+    return workspace_bytes(tokens, features, weight, weight_scale is not None, options)
 
 
 @operator(_fake, results=6, opaque=True)

@@ -2,7 +2,8 @@
 
 The tracker works on CUDA, on the CPU, and on fake tensors, which have shapes but no memory, so a
 peak can be counted without a GPU. It does not see memory that kernels allocate within an operator
-(on CUDA, the difference to the allocator's own peak shows it).
+(on CUDA, the difference to the allocator's own peak shows it), except the logits of a chunk in the
+loss head.
 """
 
 import weakref
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_fp8.ops.linear_cross_entropy import workspace_of
 from torch_fp8.tensor.base import map_tensors
 
+_LOSS = torch.ops.torch_fp8.linear_softmax_loss.default
 CATEGORIES = ("weights", "residuals", "gradients", "states", "saved activations", "workspace")
 
 
@@ -63,8 +66,17 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        map_tensors(out, self._created)
+        self.created(func, args, out)
         return out
+
+    def created(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Count the results of an operator, and the memory it needed besides."""
+        map_tensors(out, self._created)
+        if func is _LOSS:
+            needed = workspace_of(*args)
+            self.current["workspace"] += needed
+            self._see_peak()
+            self.current["workspace"] -= needed
 
     def _created(self, result: Any) -> None:
         if isinstance(result, Tensor):

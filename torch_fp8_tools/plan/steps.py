@@ -168,7 +168,7 @@ class FollowedStep(MemoryTracker):
             if (func.is_view or func is _UNSAFE_VIEW) and not kwargs and first.constant is None:
                 return self._view(func, first, args)
             out = self._results.call(func, first, args, kwargs or {})
-            map_tensors(out, self._created)
+            self.created(func, args, out)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "fsdp":  # it has allocated what it gathers into, and resizes it later
