@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_fp8.nn.experts import Float8Experts
@@ -87,7 +88,8 @@ def payloads_fit(casts: Mapping[Halves, PayloadCast], optimizer: Optimizer) -> b
         optimizer: the optimizer that trains them, and perhaps other parameters.
     """
     payloads = sum(cast.num_bytes(halves) for halves, cast in casts.items())
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    trained = (p for p in parameters if p.requires_grad and not is_lazy(p))
     later = LATER_BYTES * sum(p.numel() for p in trained)
     device = next(iter(casts)).high.device
 
