@@ -449,7 +449,8 @@ def main() -> None:
         seeds = arguments.seeds[first:last]
         for group in arguments.groups:
             runs = DEEP_RUNS if group == RULES else RUNS[group]
-            models = arguments.models or (small.DEEP if group == RULES else small.MODELS)
+            models = list(small.DEEP if group == RULES else small.MODELS)
+            models = [m for m in models if m in (arguments.models or models)]
             for run, how in runs.items():
                 if group in left or run in left:
                     continue
