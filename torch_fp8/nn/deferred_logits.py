@@ -136,5 +136,9 @@ def _mapped(output: Any, function: Any) -> Any:
     A container is another one, because Dynamo keeps the old items of one that changes.
     """
     if isinstance(output, dict) and dataclasses.is_dataclass(output):  # transformers' ModelOutput
-        return type(output)(**{name: function(value) for name, value in output.items()})
+        items = {name: function(value) for name, value in output.items()}
+        in_graph = torch.compiler.is_compiling()
+        if not in_graph and all(items[name] is value for name, value in output.items()):
+            return output
+        return type(output)(**items)
     return map_tensors(output, function)

@@ -166,6 +166,20 @@ def test_every_form_of_output(name):
     assert len(got) == len(want)
 
 
+def test_an_output_without_logits_stays_the_same_object():
+    class Returning(WithLoss):
+        def forward(self, tokens, labels=None):
+            return self.output
+
+    _, fused = pair()
+    model = Returning(fused).eval()
+    model.output = CausalLMOutputWithPast(loss=torch.zeros(()))
+    compiled = torch.compile(model, backend="eager")
+    defer_logits(compiled)
+    with torch.compiler.set_stance("force_eager"):
+        assert compiled(batch()[0]) is model.output
+
+
 def test_a_model_that_is_compiled_without_its_wrapper_being_known_returns_plain_logits():
     stock, fused = map(WithLoss, pair())
     tokens, labels = batch()
