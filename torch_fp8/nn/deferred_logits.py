@@ -60,7 +60,7 @@ def defer_logits(compiled: nn.Module) -> None:
     """Let a compiled model compute losses without logits, and return its logits uncomputed.
 
     Args:
-        compiled: what torch.compile returned for a model; any other module stays as it is.
+        compiled: a module that torch.compile returned. Other modules are left unchanged.
     """
     model = without_compiler(compiled)
     heads = [head for _, head in _heads(compiled) if compiled not in head.compiled]

@@ -1,7 +1,8 @@
 """`OutputLayer`: the linear layer before a cross entropy, which returns uncomputed logits.
 
-See `torch_fp8.nn.lazy_logits`. The layer returns plain logits in evaluation, without gradients, in
-a graph of torch.compile, under transforms and tracers, and within `torch_fp8.high_precision`.
+See `torch_fp8.nn.lazy_logits`, and `torch_fp8.nn.graph_logits` for graphs of torch.compile. The
+layer returns plain logits in evaluation, without gradients, in graphs whose host is unknown, under
+transforms and tracers, and within `torch_fp8.high_precision`.
 """
 
 import warnings

@@ -81,7 +81,7 @@ def workspace_bytes(
     Args:
         tokens, features: T and H.
         weight: (V, H), stored in FP8 if `is_payload`.
-        options: what is computed.
+        options: options of the loss, which determine the chunk and the gradients.
     """
     classes = multiple_of_16(len(weight))
     chunk = min(tokens, options.tokens(tokens, len(weight))) * classes
