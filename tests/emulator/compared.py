@@ -35,8 +35,8 @@ from torch_fp8.kernels import (
     swiglu_backward,
 )
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.launch_tape import recording
+from torch_fp8.kernels.quantize_kernels import TileSums
 from torch_fp8.ops import rms_norm as norm_ops
 from torch_fp8.ops import smooth as smooth_ops
 from torch_fp8.ops import swiglu as swiglu_ops

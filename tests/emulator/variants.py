@@ -21,7 +21,7 @@ from tests.torch_fp8.kernels import test_compiled, test_producers_compiled
 from torch_fp8.kernels import messages as wire
 from torch_fp8.kernels import quantize, rms_norm
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.ops.fused_quantize import save_input
 from torch_fp8.ops.messages import Layout
 

@@ -222,7 +222,7 @@ def require_sums(sums: Tensor, x: Tensor, what: str) -> None:
 
 def check_total(device: str) -> None:
     """Check the sum of more partial sums than a program adds up at once."""
-    from torch_fp8.kernels.column_sums import TileSums
+    from torch_fp8.kernels.quantize_kernels import TileSums
 
     x, sums = matrix("row spread", (200, 33), torch.float32), TileSums()
     sums.allocate(x.to(device), len(x)).copy_(x)

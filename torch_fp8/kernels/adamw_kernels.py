@@ -16,9 +16,39 @@ from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, 
 from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin
 from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
 from torch_fp8.kernels.fast_math import scaled_quotient, square_root
-from torch_fp8.kernels.fp8_cast import abs_bits
-from torch_fp8.kernels.split_float import join, split
+from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
 from torch_fp8.kernels.stochastic_rounding import random_words, second_words
+
+_INF = tl.constexpr(float("inf"))
+_NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def join(weight, residual, RESIDUAL: tl.constexpr):
+    """Join bfloat16 weights and int8 residuals, if there are any, to (G, 32) float32."""
+    high = weight.to(tl.float32)
+    if RESIDUAL:
+        word = high.to(tl.int32, bitcast=True) + (residual.to(tl.int32) << 8)
+        joined = word.to(tl.float32, bitcast=True)
+        # A stale residual can turn Inf into a number or zero into NaN; the difference isn't finite.
+        high = tl.where(tl.abs(joined - high) < _INF, joined, high)
+    return high
+
+
+@triton.jit
+def split(weight, words, RESIDUAL: tl.constexpr):
+    """Round float32 stochastically and split it into bfloat16 and an int8 residual.
+
+    Without RESIDUAL, round to bfloat16; the second result is then of no use.
+    """
+    DROPPED: tl.constexpr = 8 if RESIDUAL else 16
+    HALF: tl.constexpr = 0x8000 if RESIDUAL else 0
+    offset = words.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
+    # The offset cannot carry out of an Inf, whose lower bits are 0. The hardware's NaN is all ones
+    # but for the sign, and would overflow.
+    word = tl.minimum(weight.to(tl.int32, bitcast=True), _NAN_BITS) + offset
+    high = ((word + HALF) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high, (word >> DROPPED).to(tl.int8)
 
 
 @triton.jit
@@ -208,3 +238,45 @@ def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: t
     mean = tl.sum(total, axis=0) / (rows.to(tl.float32) * cols.to(tl.float32))
     address = tl.load(record + AT.value.update_rms)
     tl.store(address.to(tl.pointer_type(tl.float32)), tl.sqrt_rn(mean))
+
+
+@triton.jit
+def cast_weights_kernel(
+    table_ptr,
+    chunk_ptr,
+    WEIGHT: tl.constexpr,
+    SQUARES: tl.constexpr,  # a scale for each square of 128 x 128; False: from the weight's amax
+    POWER_OF_TWO: tl.constexpr,
+    GROUPS: tl.constexpr,  # groups of a tile
+):
+    """Cast the square of each program, and store its scale, or that of the weight."""
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * RECORD
+    first = (tl.program_id(0) - integer(record, AT.value.first_chunk)) * 512
+    rows, cols = integer(record, AT.value.rows), integer(record, AT.value.cols)
+    weight_ptr = at_origin(pointer(record, AT.value.weight, WEIGHT), first, cols, "squares")
+    payload_ptr = at_origin(pointer(record, AT.value.payload, tl.uint8), first, cols, "squares")
+    scale_ptr = pointer(record, AT.value.payload_scale, tl.float32)
+    if SQUARES:
+        scale_ptr += first // 512
+        largest = tl.zeros((GROUPS, 32), dtype=tl.int32)
+        for done in range(0, 512, GROUPS):
+            weight, _, mask = _weights(weight_ptr, first, done, rows, cols, GROUPS)
+            largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
+        amax_bits = tl.max(tl.max(largest, axis=1), axis=0)
+    else:
+        amax_bits = tl.load(pointer(record, AT.value.amax, tl.int32))
+    scale = scale_from_amax(amax_bits, 448.0, POWER_OF_TWO)
+    if SQUARES or first == 0:
+        tl.store(scale_ptr, scale)
+    for done in range(0, 512, GROUPS):
+        weight, position, mask = _weights(weight_ptr, first, done, rows, cols, GROUPS)
+        codes = cast_bounded(weight, scale, False, POWER_OF_TWO)
+        tl.store(payload_ptr + position, codes, mask=mask)
+
+
+@triton.jit
+def _weights(weight_ptr, first, done, rows, cols, GROUPS: tl.constexpr):
+    """Load a tile (G, 32) of a square from group `done` on; return it with positions and mask."""
+    local = done + tl.arange(0, GROUPS)
+    position, mask, _, _ = places(first, local, 0, cols, "squares", rows=rows)
+    return tl.load(weight_ptr + position, mask=mask, other=0.0).to(tl.float32), position, mask

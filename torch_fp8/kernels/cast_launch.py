@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.launch_math import next_power_of_2
 from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, is_known, new_group_scales
 
@@ -168,3 +167,13 @@ def registers(warps: int) -> int:
 def amax_bits(x: Tensor, *shape: int) -> Tensor:
     """Allocate int32 bits of amaxes, zeros that kernels raise."""
     return x.new_zeros(shape, dtype=torch.int32)
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two >= n, for a positive n."""
+    return 1 << (n - 1).bit_length()

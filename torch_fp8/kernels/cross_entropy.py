@@ -11,9 +11,8 @@ Legend: M tokens, V classes.
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.cast_launch import pointers
+from torch_fp8.kernels.cast_launch import cdiv, next_power_of_2, pointers
 from torch_fp8.kernels.cross_entropy_kernels import cross_entropy_cast_kernel, cross_entropy_kernel
-from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.quantization.formats import E5M2
 from torch_fp8.quantization.payload_shape import multiple_of_16

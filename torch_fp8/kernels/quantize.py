@@ -21,15 +21,16 @@ from torch_fp8.kernels.cast_launch import (
     Tile,
     amax_slot,
     cast_flags,
+    cdiv,
     is_odd,
+    next_power_of_2,
     pad_columns,
     pad_of,
     pointers,
     whole_tile,
 )
-from torch_fp8.kernels.column_sums import TileSums
-from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.quantize_kernels import (
+    TileSums,
     amax_kernel,
     cast_kernel,
     column_amax_kernel,

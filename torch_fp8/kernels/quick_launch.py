@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -121,3 +122,8 @@ def quick(kernel: Any) -> Any:
     if type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel
     return kernel
+
+
+def start_driver() -> None:
+    """Start Triton's driver, which compiles its C module or loads it from Triton's cache."""
+    driver.active  # noqa: B018

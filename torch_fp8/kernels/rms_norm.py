@@ -19,15 +19,16 @@ from torch_fp8.kernels.cast_launch import (
     Tile,
     amax_bits,
     amax_slot,
+    cdiv,
     fits_tiles,
     fused_flags,
+    next_power_of_2,
     pointers,
     registers,
     saved_outputs,
     scale_source,
     whole_tile,
 )
-from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.quantize import MAX_ROW_IN_REGISTERS, ROW_CHUNK, quantize_2d
 from torch_fp8.kernels.rms_norm_kernels import (
     norm_backward_kernel,

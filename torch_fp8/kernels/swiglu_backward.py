@@ -19,11 +19,11 @@ from torch_fp8.kernels.cast_launch import (
     TYPES,
     amax_bits,
     amax_slot,
+    cdiv,
     fused_flags,
     pointers,
     scale_source,
 )
-from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import quantize_2d
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
 from torch_fp8.kernels.swiglu_backward_kernels import (

@@ -27,7 +27,7 @@ def check_driver(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return  # no kernels: the reference runs
     try:
-        from torch_fp8.kernels.driver import start_driver
+        from torch_fp8.kernels.quick_launch import start_driver
     except ModuleNotFoundError as error:
         raise ImportError(f"FP8's kernels need Triton ({error}): pip install triton") from error
     try:

@@ -10,7 +10,7 @@ import torch
 
 from torch_fp8.kernels import column_sums, quantize, transpose
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.column_sums import TileSums
+from torch_fp8.kernels.quantize_kernels import TileSums
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -23,7 +23,7 @@ from torch_fp8.kernels.arguments import (
     NormInputs,
     NormWithRstd,
 )
-from torch_fp8.kernels.column_sums import TileSums
+from torch_fp8.kernels.quantize_kernels import TileSums
 
 MODULES = (
     column_sums,
