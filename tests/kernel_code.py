@@ -22,7 +22,7 @@ def digests(folder: Path = KERNELS) -> dict[str, str]:
         for name in (n for n, node in defined.items() if isinstance(node, ast.FunctionDef)):
             used: dict[tuple[str, str], str] = {}
             _add_code(modules, module, name, used)
-            code = "\n".join(used[key] for key in sorted(used))
+            code = "\n".join(sorted(used.values()))  # in whichever files they are
             made[name.strip("_")] = hashlib.sha256(code.encode()).hexdigest()[:12]
     return made
 
@@ -46,7 +46,7 @@ def _definitions(path: Path) -> _Definitions:
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined[node.name] = node
         else:
-            targets = (n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+            targets = (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_set(n))
             defined |= {name: node for name in targets if name not in defined}
     return defined, imported
 
@@ -60,9 +60,17 @@ def _add_code(
         _add_code(modules, *imported[name], used)
     elif name in defined and (module, name) not in used:
         used[module, name] = ast.unparse(defined[name])
-        for node in ast.walk(defined[name]):
-            if isinstance(node, ast.Name):
+        names = [node for node in ast.walk(defined[name]) if isinstance(node, ast.Name | ast.arg)]
+        local = {node.arg for node in names if isinstance(node, ast.arg)}
+        if isinstance(defined[name], ast.FunctionDef):
+            local |= {n.id for n in names if isinstance(n, ast.Name) and _is_set(n)}
+        for node in names:
+            if isinstance(node, ast.Name) and node.id not in local:
                 _add_code(modules, module, node.id, used)
+
+
+def _is_set(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from triton import knobs
-from triton.runtime import driver
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import column_sums, quantize, transpose
+from torch_fp8.kernels import quantize, quantize_kernels, transpose
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.quantize_kernels import TileSums
 
@@ -92,7 +92,7 @@ def test_whole_tiles_compile_without_spills(dtype, record_launches, compile_all)
 @pytest.mark.long
 @pytest.mark.parametrize("size", [4096, 515])
 def test_sums_compile_without_spills(size, record_launches, compile_all):
-    with record_launches(column_sums) as launches:
+    with record_launches(quantize_kernels) as launches:
         launch_sums(size)
     _compile(launches, compile_all)
 

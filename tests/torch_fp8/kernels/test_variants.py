@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torch_fp8.kernels import (
-    column_sums,
     quantize,
+    quantize_kernels,
     rms_norm,
     smooth,
     swiglu,
@@ -26,8 +26,8 @@ from torch_fp8.kernels.arguments import (
 from torch_fp8.kernels.quantize_kernels import TileSums
 
 MODULES = (
-    column_sums,
     quantize,
+    quantize_kernels,
     rms_norm,
     smooth,
     swiglu,
