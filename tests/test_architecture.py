@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -347,6 +348,16 @@ def test_files_are_short_and_typed(package):
     for path in _sources(package):
         lines = len(path.read_text().splitlines())
         assert lines <= 350, f"{path}: {lines} lines"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_of_a_module_is_defined_once(package):
+    for path in _sources(package):
+        body = ast.parse(path.read_text()).body
+        functions = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        targets = [target for n in body if isinstance(n, ast.Assign) for target in n.targets]
+        names = Counter([*functions, *(t.id for t in targets if isinstance(t, ast.Name))])
+        assert not [name for name, count in names.items() if count > 1], path
 
 
 def test_names_and_descriptions_are_nouns():

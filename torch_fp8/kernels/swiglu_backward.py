@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
@@ -24,27 +26,124 @@ from torch_fp8.kernels.cast_launch import (
     pointers,
     scale_source,
 )
+from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.quantize import quantize_2d
+from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
-from torch_fp8.kernels.swiglu_backward_kernels import (
-    swiglu_backward_cast_kernel,
-    swiglu_backward_kernel,
+from torch_fp8.kernels.tiles import (
+    load_saved,
+    load_tile,
+    push_amax,
+    rounded,
+    store_cast,
+    tile_at,
 )
 from torch_fp8.quantization.payload_shape import Layouts
+
+
+@triton.jit
+def _gradients(grad, gate, up):
+    """Return (dgate, dup)."""
+    sig = fast_sigmoid(gate)
+    silu = gate * sig
+    return grad * up * (sig + silu * (1.0 - sig)), grad * silu
+
+
+@triton.jit
+def _row_length(cols, JOINED: tl.constexpr):
+    """Return the row length of the output matrix for gradients of `cols` columns."""
+    return cols * 2 if JOINED else cols
+
+
+@quick
+@triton.jit(
+    do_not_specialize_on_alignment=["scale_ptr", "dup_scale_ptr", "amax_ptr", "dup_amax_ptr"]
+)
+def swiglu_backward_cast_kernel(
+    grad_ptr,
+    gate_ptr,
+    gate_s_ptr,
+    up_ptr,
+    up_s_ptr,
+    scale_ptr,
+    dup_scale_ptr,
+    amax_ptr,
+    dup_amax_ptr,
+    dgate_q_ptr,
+    dgate_s_ptr,
+    dgate_qt_ptr,
+    dgate_st_ptr,
+    dup_q_ptr,
+    dup_s_ptr,
+    dup_qt_ptr,
+    dup_st_ptr,
+    grad_r,
+    grad_c,
+    gate_r,
+    gate_c,
+    gate_s_r,
+    gate_s_c,
+    up_r,
+    up_c,
+    up_s_r,
+    up_s_c,
+    rows,
+    cols,
+    OUT: tl.constexpr,
+    GATE_SAVED: tl.constexpr,
+    UP_SAVED: tl.constexpr,
+    JOINED: tl.constexpr,  # gradients are halves of one matrix's rows, and no group spans both
+    AMAX: tl.constexpr,  # amaxes to raise: at two pointers ("both"), in a row ("pair"), or "" none
+    SCALE: tl.constexpr,  # see `store_cast`
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Compute one tile of dgate and of dup; store or cast them, and raise their amaxes."""
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    _, _, r, c, mask = tile
+    gate = (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c)
+    gate = load_saved(gate, tile, rows, cols, GATE_SAVED)
+    up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
+    up = load_saved(up, tile, rows, cols, UP_SAVED)
+    grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+    dgate, dup = _gradients(grad, gate, up)
+    dgate, dup = rounded(dgate, OUT), rounded(dup, OUT)
+    if AMAX == "pair":
+        dup_amax_ptr = amax_ptr + 1
+    if AMAX:
+        push_amax(amax_ptr, dgate)
+        push_amax(dup_amax_ptr, dup)
+    if ROW or COL:
+        width = _row_length(cols, JOINED)
+        gate = (dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr)
+        up = (dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr)
+        store_cast(
+            *(dgate, scale_ptr, gate, tile, rows, width),
+            *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, cols),
+        )
+        store_cast(
+            *(dup, dup_scale_ptr, up, tile, rows, width),
+            *(SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, cols),
+        )
 
 
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward`."""
     grad, dtype = inputs.grad, inputs.out_dtype
     dgate, dup = grad.new_empty(grad.shape, dtype=dtype), grad.new_empty(grad.shape, dtype=dtype)
-    _store_gradients(inputs, dgate, dup, None)
+    _store(inputs, dgate, dup)
     return dgate, dup
 
 
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_amax`."""
     largest = amax_bits(inputs.grad, 2)
-    _store_gradients(inputs, None, None, largest)
+    _store(inputs, None, None, largest)
     return largest.view(torch.float32)
 
 
@@ -58,7 +157,7 @@ def swiglu_backward_quantize(
     grad, casts = inputs.grad, options.of_gradients(dup_scale, dup_amax)
     if _casts_at_once(inputs, options):
         layouts = tuple(t for cast in casts for t in cast.new_layouts(grad))
-        _cast_gradients(inputs, casts, layouts)
+        _launch(inputs, casts, layouts)
         return layouts
     gradients = swiglu_backward(inputs)
     return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in quantize_2d(d, cast))
@@ -68,14 +167,14 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward`."""
     rows, cols = inputs.grad.shape
     both = inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
-    _store_gradients(inputs, *_halves(both, 1, gate_first), None, joined=True)
+    _store(inputs, *_halves(both, 1, gate_first), joined=True)
     return both
 
 
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward_amax`."""
     largest = amax_bits(inputs.grad)
-    _store_gradients(inputs, None, None, largest, joined=True)
+    _store(inputs, None, None, largest, joined=True)
     return largest.view(torch.float32)
 
 
@@ -91,7 +190,7 @@ def gate_up_backward_quantize(
     layouts = options.new_layouts(grad, 2 * grad.shape[1])
     halves = [_halves(t, dim, gate_first) for t, dim in zip(layouts, (1, 1, 0, 0), strict=True)]
     dgate, dup = zip(*halves, strict=True)
-    _cast_gradients(inputs, (options, options), (*dgate, *dup), joined=True)
+    _launch(inputs, (options, options), (*dgate, *dup), joined=True)
     return layouts
 
 
@@ -113,85 +212,59 @@ def _casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
     return fits and tile(options)[0] < BLOCK
 
 
-def _store_gradients(
+def _store(
     inputs: BackwardInputs,
     dgate: Tensor | None,
     dup: Tensor | None,
-    largest: Tensor | None,
+    largest: Tensor | None = None,
     joined: bool = False,
 ) -> None:
-    """Compute both gradients; store them, raise their amaxes, or do both.
+    """Store both gradients unless None, without a cast; see `_launch`."""
+    others = (None, None, None)
+    _launch(inputs, (None, None), (dgate, *others, dup, *others), largest, joined)
+
+
+def _launch(
+    inputs: BackwardInputs,
+    casts: Sequence[CastOptions | None],
+    layouts: Sequence[Tensor | None],
+    largest: Tensor | None = None,
+    joined: bool = False,
+) -> None:
+    """Fill the layouts of both gradients and raise their amaxes in one launch.
 
     Args:
-        dgate, dup: (R, C) outputs, contiguous, or if `joined` the halves of a matrix (R, 2C); or
-            None.
-        largest: int32 bits of the amaxes, (2,), or if `joined` of one for both, (); or None.
+        casts: cast options of dgate and dup, which differ only in scale and amax; or None twice.
+        layouts: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, views of those of one
+            matrix. Without `casts`, each q is the plain gradient or None.
+        largest: int32 bits of the amaxes to raise without `casts`, (2,), or if `joined` of one for
+            both, (); or None.
         joined: whether both gradients are parts of one matrix.
     """
-    grad = inputs.grad
+    grad, gate, gate_scale, up, up_scale, out_dtype = inputs
     rows, cols = grad.shape
     if not grad.numel():
         return
-    unused = grad if dgate is None else dgate
-    operands, strides, flags = _operands(inputs, joined)
-    swiglu_backward_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
-        *pointers(operands, unused),
-        *pointers((dgate, dup, largest), unused),
-        *strides,
-        rows,
-        cols,
-        STORE=dgate is not None,
-        AMAX=largest is not None,
-        **flags,
-    )
-
-
-def _cast_gradients(
-    inputs: BackwardInputs,
-    casts: Sequence[CastOptions],
-    layouts: Sequence[Tensor | None],
-    joined: bool = False,
-) -> None:
-    """Fill the layouts of both gradients, and raise their amaxes if the options have slots.
-
-    Args:
-        casts: cast options of dgate and dup, which differ only in scale and amax.
-        layouts: ``(q, s, qt, st)`` of dgate, then of dup; if `joined`, views of those of one
-            matrix.
-        joined: whether both gradients are parts of one matrix.
-    """
-    grad = inputs.grad
-    rows, cols = grad.shape
-    operands, strides, flags = _operands(inputs, joined)
-    swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
-        *pointers(operands, grad),
-        *(scale_source(cast, grad) for cast in casts),
-        *pointers((*(amax_slot(cast) for cast in casts), *layouts), grad),
-        *strides,
-        rows,
-        cols,
-        AMAX=casts[0].raises_amax,
-        **fused_flags(casts[0], layouts),
-        **flags,
-    )
-
-
-def _operands(
-    inputs: BackwardInputs, joined: bool
-) -> tuple[tuple[Tensor | None, ...], list[int], dict[str, Any]]:
-    """Return tensors and strides of the inputs, in the kernels' argument order, and their flags."""
-    grad, gate, gate_scale, up, up_scale, out_dtype = inputs
     strides = [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
         strides += [*x.stride(), *((0, 0) if scale is None else scale.stride())]
-    flags = {
-        "OUT": TYPES[out_dtype],
-        "GATE_SAVED": gate_scale is not None,
-        "UP_SAVED": up_scale is not None,
-        "JOINED": joined,
-        "BLOCK_R": ROWS,
-        "BLOCK_C": BLOCK,
-        "num_warps": WARPS,
-        "enable_fp_fusion": False,
-    }
-    return (grad, gate, gate_scale, up, up_scale), strides, flags
+    slots = [amax_slot(cast) for cast in casts] if largest is None else [largest, largest]
+    both = slots[0] is not None
+    swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
+        *pointers((grad, gate, gate_scale, up, up_scale), grad),
+        *(scale_source(cast, grad) for cast in casts),
+        *pointers((*slots, *layouts), grad),
+        *strides,
+        rows,
+        cols,
+        OUT=TYPES[out_dtype],
+        GATE_SAVED=gate_scale is not None,
+        UP_SAVED=up_scale is not None,
+        JOINED=joined,
+        AMAX="pair" if largest is not None and largest.ndim else "both" if both else "",
+        **fused_flags(casts[0], layouts),
+        BLOCK_R=ROWS,
+        BLOCK_C=BLOCK,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )

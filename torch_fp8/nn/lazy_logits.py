@@ -243,19 +243,8 @@ def _refuse_fused(x: Any) -> Any:
     return x
 
 
-_IN_PLACE: tuple[str, ...] = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-)
-_IN_PLACE = (*(f"__i{name}__" for name in (*_IN_PLACE, "lshift", "rshift")), "__setitem__")
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = (*(f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift")), "__setitem__")
 WRITERS = frozenset(
     getattr(Tensor, name)
     for name in dir(Tensor)

@@ -165,7 +165,7 @@ def median_db(exact: Tensor, product: Tensor) -> float:
     return float((10 * torch.log10(signal / noise.clamp(min=1e-37)))[alive].median())
 
 
-ROWS = 32
+EXPERT_ROWS = 32
 """The maximum number of tokens kept of each expert."""
 
 
@@ -198,7 +198,7 @@ class ExpertRows:
             self._add(expert, x[(index == expert).any(-1)])
 
     def _add(self, expert: int, rows: Tensor) -> None:
-        left = ROWS - sum(map(len, self.rows[expert]))
+        left = EXPERT_ROWS - sum(map(len, self.rows[expert]))
         self.counts[expert] += len(rows)
         if left > 0 and len(rows):
             self.rows[expert].append(rows[:left].float())

@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8_tools import cli
-from torch_fp8_tools.check.measure import LayerFindings
+from torch_fp8_tools.check.measure import LayerFindings, LayerRows
 from torch_fp8_tools.check.proposal import propose, text_of
 
 SHORT = ("--sequence", "32", "--batches", "2")
@@ -198,3 +199,11 @@ def test_mistakes_are_named(faulty, tmp_path, capsys):
         assert says in capsys.readouterr().err
     with pytest.raises(SystemExit):
         _check(faulty, "--batches", "0")
+
+
+def test_a_layer_is_measured_from_256_rows_of_its_input():
+    layer = nn.Linear(8, 8)
+    rows = LayerRows("layer", layer)
+    for tokens in (100, 400, 400, 400, 400, 400):
+        rows(layer, (torch.ones(tokens, 8),))
+    assert sum(map(len, rows.rows)) == 256
