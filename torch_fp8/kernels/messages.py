@@ -194,64 +194,39 @@ GROUPS, ODD_GROUPS = 64, 16
 # move one by one.
 PLAIN = 1024
 WARPS = 4
-_COMPILE = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: Any) -> None:
+    """Launch a kernel on the device of its first argument, unless there is no group."""
+    if grid[0]:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **flags, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> None:
     """Encode the groups of a flat buffer into messages; see `ops.messages.pack_flat`."""
-    if not layout.num_groups:
-        return
     aligned, groups = _tile(values)
-    with torch.cuda.device_of(messages):
-        pack_kernel[(cdiv(layout.num_groups, groups), messages.shape[0])](
-            values,
-            messages,
-            values.numel(),
-            layout.num_groups,
-            messages.stride(0),
-            *(keys or (0, 0)),
-            STOCHASTIC=keys is not None,
-            ALIGNED=aligned,
-            GROUPS=groups,
-            **_COMPILE,
-        )
+    grid = cdiv(layout.num_groups, groups), messages.shape[0]
+    sizes = values.numel(), layout.num_groups, messages.stride(0)
+    flags = {"STOCHASTIC": keys is not None, "ALIGNED": aligned, "GROUPS": groups}
+    _launch(pack_kernel, grid, values, messages, *sizes, *(keys or (0, 0)), **flags)
 
 
 def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
     """Decode the groups of messages into a flat buffer, which may end before the last group."""
-    if not layout.num_groups or not values.numel():
-        return
-    aligned, groups = _tile(values)
-    with torch.cuda.device_of(messages):
-        unpack_kernel[(cdiv(layout.num_groups, groups), messages.shape[0])](
-            messages,
-            values,
-            values.numel(),
-            layout.num_groups,
-            messages.stride(0),
-            ALIGNED=aligned,
-            GROUPS=groups,
-            **_COMPILE,
-        )
+    if values.numel():
+        aligned, groups = _tile(values)
+        grid = cdiv(layout.num_groups, groups), messages.shape[0]
+        sizes = values.numel(), layout.num_groups, messages.stride(0)
+        _launch(unpack_kernel, grid, messages, values, *sizes, ALIGNED=aligned, GROUPS=groups)
 
 
 def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None:
     """Write the sum over the messages, times `scale`, into `out`."""
-    if not layout.num_groups:
-        return
     aligned, groups = _tile(out)
-    with torch.cuda.device_of(messages):
-        unpack_sum_kernel[(cdiv(layout.num_groups, groups),)](
-            messages,
-            out,
-            messages.shape[0],
-            layout.num_groups,
-            messages.stride(0),
-            float(scale),
-            ALIGNED=aligned,
-            GROUPS=groups,
-            **_COMPILE,
-        )
+    grid, flags = (cdiv(layout.num_groups, groups),), {"ALIGNED": aligned, "GROUPS": groups}
+    sizes = messages.shape[0], layout.num_groups, messages.stride(0)
+    _launch(unpack_sum_kernel, grid, messages, out, *sizes, float(scale), **flags)
 
 
 def reduce_and_repack(
@@ -262,37 +237,18 @@ def reduce_and_repack(
     keys: Keys | None,
 ) -> None:
     """Encode the sum over the messages, times `scale`, into the message `combined` (1, B)."""
-    if not layout.num_groups:
-        return
-    with torch.cuda.device_of(messages):
-        reduce_and_repack_kernel[(cdiv(layout.num_groups, GROUPS),)](
-            messages,
-            combined,
-            messages.shape[0],
-            layout.num_groups,
-            messages.stride(0),
-            float(scale),
-            *(keys or (0, 0)),
-            STOCHASTIC=keys is not None,
-            GROUPS=GROUPS,
-            **_COMPILE,
-        )
+    grid = (cdiv(layout.num_groups, GROUPS),)
+    sizes = messages.shape[0], layout.num_groups, messages.stride(0)
+    numbers = *sizes, float(scale), *(keys or (0, 0))
+    flags = {"STOCHASTIC": keys is not None, "GROUPS": GROUPS}
+    _launch(reduce_and_repack_kernel, grid, messages, combined, *numbers, **flags)
 
 
 def sum_plain(plain: Tensor, out: Tensor, scale: float) -> None:
     """Write the sum over the rows of `plain` (N, P) bfloat16, times `scale`, into `out` (P,)."""
     assert out.stride(0) == 1
-    with torch.cuda.device_of(plain):
-        sum_plain_kernel[(cdiv(out.numel(), PLAIN),)](
-            plain,
-            out,
-            plain.shape[0],
-            out.numel(),
-            plain.stride(0),
-            float(scale),
-            BLOCK=PLAIN,
-            **_COMPILE,
-        )
+    grid, sizes = (cdiv(out.numel(), PLAIN),), (plain.shape[0], out.numel(), plain.stride(0))
+    _launch(sum_plain_kernel, grid, plain, out, *sizes, float(scale), BLOCK=PLAIN)
 
 
 def _tile(values: Tensor) -> tuple[bool, int]:

@@ -115,7 +115,7 @@ def swiglu_backward_cast_kernel(
     dgate, dup = rounded(dgate, OUT), rounded(dup, OUT)
     if AMAX == "pair":
         dup_amax_ptr = amax_ptr + 1
-    if AMAX:
+    if AMAX != "":
         push_amax(amax_ptr, dgate)
         push_amax(dup_amax_ptr, dup)
     if ROW or COL:

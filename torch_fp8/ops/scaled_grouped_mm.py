@@ -13,7 +13,7 @@ have the same bits. CUDA runs ``torch._scaled_grouped_mm``, which exists for sm_
 Legend: E experts, M rows of all experts, K in, N out.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,23 +82,9 @@ def _rows(payload: Tensor, scale: Tensor) -> QuantizedTensor:
     return QuantizedTensor(payload.contiguous(), scale.reshape(-1, 1), "rowwise")
 
 
-class _Arguments(NamedTuple):
-    """The operator's arguments, as in its schema."""
-
-    a: Tensor
-    a_scale: Tensor
-    b: Tensor
-    b_scale: Tensor
-    offs: Tensor
-    form: str
-    out_dtype: torch.dtype
-    fast_accum: bool
-    emulate: bool
-
-
 def _reference(*args: Any) -> Tensor:
     """Compute one group at a time; the host reads the ends of the groups."""
-    a, a_scale, b, b_scale, offs, form, out_dtype, fast_accum, emulate = _Arguments(*args)
+    a, a_scale, b, b_scale, offs, form, out_dtype, fast_accum, emulate = args
     output = _fake(*args).zero_()
     start = 0
     for group, end in enumerate(offs.tolist()):
@@ -116,7 +102,7 @@ def _reference(*args: Any) -> Tensor:
 
 
 def _on_cuda(*args: Any) -> Tensor:
-    a, a_scale, b, b_scale, offs, form, out_dtype, fast_accum, emulate = _Arguments(*args)
+    a, a_scale, b, b_scale, offs, form, out_dtype, fast_accum, emulate = args
     if emulate:
         return _reference(*args)
     if not (a.numel() and b.numel()):
@@ -159,7 +145,7 @@ def _aligned(x: Tensor, scale: Tensor, *, rows: bool = True) -> tuple[Tensor, Te
 
 
 def _fake(*args: Any) -> Tensor:
-    a, _, b, _, offs, form, out_dtype, *_ = _Arguments(*args)
+    a, _, b, _, offs, form, out_dtype, *_ = args
     size = (a.shape[0], b.shape[1]) if form == "rows" else (offs.shape[0], a.shape[0], b.shape[0])
     return a.new_empty(size, dtype=out_dtype)
 
