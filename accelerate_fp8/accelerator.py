@@ -46,8 +46,8 @@ from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.optim.merged_state import whole_weights
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.whole_weights import whole_weights
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

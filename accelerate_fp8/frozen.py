@@ -13,9 +13,13 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import WeakKeys
 from torch_fp8 import FP8Config
-from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_weights, option_that_keeps
+from torch_fp8.conversion.frozen_layers import (
+    FreezeReport,
+    freeze_weights,
+    option_that_keeps,
+    share_equal_weights,
+)
 from torch_fp8.conversion.memory import size_text
-from torch_fp8.conversion.share_frozen import share_equal_weights
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 

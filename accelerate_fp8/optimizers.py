@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
-from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
+from torch_fp8.optim.split_optimizer import adopt_steps
 from torch_fp8.optim.state import is_large
 
 

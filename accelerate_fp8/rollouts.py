@@ -8,8 +8,8 @@ assigns to it. The two are computed separately: sampling runs one token after an
 or in another engine; training scores all tokens at once. ``fp8/logprob_difference`` is the mean of
 ``|log p - log q|`` over all tokens sampled since the last line of the log, and
 ``fp8/logprob_multiplicative_error`` its exponential. Both sides already exist: the sampled ones
-come from the engine or from `accelerate_fp8.sampled_logprobs`, and the trainer computes the others
-from the same weights. No forward is added, and nothing waits for the device.
+come from the engine or from `SampledLogprobs`, and the trainer computes the others from the same
+weights. No forward is added, and nothing waits for the device.
 """
 
 import contextlib
@@ -20,8 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate_fp8.logprob_difference import LogprobDifference, warnings_of
-from accelerate_fp8.sampled_logprobs import Logprobs, SampledLogprobs
+from accelerate_fp8.logprob_difference import (
+    LogprobDifference,
+    Logprobs,
+    SampledLogprobs,
+    warnings_of,
+)
 from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rollout import rollout

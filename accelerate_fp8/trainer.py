@@ -16,8 +16,8 @@ from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import RESUMABLE, SAMPLES, holding, is_engine_chosen
 from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.optimizers import refuse_training_arguments
-from torch_fp8.checkpoint.save_dequantized import SAVED_DEQUANTIZED, save_dequantized
-from torch_fp8.optim.whole_weights import whole_weights
+from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.optim.merged_state import whole_weights
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 

@@ -9,6 +9,10 @@ interface.
 
 Each function may be called twice. If the upstream name has moved, it raises AttributeError before
 it changes anything.
+
+The strategies that cannot run with the plugin, with an alternative for each.
+
+They are matched by name, because a strategy's module may not be importable if it is not used.
 """
 
 import contextlib
@@ -89,7 +93,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     strategy = kwargs.get("strategy")
     if isinstance(strategy, str) and strategy.startswith("deepspeed") and _asks_for_fp8(kwargs):
         # Before the host imports a library that cannot run FP8 anyway.
-        import_module("lightning_fp8.strategies").refuse_strategy("DeepSpeedStrategy")
+        import_module("lightning_fp8._register").refuse_strategy("DeepSpeedStrategy")
     original(self, *args, **kwargs)
 
 
@@ -150,3 +154,22 @@ def _withdraw_choice(connector_module: ModuleType) -> None:
     literal = getattr(connector_module, "_PRECISION_INPUT_STR", None)
     if literal is not None:
         literal.__args__ = tuple(choice for choice in get_args(literal) if choice != PRECISION)
+
+
+_MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
+_NEEDS_CUDA = "FP8 needs a CUDA device"
+_REFUSED = {
+    "FSDPStrategy": _MODEL_PARALLEL,
+    "DeepSpeedStrategy": _MODEL_PARALLEL,
+    "MegatronStrategy": _MODEL_PARALLEL,
+    "DataParallelStrategy": "use strategy='ddp' instead",
+    "XLAStrategy": _NEEDS_CUDA,
+    "XLAFSDPStrategy": _NEEDS_CUDA,
+    "SingleDeviceXLAStrategy": _NEEDS_CUDA,
+}
+
+
+def refuse_strategy(name: str) -> None:
+    """Raise ValueError if strategies of the class `name` cannot run FP8 layers."""
+    if name in _REFUSED:
+        raise ValueError(f"precision='fp8-mixed' does not run under {name}: {_REFUSED[name]}")

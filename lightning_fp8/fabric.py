@@ -17,7 +17,7 @@ from lightning_fp8.precision import HostPrecision
 from lightning_fp8.set_up_module import SetUpModule, refusal
 from torch_fp8.conversion.forward_precision import refuse_share
 from torch_fp8.conversion.selection import NothingToConvertError
-from torch_fp8.optim.whole_weights import whole_weights
+from torch_fp8.optim.merged_state import whole_weights
 
 
 class FabricPrecision(MonitoredPrecision, HostPrecision):

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_fp8._register import refuse_strategy
 from lightning_fp8.set_up_module import SetUpModule, refusal, shares_parameters
-from lightning_fp8.strategies import refuse_strategy
 from torch_fp8 import (
     ConversionReport,
     FP8Config,
@@ -38,7 +38,6 @@ from torch_fp8 import (
     scaling_state_dict,
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
-from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.config import given_config
 from torch_fp8.conversion.forward_precision import unscheduled
 from torch_fp8.conversion.selection import NothingToConvertError
@@ -49,6 +48,7 @@ from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, spli
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.optim.convert import gradients_report
+from torch_fp8.optim.split_optimizer import adopt_steps
 
 _summaries: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """The last logged summary of each model."""

@@ -18,7 +18,7 @@ from torch_fp8 import FP8Config
 from torch_fp8.conversion.forward_precision import LastSteps, refuse_share
 from torch_fp8.nn.deferred_logits import return_losses
 from torch_fp8.optim.converted import ConvertedOptimizer
-from torch_fp8.optim.whole_weights import whole_weights
+from torch_fp8.optim.merged_state import whole_weights
 
 
 class TrainerPrecision(MonitoredPrecision, HostPrecision):

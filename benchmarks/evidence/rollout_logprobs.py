@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate_fp8.sampled_logprobs import SampledLogprobs
+from accelerate_fp8.logprob_difference import SampledLogprobs
 from benchmarks.comparison import tiny_llama
 from benchmarks.evidence import pretraining
 from benchmarks.rows import ROOT, add_csv, commit, write_rows

@@ -19,9 +19,14 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from accelerate_fp8 import _register, rollouts
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.logprob_difference import LogprobDifference, Measured, kept_weight, warnings_of
+from accelerate_fp8.logprob_difference import (
+    LogprobDifference,
+    Measured,
+    SampledLogprobs,
+    kept_weight,
+    warnings_of,
+)
 from accelerate_fp8.rollouts import sampled_mask
-from accelerate_fp8.sampled_logprobs import SampledLogprobs
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from torch_fp8.nn.linear import Float8Linear, pause, resume
 

@@ -55,7 +55,7 @@ FAULTS = [
     ),
     Fault(
         "step counts of a folder go to the optimizers in reverse",
-        "torch_fp8/checkpoint/adopt_steps.py",
+        "torch_fp8/optim/split_optimizer.py",
         "zip(split, counts, strict=False)",
         "zip(split, reversed(counts), strict=False)",
         f"{_TESTS}/test_adopt_steps.py",

@@ -41,14 +41,14 @@ FAULTS = [
     ),
     Fault(
         "the gradient of a frozen weight counts as a product",
-        "torch_fp8/conversion/matmul_flops.py",
+        "torch_fp8/conversion/report.py",
         "            total += (2 + trained) * numel",
         "            total += 3 * numel",
         f"{_TESTS}/test_report.py {_TESTS}/test_convert.py",
     ),
     Fault(
         "experts count with all of them, not with those of a token",
-        "torch_fp8/conversion/matmul_flops.py",
+        "torch_fp8/conversion/report.py",
         "        yield parameter.numel() * share, ",
         "        yield parameter.numel() * 1.0, ",
         f"{_TESTS} tests/torch_fp8/test_mixture_of_experts.py",

@@ -28,9 +28,8 @@ from torch_fp8.conversion.fused_layers import (
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
-from torch_fp8.conversion.matmul_flops import matmul_flops
 from torch_fp8.conversion.output_layers import convert_output_layers, revert_output_layers
-from torch_fp8.conversion.report import ConversionReport, SkippedModule
+from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.revert import keep_scaling_local, to_float8, to_stock
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections

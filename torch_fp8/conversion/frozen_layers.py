@@ -7,7 +7,7 @@ GEMMs for such scales. On other cards a frozen weight has a single scale.
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -32,6 +32,7 @@ from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.frozen_payload import FrozenPayload
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
@@ -279,3 +280,65 @@ def _shared_weights(model: nn.Module) -> set[int]:
     places = Counter(memory.values())
     shared = {key for key, count in owners.items() if count > 1}
     return shared | {key for key, place in memory.items() if place and places[place] > 1}
+
+
+_SAMPLE = 256
+"""Number of bytes from the middle of a weight in its fingerprint, before a full comparison."""
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The result of `share_equal_weights`.
+
+    Attributes:
+        num_weights: number of weights that now use the memory of another one.
+        num_bytes: number of bytes that they freed.
+    """
+
+    num_weights: int = 0
+    num_bytes: int = 0
+
+
+@torch.no_grad()
+def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
+    """Let the frozen weights of several models that have equal bytes and scales share memory.
+
+    Args:
+        models: any models; of equal weights, the memory of the first one is kept.
+    Returns:
+        The numbers of weights and of freed bytes.
+    """
+    known: dict[Hashable, list[FrozenPayload]] = {}
+    num_weights = num_bytes = 0
+    layers = {id(m): m for model in models for m in model.modules() if isinstance(m, FrozenStorage)}
+    for payload in (held for layer in layers.values() for held in _payloads(layer)):
+        if payload.qdata.is_meta or not payload.qdata.numel():
+            continue
+        candidates = known.setdefault(_fingerprint(payload), [])
+        equal = next((other for other in candidates if _equal(payload, other)), None)
+        if equal is None:
+            candidates.append(payload)
+        elif payload.qdata.data_ptr() != equal.qdata.data_ptr():
+            num_weights, num_bytes = num_weights + 1, num_bytes + payload.num_bytes
+            payload.share(equal)
+    return SharedWeights(num_weights, num_bytes)
+
+
+def _payloads(layer: FrozenStorage) -> list[FrozenPayload]:
+    """Return the payloads of a module's frozen weights, and those kept during an adapter merge."""
+    state = layer.fp8.frozen
+    unmerged = {} if state is None else state.unmerged
+    return [*unmerged.values(), *(weight.payload for weight in layer.frozen_weights.values())]
+
+
+def _fingerprint(payload: FrozenPayload) -> Hashable:
+    qdata = payload.qdata.view(torch.uint8).view(-1)
+    middle = qdata[qdata.numel() // 2 :][:_SAMPLE]
+    sample = torch.cat([payload.scale.view(-1).view(torch.uint8), middle]).tolist()
+    form = (payload.qdata.shape, payload.qdata.device, payload.spec, payload.first_row)
+    return (*form, bytes(sample))
+
+
+def _equal(one: FrozenPayload, other: FrozenPayload) -> bool:
+    same_scales = torch.equal(one.scale, other.scale)
+    return same_scales and torch.equal(one.qdata.view(torch.uint8), other.qdata.view(torch.uint8))

@@ -23,7 +23,7 @@ from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear, place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.grad_hooks import remove_hook
-from torch_fp8.optim.split_weights import join_parameters
+from torch_fp8.optim.split_optimizer import join_parameters
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.encoded import plain

@@ -22,8 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.averaging import Run, average_runs
-from torch_fp8.distributed.collectives import all_gather, all_to_all, reduce_scatter
+from torch_fp8.distributed.averaging import (
+    Run,
+    all_gather,
+    all_to_all,
+    average_runs,
+    reduce_scatter,
+)
 from torch_fp8.ops import messages
 
 KINDS = ("average", "gather", "scatter", "replicas")

@@ -126,14 +126,7 @@ def _row_scale(largest, scale_ptr, r, rows):
 
 @triton.jit
 def _expert_input(
-    h,
-    lines,
-    tile,
-    rows,
-    cols,
-    INTERLEAVED: tl.constexpr,
-    OUT: tl.constexpr,
-    BIAS: tl.constexpr,
+    h, lines, tile, rows, cols, INTERLEAVED: tl.constexpr, OUT: tl.constexpr, BIAS: tl.constexpr
 ):
     """Return gate and up with their bias, rounded to OUT.
 

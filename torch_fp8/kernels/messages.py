@@ -1,6 +1,10 @@
 """Messages on CUDA: the twin of `torch_fp8.ops.messages`, byte for byte.
 
 Codes are unspecified in groups whose scale is NaN.
+
+A program works on GROUPS groups of one message, or of the sum of all messages. Messages (N, B) are
+`stride` bytes apart, a multiple of 16; each holds its codes, then its scales. Positions are
+relative to the tile's first value: one 64-bit offset per program, then 32 bits per value.
 """
 
 from typing import Any

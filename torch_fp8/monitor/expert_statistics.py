@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.monitor.statistics import SAMPLE, decibel, half_step, one_minus_cosine
-from torch_fp8.ops.moe_route import group_of_rows
+from torch_fp8.ops.moe_rows import group_of_rows
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import format_of
 

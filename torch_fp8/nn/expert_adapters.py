@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.current_pass import in_high_precision
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
-from torch_fp8.ops.moe_route import group_of_rows
+from torch_fp8.ops.moe_rows import group_of_rows
 from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import half
@@ -133,7 +133,7 @@ def multiply_factors(rows: Tensor, offs: Tensor, factors: Factors, transposed: b
 
     Args:
         rows: (R, K), in the dtype of the GEMMs.
-        offs: ends of the groups, see `torch_fp8.ops.moe_route.Route`.
+        offs: ends of the groups, see `torch_fp8.ops.moe_rows.Route`.
         factors: factors of the weight in its stored layout.
         transposed: whether the weight is stored as (E, K, N), as delta_e^T.
     """

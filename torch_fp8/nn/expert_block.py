@@ -49,8 +49,7 @@ from torch_fp8.ops.expert_gate import (
     scored_activation,
 )
 from torch_fp8.ops.fused_quantize import saved_stand_ins
-from torch_fp8.ops.moe_route import Route, spread_rows
-from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
+from torch_fp8.ops.moe_rows import Route, combine_rows, gather_rows, spread_rows, transpose_groups
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.quantizer import Quantizer, matrix

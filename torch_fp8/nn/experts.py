@@ -45,7 +45,7 @@ from torch_fp8.nn.grouped_linear_function import (
     grouped_linear,
 )
 from torch_fp8.nn.trial_reads import TrialReads
-from torch_fp8.ops.moe_route import Route, group_of_rows, moe_route
+from torch_fp8.ops.moe_rows import Route, group_of_rows, moe_route
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 from torch_fp8.tensor.frozen_payload import FrozenPayload

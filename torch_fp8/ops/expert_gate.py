@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import EXPERT_ROWS, GateBackwardInputs, GateForm
 from torch_fp8.ops.fused_quantize import save_input, saved_values
-from torch_fp8.ops.moe_route import group_of_rows
+from torch_fp8.ops.moe_rows import group_of_rows
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.registry import operator
 
@@ -105,7 +105,7 @@ def expert_gate_quantize(
     Args:
         h: (R, 2I) float32, bfloat16 or float16, contiguous: the result of the first GEMM.
         score: (R,) float32, 0 for a row of padding.
-        offs: (E,) int32, see `torch_fp8.ops.moe_route.Route`.
+        offs: (E,) int32, see `torch_fp8.ops.moe_rows.Route`.
         bias: (E, 2I), any floating dtype, added to h, after which h is rounded again; or None.
         form: the order of gate and up, and their limits.
         save: whether to return gate and up for backward.

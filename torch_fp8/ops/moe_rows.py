@@ -5,17 +5,82 @@ compute the same bits. Bytes read and written for an element of a row: `gather_p
 `transpose_payload` 2 and 1, `combine_rows` those of its dtype, and a k-th of them.
 
 Legend: T tokens, k experts of a token, R rows of all experts, E experts, K columns.
+
+The order itself pads the rows of each expert to a multiple of 16, so one order serves every GEMM of
+a block, and no group is empty. Padding rows are zeros. The number of rows follows from shapes
+alone, so the host does not wait for the device.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.ops.moe_route import group_of_rows
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating
 from torch_fp8.ops.registry import operator
-from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT, format_of
+from torch_fp8.quantization.payload_shape import multiple_of_16
 from torch_fp8.quantization.scaling import scale_from_amax
+
+
+class Route(NamedTuple):
+    """The order of the rows that experts compute.
+
+    Attributes:
+        slot: (R,) int64, the entry in the router's choice (T, k) that a row computes; T * k for
+            padding.
+        token: (R,) int64, the token of a row; T for padding.
+        row: (T, k) int64, the row of each entry. Entries without an expert on this rank have rows
+            after the last group.
+        offs: (E,) int32, the end (exclusive) of each expert's rows.
+    """
+
+    slot: Tensor
+    token: Tensor
+    row: Tensor
+    offs: Tensor
+
+
+@torch.no_grad()
+def moe_route(top_k_index: Tensor, num_experts: int) -> Route:
+    """Sort the entries of a router's choice by expert.
+
+    Args:
+        top_k_index: (T, k) integers; `num_experts` and above: no expert of this rank.
+        num_experts: the number of experts of this rank, E.
+    Returns:
+        The order, with R = 16 * E + T * k rounded up to a multiple of 16.
+    """
+    (tokens, top_k), device = top_k_index.shape, top_k_index.device
+    num_slots = tokens * top_k
+    # (T, k) -> (T * k,), by expert; tokens of an expert stay in their order
+    expert, order = top_k_index.reshape(-1).long().clamp(max=num_experts).sort(stable=True)
+    ones = torch.ones_like(expert)
+    # (E + 1,), last: no expert here
+    counts = ones.new_zeros(num_experts + 1).scatter_add_(0, expert, ones)
+    padded = (-(counts[:-1] // -GEMM_ALIGNMENT) * GEMM_ALIGNMENT).clamp(min=GEMM_ALIGNMENT)
+    begin, ends = F.pad(padded.cumsum(0), (1, 0)), counts.cumsum(0)  # (E + 1,)
+    within = torch.arange(num_slots, device=device) - (ends - counts)[expert]
+    position = begin[expert] + within
+    row = torch.empty_like(order).scatter_(0, order, position)  # (T * k,): where each entry lies
+    num_rows = multiple_of_16(num_slots) + GEMM_ALIGNMENT * num_experts
+    of_expert = torch.where(expert < num_experts, order, num_slots)
+    # (R,): the entry of each row, T * k for padding
+    slot = order.new_full((num_rows,), num_slots).scatter_(0, position, of_expert)
+    token = torch.div(slot, max(top_k, 1), rounding_mode="floor")
+    return Route(slot, token, row.view(tokens, top_k), begin[1:].int())  # row: (T * k,) -> (T, k)
+
+
+def group_of_rows(offs: Tensor, num_rows: int) -> Tensor:
+    """Return the group of each row, (R,) int64; E for the rows after the last group."""
+    rows = torch.arange(num_rows, device=offs.device, dtype=offs.dtype)
+    return torch.searchsorted(offs, rows, right=True)
+
+
+def spread_rows(x: Tensor, token: Tensor) -> Tensor:
+    """Return the tokens (T, K) as rows (R, K), zeros for padding."""
+    return F.pad(x, (0, 0, 0, 1))[token]  # (T, K) -> (T + 1, K), zeros last -> (R, K)
 
 
 def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
@@ -23,7 +88,7 @@ def gather_rows(x: QuantizedTensor, token: Tensor) -> QuantizedTensor:
 
     Args:
         x: (T, K) with a scale (T, 1) for each token.
-        token: see `torch_fp8.ops.moe_route.Route`.
+        token: see `torch_fp8.ops.moe_rows.Route`.
     """
     qdata, scale = gather_payload(x.qdata, x.scale, token)
     return x._replace(qdata=qdata, scale=scale)
@@ -39,7 +104,7 @@ def transpose_groups(
 
     Args:
         x: (R, K) with a scale (R, 1); (T, K) with (T, 1) if `token` is given.
-        offs: the ends of the groups, see `torch_fp8.ops.moe_route.Route`; multiples of 16 on CUDA.
+        offs: the ends of the groups, see `torch_fp8.ops.moe_rows.Route`; multiples of 16 on CUDA.
         token: the tokens of the rows, gathered in the same pass; None: x consists of rows.
     Returns:
         (K, R) with a scale (E, K), one for each group; zeros after the last group.
@@ -114,7 +179,7 @@ def combine_rows(rows: Tensor, row: Tensor) -> Tensor:
 
     Args:
         rows: (R, K) float32, bfloat16 or float16, contiguous.
-        row: (T, k) int64, the rows of each token; see `torch_fp8.ops.moe_route.Route`.
+        row: (T, k) int64, the rows of each token; see `torch_fp8.ops.moe_rows.Route`.
     Returns:
         (T, K) in the dtype of `rows`: a float32 sum in the order of `row`, rounded once.
     """

@@ -64,7 +64,7 @@ def scaled_grouped_matmul(
         a: rows: (M, K) with scale (M, 1). sums: (N, M) with scale (E, N).
         b: rows: (E, N, K) with scale (E, N, 1). sums: (K, M) with scale (E, K).
         offs: (E,) int32, the end (exclusive) of each group. On CUDA ``sums`` needs non-empty groups
-            of a multiple of 16 rows, as `torch_fp8.ops.moe_route` makes them.
+            of a multiple of 16 rows, as `torch_fp8.ops.moe_rows` makes them.
         form: ``"rows"`` or ``"sums"``.
         out_dtype: float32, bfloat16 or float16; CUDA rounds to bfloat16 first.
         fast_accum, emulate: see `torch_fp8.ops.scaled_mm.scaled_matmul`.

@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.optim.arguments import check_trained, without_wrapper
+from torch_fp8.optim.arguments import check_shardings, check_trained, without_wrapper
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
@@ -25,11 +25,14 @@ from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
 from torch_fp8.optim.residual import drop_residuals
-from torch_fp8.optim.split_optimizer import SplitOptimizer, reason_to_keep_weights
-from torch_fp8.optim.split_weights import join_parameters, split_parameters
+from torch_fp8.optim.split_optimizer import (
+    SplitOptimizer,
+    join_parameters,
+    reason_to_keep_weights,
+    split_parameters,
+)
 from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
-from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.option_values import given
@@ -71,7 +74,7 @@ def convert_optimizer(
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable`` is set; update clipping is
             set and weights are sharded; the states cannot follow a weight's sharding
-            (`torch_fp8.optim.state_sharding`); the configuration needs `model` and it is None, or
+            (`torch_fp8.optim.arguments`); the configuration needs `model` and it is None, or
             `model` has none of the optimizer's parameters.
         TypeError: an argument has the wrong type.
     """

@@ -4,6 +4,7 @@ At levels O2 and O3 a trained weight is stored as BF16 and a residual, and a fro
 stored as FP8 only. The functions return the weights that a stock run would have.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.optim.residual import join_weight, residual_of
 from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 @torch.no_grad()
@@ -108,3 +110,28 @@ def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype |
     if optimizer is not None and (dtype is not None or residual_of(parameter) is not None):
         whole = join_weight(parameter)
     return whole.to(device="cpu", dtype=dtype or whole.dtype, copy=True)
+
+
+@contextlib.contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Replace split weights of `model` with joined CPU Parameters, for saving, in this context.
+
+    The trained Parameters, which DistributedDataParallel, hooks and optimizers refer to, do not
+    change. Don't run forward or backward in this context.
+    """
+    replaced: list[tuple[dict[str, Any], str, SplitWeight]] = []
+    joined: dict[Tensor, nn.Parameter] = {}
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if not isinstance(parameter, SplitWeight):
+                    continue
+                if parameter not in joined:
+                    whole = parameter.halves.join(torch.device("cpu"))
+                    joined[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                replaced.append((module._parameters, name, parameter))
+                module._parameters[name] = joined[parameter]
+        yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter

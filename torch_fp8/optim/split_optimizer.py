@@ -11,15 +11,25 @@ step a weight takes 4 bytes, and one more operand of an operator at a time is fl
 
 A write to ``p.grad`` is rounded to the gradient's precision. For the time of a step of another
 library, 8-bit gradients therefore become BF16. ``torch.optim`` never writes gradients.
+
+The count of a `SplitOptimizer` keys the rounding of its weights, so a resumed run needs it to use
+the same random numbers. A folder stores it in the optimizer's parameter groups, as
+``<optimizer>.param_groups.<i>.fp8_steps``. A load only reads the keys that the optimizer has before
+its first step. The count is not among them, so folders of stock optimizers load, too.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import gc
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,7 +47,8 @@ from torch_fp8.tensor.encoded import refused_addresses
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of, join_parameter, split_parameter
+from torch_fp8.tensor.swap import REFERRED, swappable
 from torch_fp8.tensor.wide_grad import WideGrad
 
 STEPS = "fp8_steps"
@@ -191,3 +202,83 @@ def _within(value: Any, depth: int) -> Iterator[Any]:
             yield from _within(item, depth - 1)
     else:
         yield value
+
+
+def split_parameters(parameters: Iterable[Tensor]) -> None:
+    """Split each float32 Parameter (`torch_fp8.tensor.split_weight`).
+
+    If that fails for one of them, for example for lack of memory, those before it are joined again.
+
+    Args:
+        parameters: leaves that are not sharded and that torch can swap (`torch_fp8.tensor.swap`).
+    """
+    split: list[Tensor] = []
+    try:
+        for parameter in parameters:
+            split.append(split_parameter(parameter))
+    except BaseException:
+        join_parameters(split)
+        raise
+
+
+def join_parameters(parameters: Iterable[Tensor]) -> int:
+    """Turn each `SplitWeight` back into a plain float32 Parameter, and return their number.
+
+    A weight that torch cannot swap stays split, with one warning for all.
+    """
+    split = [parameter for parameter in parameters if isinstance(parameter, SplitWeight)]
+    if not all(map(swappable, split)):
+        gc.collect()  # a profiler that was deleted is part of a cycle
+    joined = [parameter for parameter in split if swappable(parameter)]
+    for parameter in joined:
+        join_parameter(parameter)
+    if len(joined) < len(split):
+        warnings.warn(
+            f"{len(split) - len(joined)} of {len(split)} weights stay stored in two halves, "
+            f"because {REFERRED}, and torch then refuses to change their storage. They read and "
+            "write as float32 weights. To make them plain, delete the profiler object and call "
+            "torch_fp8.revert(model)",
+            stacklevel=4,
+        )
+    return len(joined)
+
+
+_KEY = re.compile(rf"(?:^|(?P<optimizer>.*)\.)param_groups\.\d+\.{STEPS}$")
+
+
+def adopt_steps(path: str | Path, optimizers: Iterable[Optimizer]) -> int:
+    """Give optimizers the step counts that a folder of shards has.
+
+    Args:
+        path: a folder written by torch.distributed.checkpoint, or a folder that contains such
+            folders, as Accelerate's; a file changes nothing.
+        optimizers: the optimizers in the order in which they were saved; only those that keep their
+            own states have a count.
+    Returns:
+        The number of optimizers with a count.
+    """
+    counts = list(_counts(Path(path)).values())
+    split = [optimizer for optimizer in optimizers if isinstance(optimizer, SplitOptimizer)]
+    for optimizer, count in zip(split, counts, strict=False):
+        optimizer.fp8_steps = count
+    return min(len(counts), len(split))
+
+
+def _counts(path: Path) -> dict[tuple[str, str], int]:
+    """Return the count of each optimizer in a folder, in the order of their names."""
+    parts = [path, *sorted(path.glob("*"))] if path.is_dir() else []
+    counts: dict[tuple[str, str], int] = {}
+    for part in parts:
+        if not (part / ".metadata").is_file():
+            continue
+        reader = dcp.FileSystemReader(part)
+        keys = sorted(reader.read_metadata().state_dict_metadata)
+        zero = torch.zeros(1, device="cpu", dtype=torch.int64)
+        wanted = {key: zero.clone() for key in keys if _KEY.search(key)}
+        if wanted:
+            dcp.load(wanted, storage_reader=reader)
+        for key, count in wanted.items():
+            match = _KEY.search(key)
+            assert match is not None
+            counts[str(part), match["optimizer"] or ""] = int(count)
+    return counts

@@ -130,8 +130,7 @@ def _unconverted(model: Any, config: Any) -> Any:
     import torch
 
     from torch_fp8.config import config_or_default
-    from torch_fp8.conversion.matmul_flops import matmul_flops
-    from torch_fp8.conversion.report import ConversionReport, SkippedModule
+    from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
     from torch_fp8.quantization.recipe import make_recipe
 
     linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]

@@ -8,8 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.checkpoint.adopt_steps import adopt_steps
-from torch_fp8.optim.split_optimizer import STEPS
+from torch_fp8.optim.split_optimizer import STEPS, adopt_steps
 
 
 def _optimizer(cls=torch.optim.SGD):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, freeze, thaw
-from torch_fp8.conversion.share_frozen import share_equal_weights
+from torch_fp8.conversion.frozen_layers import share_equal_weights
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 

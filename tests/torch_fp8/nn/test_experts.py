@@ -24,7 +24,7 @@ from torch_fp8.conversion.memory import expected_memory
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.experts import expert_recipe
 from torch_fp8.nn.grouped_linear_function import GroupedOptions, grouped_linear
-from torch_fp8.ops.moe_route import moe_route
+from torch_fp8.ops.moe_rows import moe_route
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.tensor.split_weight import SplitWeight
 

@@ -10,7 +10,7 @@ from torch_fp8.ops.expert_gate import (
     join_gate,
     split_gate,
 )
-from torch_fp8.ops.moe_route import group_of_rows
+from torch_fp8.ops.moe_rows import group_of_rows
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.quantization.metrics import sqnr_db
 

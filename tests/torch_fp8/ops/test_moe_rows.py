@@ -4,8 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernel_cases.experts import CHOICES, EXPERTS, ROWWISE, payload_of
 from tests.waits import Waits
-from torch_fp8.ops.moe_route import moe_route
-from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
+from torch_fp8.ops.moe_rows import combine_rows, gather_rows, moe_route, transpose_groups
 from torch_fp8.ops.quantize import quantize
 
 # torch's check of the schema multiplies the inputs, which FP8 on the CPU does not (torch 2.13).

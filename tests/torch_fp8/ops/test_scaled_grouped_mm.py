@@ -3,8 +3,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_fp8.ops import scaled_grouped_mm
-from torch_fp8.ops.moe_route import group_of_rows, moe_route, spread_rows
-from torch_fp8.ops.moe_rows import combine_rows, gather_rows, transpose_groups
+from torch_fp8.ops.moe_rows import (
+    combine_rows,
+    gather_rows,
+    group_of_rows,
+    moe_route,
+    spread_rows,
+    transpose_groups,
+)
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, scaled_grouped_matmul, too_many
 from torch_fp8.ops.scaled_mm import scaled_matmul

@@ -27,8 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fp8.distributed.averaging import DTYPES, Stages, average_runs, runs_of
-from torch_fp8.distributed.collectives import CommunicationStream
+from torch_fp8.distributed.averaging import (
+    DTYPES,
+    CommunicationStream,
+    Stages,
+    average_runs,
+    runs_of,
+)
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.quantization.block_scaled import MIN_NUMEL

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.distributed.collectives import all_gather, all_to_all
+from torch_fp8.distributed.averaging import all_gather, all_to_all
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops import messages
 from torch_fp8.ops.grad_codec import Rounding

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from torch_fp8.distributed.collectives import CommunicationStream
+from torch_fp8.distributed.averaging import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.optim.grad_hooks import hook_of

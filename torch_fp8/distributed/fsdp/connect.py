@@ -9,9 +9,9 @@
     print(connect_fsdp(model, config))
 
 FSDP2 then all-gathers the weights of FP8 layers as FP8 (`torch_fp8.distributed.fsdp.all_gather`),
-reduce-scatters gradients as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`), and averages them
-among replicas as FP8 (`torch_fp8.distributed.fsdp.replicas`). Parameters of other layers travel in
-BF16, or in the dtype of the user's `MixedPrecisionPolicy`.
+reduce-scatters gradients as FP8 and averages them among replicas as FP8
+(`torch_fp8.distributed.fsdp.reduce_scatter`). Parameters of other layers travel in BF16, or in the
+dtype of the user's `MixedPrecisionPolicy`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +31,12 @@ from torch_fp8.distributed.fsdp.expert_gather import (
     why_not_gathered,
 )
 from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
-from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
-from torch_fp8.distributed.fsdp.replicas import connect_replicas, disconnect_replicas
+from torch_fp8.distributed.fsdp.reduce_scatter import (
+    Float8ReduceScatter,
+    connect_replicas,
+    disconnect_replicas,
+    in_groups,
+)
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
 from torch_fp8.distributed.links import Exchanges, choose_exchanges
 from torch_fp8.nn.experts import Float8Experts

@@ -9,15 +9,22 @@ rounded once, before the sum. (`reduce_dtype` is the dtype of the result, not of
 Inf or NaN on one rank makes the sum of its group NaN.
 
 With two mesh dimensions (HSDP) this exchange runs among the ranks that shard, and
-`torch_fp8.distributed.fsdp.replicas` exchanges among replicas.
+`torch_fp8.distributed.fsdp.reduce_scatter` exchanges among replicas.
 
 The structure of FSDP2's flat gradient buffers: which elements travel in 8 bits.
 
 FSDP2 reduces the gradients of a parameter group as one buffer, with the shards of all parameters
 one after another. Gradients of FP8 weights travel as codes in groups of 32, which start anew with
 every parameter; all others travel as BF16.
+
+With two mesh dimensions FSDP2 all-reduces the result of its reduce-scatter over the ranks that hold
+the same shard in other replicas. These are often on other nodes, where links are slowest. It calls
+``dist.all_reduce`` with the process group of its mesh. `Float8Replicas` replaces this process group
+and averages with two collectives of messages (`torch_fp8.distributed.averaging`). FSDP2 still
+decides when it reduces, by what it divides, which stream it uses and what it accumulates before.
 """
 
+import copy
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -29,15 +36,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.distributed.averaging import (
+    DTYPES,
     WIRE_DTYPES,
     Run,
+    all_to_all,
+    average_runs,
     by_form,
     copy_back,
     joined,
     runs_of,
     target_of,
 )
-from torch_fp8.distributed.collectives import all_to_all
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight
 from torch_fp8.distributed.links import Exchanges
 from torch_fp8.nn.linear import Float8Layer
@@ -201,3 +210,62 @@ def factor_of(op: Any, world_size: int) -> float:
     if op == dist.ReduceOp.PREMUL_SUM:
         return float(op.__getstate__()[1])
     raise ValueError(f"gradients can be reduced as a sum or an average, not with {op}")
+
+
+class Float8Replicas:
+    """A replacement for the process group in which FSDP2 all-reduces a parameter group's gradients.
+
+    Args:
+        group: the process group of the ranks that hold the same shards.
+        structures: the structures of the parameter group's buffers.
+        exchanges: the choice whether gradients are averaged in 8 bits or by the stock collective.
+    """
+
+    def __init__(self, group: Any, structures: GroupStructures, exchanges: Exchanges) -> None:
+        self.group = group
+        self._structures, self._exchanges = structures, exchanges
+
+    def size(self) -> int:
+        """Return the number of replicas."""
+        return int(self.group.size())
+
+    def rank(self) -> int:
+        """Return the index of this rank's replica."""
+        return int(self.group.rank())
+
+    def allreduce(self, tensors: list[Any], options: Any) -> Any:
+        """Replace a buffer by its sum or average over the replicas.
+
+        Args:
+            tensors: a list with one buffer, (E,).
+            options: torch's ``AllreduceOptions``.
+        Returns:
+            None, because the current stream waits for the result; a ``Work`` if the stock
+            collective reduces, as it does for dtypes without an 8-bit form.
+        """
+        (buffer,) = tensors
+        if buffer.dtype not in DTYPES or not self._exchanges["replicas"]:
+            return self.group.allreduce(tensors, options)
+        factor = factor_of(options.reduceOp, self.size())
+        runs = self._structures.of(buffer.numel())
+        for _ in average_runs(buffer, runs, self.group, factor):
+            pass
+        return None
+
+
+def connect_replicas(param_group: Any, structures: GroupStructures, exchanges: Exchanges) -> bool:
+    """Average a parameter group's gradients among replicas in FP8; False if it has no replicas."""
+    group = getattr(param_group.mesh_info, "replicate_process_group", None)
+    if group is None or group.size() == 1:
+        return False
+    # Copy the record: parameters share it, and build DTensors from the mesh in it.
+    param_group.mesh_info = copy.copy(param_group.mesh_info)
+    param_group.mesh_info.replicate_process_group = Float8Replicas(group, structures, exchanges)
+    return True
+
+
+def disconnect_replicas(param_group: Any) -> None:
+    """Restore the stock all-reduce."""
+    group = getattr(param_group.mesh_info, "replicate_process_group", None)
+    if isinstance(group, Float8Replicas):
+        param_group.mesh_info.replicate_process_group = group.group

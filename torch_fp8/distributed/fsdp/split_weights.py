@@ -43,7 +43,7 @@ def split_sharded(
         A report for each optimizer.
     Raises:
         ValueError: the states cannot follow a parameter's sharding
-            (`torch_fp8.optim.state_sharding`); see also `torch_fp8.convert_optimizer`.
+            (`torch_fp8.optim.arguments`); see also `torch_fp8.convert_optimizer`.
     """
     check_arguments(split_sharded, locals())
     optimizers = list(optimizers)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_fp8.distributed.collectives import all_gather
+from torch_fp8.distributed.averaging import all_gather
 from torch_fp8.distributed.fsdp.unsharded_weight import (
     exponent_bytes,
     powers_of_two,

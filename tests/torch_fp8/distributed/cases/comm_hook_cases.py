@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed import collectives
+from torch_fp8.distributed import averaging
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
@@ -295,7 +295,7 @@ def case_order():
     events = []
     for i, weight in enumerate(ddp.module.weights):
         weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(f"ready {i}"))
-    originals = dist.all_to_all_single, collectives._all_gather
+    originals = dist.all_to_all_single, averaging._all_gather
 
     def to_all(*args, **kwargs):
         events.append("all-to-all")
@@ -305,9 +305,9 @@ def case_order():
         events.append("all-gather")
         return originals[1](*args, **kwargs)
 
-    dist.all_to_all_single, collectives._all_gather = to_all, gather
+    dist.all_to_all_single, averaging._all_gather = to_all, gather
     ddp(3).backward()
-    dist.all_to_all_single, collectives._all_gather = originals
+    dist.all_to_all_single, averaging._all_gather = originals
     return [events, num_buckets(ddp)]
 
 

@@ -23,7 +23,7 @@ from torch_fp8 import (
     restore_weights,
     revert,
 )
-from torch_fp8.distributed import collectives as collectives_of_messages
+from torch_fp8.distributed import averaging
 from torch_fp8.distributed.ddp import fp8_grad_reducer
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
@@ -389,7 +389,7 @@ def case_written_after_it_is_averaged():
 def collectives():
     """Collect the collectives that this rank begins: name, number of elements, process group."""
     begun, names = [], ("all_reduce", "broadcast", "all_to_all_single")
-    places = [*((dist, name) for name in names), (collectives_of_messages, "_all_gather")]
+    places = [*((dist, name) for name in names), (averaging, "_all_gather")]
     originals = [getattr(module, name) for module, name in places]
 
     def recorder(name, original):

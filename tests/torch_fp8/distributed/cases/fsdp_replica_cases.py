@@ -16,7 +16,7 @@ from tests.comm_counter import count_communication
 from tests.rows_of_messages import pack, unpack
 from torch_fp8 import FP8Config
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.replicas import Float8Replicas, disconnect_replicas
+from torch_fp8.distributed.fsdp.reduce_scatter import Float8Replicas, disconnect_replicas
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.ops import messages
 from torch_fp8.quantization.formats import GROUP_SIZE

@@ -24,10 +24,10 @@ from tests.batched_muon import SingleDeviceMuon
 from tests.comm_counter import count_communication
 from tests.moe_experts import batch, experts
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.checkpoint.adopt_steps import adopt_steps
 from torch_fp8.distributed.ddp.wrap import connect_ddp
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.optim.split_optimizer import adopt_steps
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.int8_momentum import Int8Momentum
 
