@@ -21,6 +21,22 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "torch_fp8"
 PACKAGES = (ENGINE, "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 FOLDERS = (*PACKAGES, "benchmarks", "examples", "scripts", "tests")
+NEW_ROOMS: dict[str, tuple[str, ...]] = {
+    "loss head": (
+        *(f"torch_fp8/kernels/{n}.py" for n in ("cross_entropy", "cross_entropy_kernels")),
+        "torch_fp8/kernels/loss_arguments.py",
+        *(f"torch_fp8/ops/{n}.py" for n in ("cross_entropy", "head_products")),
+        "torch_fp8/ops/linear_cross_entropy.py",
+        *(f"torch_fp8/nn/{n}_logits.py" for n in ("deferred", "graph", "lazy")),
+        *(f"torch_fp8/nn/logit_{n}.py" for n in ("losses", "steps")),
+        *(f"torch_fp8/nn/loss_{n}.py" for n in ("function", "head")),
+        *(f"torch_fp8/nn/{n}.py" for n in ("head_call", "linear_form", "output_layer")),
+        "torch_fp8/conversion/output_layers.py",
+    ),
+    "bf16_last": ("torch_fp8/nn/bf16_forward.py", "torch_fp8/conversion/forward_precision.py"),
+    "compare": ("torch_fp8_tools/compare/",),
+}
+"""Rooms that came after the bounds of the house were set, and are counted apart: their files."""
 _BY_NAME = ("getattr", "hasattr", "setattr")
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -57,6 +73,16 @@ def rooms(root: Path = ROOT) -> dict[str, list[Path]]:
             files["/".join(parts[:2]) if inside else folder].append(path)
     files["start-up"] = sorted(root.glob("_fp8_*.py"))
     return files
+
+
+def new_code(root: Path = ROOT) -> dict[str, dict[str, int]]:
+    """Return the lines of code of each file of each new room."""
+    paths = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    names = {path.relative_to(root).as_posix(): path for path in paths}
+    return {
+        room: {n: code_lines(path.read_text()) for n, path in names.items() if n.startswith(files)}
+        for room, files in NEW_ROOMS.items()
+    }
 
 
 def trees(root: Path = ROOT) -> dict[str, ast.Module]:
@@ -127,14 +153,24 @@ def main() -> None:
             print(f"{name}: {', '.join(paths)}")
         return
     totals: Counter[str] = Counter()
+    packages = 0
     print(f"{'room':28}{'files':>6}{'lines':>8}{'code':>8}")
     for room, paths in rooms().items():
         sources = [path.read_text() for path in paths]
         lines, code = sum(len(s.splitlines()) for s in sources), sum(map(code_lines, sources))
         print(f"{room:28}{len(paths):6}{lines:8}{code:8}")
+        packages += code * (room.split("/")[0] in (*PACKAGES, "start-up"))
         if room.split("/")[0] == ENGINE:
             totals.update(files=len(paths), lines=lines, code=code)
     print(f"{'engine':28}{totals['files']:6}{totals['lines']:8}{totals['code']:8}")
+    print(f"{'packages with start-up':42}{packages:8}")
+    apart = new_code()
+    for room, files in apart.items():
+        print(f"{'  apart: ' + room:28}{len(files):6}{sum(files.values()):16}")
+    files = {name: code for of_room in apart.values() for name, code in of_room.items()}
+    engine = sum(code for name, code in files.items() if name.startswith(f"{ENGINE}/"))
+    print(f"{'engine without them':42}{totals['code'] - engine:8}")
+    print(f"{'packages without them':42}{packages - sum(files.values()):8}")
     for package in PACKAGES:
         read = [n for n, paths in names.items() if any(p.startswith(f"{package}/") for p in paths)]
         print(f"private names in {package}: {len(read)}")

@@ -1,6 +1,6 @@
 """What scripts/house_figures.py counts."""
 
-from scripts.house_figures import code_lines, private_names
+from scripts.house_figures import NEW_ROOMS, ROOT, code_lines, new_code, private_names
 
 SOURCE = '''"""A module's docstring,
 of two lines."""
@@ -35,3 +35,10 @@ def test_private_names_are_those_of_other_projects(tmp_path):
         "_read": ["lightning_fp8/two.py"],
         "_theirs": ["torch_fp8/one.py"],
     }
+
+
+def test_new_rooms_name_files_that_exist():
+    for room, files in NEW_ROOMS.items():
+        missing = [name for name in files if not (ROOT / name).exists()]
+        assert not missing, room
+        assert len(new_code()[room]) >= len(files)
