@@ -30,16 +30,19 @@ from accelerate_fp8.backend import (
     repair_backend_variable,
     requested_precision,
 )
-from accelerate_fp8.ddp import (
-    connect_engine,
-    engine_options,
-    refuse_sharded_elsewhere,
-    wraps_in_ddp,
-)
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.handler import FP8Kwargs
-from accelerate_fp8.optimizers import bare, prepare_sharded, refuse_accumulation, refuse_clipping
+from accelerate_fp8.optimizers import (
+    bare,
+    connect_engine,
+    engine_options,
+    prepare_sharded,
+    refuse_accumulation,
+    refuse_clipping,
+    refuse_sharded_elsewhere,
+    wraps_in_ddp,
+)
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.agreement import check_same_config

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torch_fp8.conversion.freeze import freeze, thaw
     from torch_fp8.conversion.memory import MemoryReport, memory_report
     from torch_fp8.conversion.report import ConversionReport
-    from torch_fp8.conversion.revert import revert
-    from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
+    from torch_fp8.conversion.revert import load_scaling_state_dict, revert, scaling_state_dict
     from torch_fp8.monitor.monitor import Monitor
     from torch_fp8.nn.linear import Float8Linear
     from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
@@ -44,8 +43,7 @@ _NAMES = {  # module: public names that it defines; type checkers read the impor
     "conversion.freeze": ("freeze", "thaw"),
     "conversion.memory": ("MemoryReport", "memory_report"),
     "conversion.report": ("ConversionReport",),
-    "conversion.revert": ("revert",),
-    "conversion.scaling_state": ("load_scaling_state_dict", "scaling_state_dict"),
+    "conversion.revert": ("load_scaling_state_dict", "revert", "scaling_state_dict"),
     "monitor.monitor": ("Monitor",),
     "nn.linear": ("Float8Linear",),
     "nn.loss_head": ("linear_cross_entropy", "linear_log_probs"),

@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "a history with a NaN is loaded",
-        "torch_fp8/conversion/scaling_state.py",
+        "torch_fp8/conversion/revert.py",
         "        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():",
         "        if False:",
         f"{_TESTS}/test_scaling_state.py tests/torch_fp8/nn/test_delayed_layers.py",

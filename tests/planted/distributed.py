@@ -48,14 +48,14 @@ FAULTS = [
     ),
     Fault(
         "residuals of ranks stay different at the start",
-        "torch_fp8/distributed/ddp/join.py",
+        "torch_fp8/distributed/ddp/connection.py",
         "                tensors += parameter.halves.tensors\n",
         "                tensors.append(parameter.halves.high)\n",
         f"{_DDP}/test_wrap.py",
     ),
     Fault(
         "a cached weight outlives the broadcast that wrote it",
-        "torch_fp8/distributed/ddp/join.py",
+        "torch_fp8/distributed/ddp/connection.py",
         "                parameter.halves.version = next(VERSIONS)\n",
         "",
         f"{_DDP}/test_wrap.py",

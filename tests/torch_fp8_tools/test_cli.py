@@ -15,7 +15,7 @@ import torch_fp8
 from torch_fp8 import _version
 from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8_tools import cli
-from torch_fp8_tools.env import cards, display, hosts, machine
+from torch_fp8_tools.env import cards, hosts, machine, result
 from torch_fp8_tools.env.command import REMOVED
 from torch_fp8_tools.env.result import Result
 
@@ -390,5 +390,5 @@ def test_a_part_that_the_self_test_had_is_refused_with_what_to_take(part, capsys
 def test_a_name_in_brackets_is_printed_as_it_is():
     results = [Result("hosts", "[red]trl", "failed", "pip install torch-fp8[lightning]")]
     line = r"\[red\]trl +FAILED +pip install torch-fp8\[lightning\]"
-    assert re.search(line, display.lines(results))
-    assert display.summary(results) == "0 ok, 1 failed, 0 not run ([red]trl)"
+    assert re.search(line, result.lines(results))
+    assert result.summary(results) == "0 ok, 1 failed, 0 not run ([red]trl)"

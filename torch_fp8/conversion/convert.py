@@ -44,8 +44,7 @@ from torch_fp8.nn.transformer_engine import (
     check_transformer_engine,
     place_regions,
 )
-from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
-from torch_fp8.ops.kernel_driver import check_driver
+from torch_fp8.ops.hardware import check_device, check_driver, resolve_auto, runs_natively
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import Recipe

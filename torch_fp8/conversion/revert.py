@@ -3,8 +3,10 @@
 The class of each linear layer changes, in both directions, and the Parameters stay.
 """
 
+from collections.abc import Iterator, Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,9 +15,11 @@ from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.conversion.fused_layers import revert_producers
 from torch_fp8.conversion.output_layers import revert_output_layers
+from torch_fp8.distributed.links import STATE_KEY, exchanges_state, load_exchanges_state
 from torch_fp8.distributed.tensor_parallel.styles import check_style
-from torch_fp8.nn.class_swap import add_mixin, remove_mixin
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.conv1d import Float8Conv1D
+from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer, Float8Linear
@@ -130,3 +134,78 @@ def to_stock(module: Float8Layer) -> None:
     module.thaw_weights()
     module.drop_fp8()
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))
+
+
+_SCALING = ("amax_history", "last_scale")
+
+
+def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
+
+    Delayed scaling adds two keys for each layer, under its qualified name without compile and
+    checkpoint wrappers:
+
+    * ``<name>.amax_history`` (3, H): amaxes of input, weight and grad_output, the most recent
+      first; negative where an outlier was left out;
+    * ``<name>.last_scale`` (2,): scales of input and weight computed from the history.
+
+    ``fp8_communication`` is the choice that ``communication="auto"`` measured for this job's links.
+
+    Args:
+        model: converted model.
+    """
+    check_arguments(scaling_state_dict, locals())
+    exchanges = exchanges_state(model)
+    state = {} if exchanges is None else {STATE_KEY: exchanges}
+    for name, module in _delayed_modules(model):
+        for key, value in zip(_SCALING, module.scaling_state, strict=True):
+            state[f"{name}.{key}"] = value.detach().cpu().clone()
+    return state
+
+
+def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Restore a state from `scaling_state_dict`, so that training continues exactly as before.
+
+    An empty `state` (from stock training, or from another recipe) changes nothing.
+
+    Args:
+        model: model converted with the same configuration.
+        state: return value of `scaling_state_dict`.
+    Raises:
+        TypeError: `model` or `state` has the wrong type.
+        ValueError: `state` belongs to another model or history length, or its history contains an
+            Inf or NaN. Nothing is loaded in that case.
+    """
+    check_arguments(load_scaling_state_dict, locals())
+    state = {unwrapped_name(key): value for key, value in state.items()}
+    exchanges = state.pop(STATE_KEY, None)
+    modules = dict(_delayed_modules(model)) if state else {}
+    targets = {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in zip(_SCALING, module.scaling_state, strict=True)
+    }
+    for key in sorted(targets.keys() ^ state.keys()) if targets else ():
+        where = "in the model, not in the state" if key in targets else "in the state only"
+        raise ValueError(f"FP8 scaling state does not fit the model: {key!r} is {where}")
+    for key, target in targets.items():
+        if state[key].shape != target.shape:
+            raise ValueError(
+                f"FP8 scaling state {key!r} has shape {tuple(state[key].shape)}, expected "
+                f"{tuple(target.shape)}; was it saved with another amax_history_len?"
+            )
+        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():
+            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN")
+    with torch.no_grad():
+        for name, module in modules.items():
+            history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
+            module.load_scaling_state(history, last_scale)
+    restore_scales(layer for layer in modules.values() if layer.fp8.scales_known)
+    if exchanges is not None:
+        load_exchanges_state(model, exchanges)
+
+
+def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Layer) and module.fp8.recipe.delayed:
+            yield unwrapped_name(name), module

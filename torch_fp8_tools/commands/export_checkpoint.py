@@ -33,7 +33,7 @@ from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
-from torch_fp8.conversion.scaling_state import load_scaling_state_dict
+from torch_fp8.conversion.revert import load_scaling_state_dict
 from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer

@@ -20,11 +20,20 @@ import torch
 import torch_fp8
 from torch_fp8._version import distribution_version
 from torch_fp8.checkpoint.whole_folder import whole_file
-from torch_fp8.ops.kernel_driver import PACKAGES, check_driver, missing_tools
-from torch_fp8_tools.env import display
+from torch_fp8.ops.hardware import PACKAGES, check_driver, missing_tools
 from torch_fp8_tools.env.cards import cards
 from torch_fp8_tools.env.hosts import autoload, hosts
-from torch_fp8_tools.env.result import FAILED, INFO, Result, last_line
+from torch_fp8_tools.env.result import (
+    FAILED,
+    INFO,
+    MORE,
+    Result,
+    last_line,
+    lines,
+    paragraphs,
+    report_text,
+    summary,
+)
 from torch_fp8_tools.env.smoke import SUBJECTS, smoke
 
 INTERRUPTED = 130
@@ -58,7 +67,7 @@ def describe(options: argparse.Namespace) -> int:
     results = described + tested
     status = int(any(result.status == FAILED for result in results))
     if report is not None:
-        text = display.report_text(results, shlex.join(["torch-fp8", *sys.argv[1:]]))
+        text = report_text(results, shlex.join(["torch-fp8", *sys.argv[1:]]))
         with whole_file(report) as partial:
             partial.write_text(text, encoding="utf-8", errors="replace")
     if options.json:
@@ -67,8 +76,8 @@ def describe(options: argparse.Namespace) -> int:
         path = None if report is None else str(report)
         end = json.dumps({"ok": not status, "report": path, "results": listed}, indent=2)
     else:
-        end = display.summary(results)
-        end += "" if options.all or options.self_test else display.MORE
+        end = summary(results)
+        end += "" if options.all or options.self_test else MORE
         end += "" if report is None else f"\nreport: {report}"
     _print(f"{end}\n")
     if interrupted:
@@ -90,7 +99,7 @@ def _show(results: Sequence[Result], options: argparse.Namespace) -> None:
     if results and not options.json:
         is_long = options.all or options.self_test
         width = shutil.get_terminal_size((100 if is_long else 80, 24)).columns
-        _print((display.lines if is_long else display.paragraphs)(results, width))
+        _print((lines if is_long else paragraphs)(results, width))
 
 
 def _print(text: str) -> None:

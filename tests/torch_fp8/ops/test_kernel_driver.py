@@ -9,7 +9,7 @@ from triton import knobs
 from triton.runtime import build, driver
 
 from torch_fp8 import convert_to_float8
-from torch_fp8.ops.kernel_driver import PACKAGES, check_driver, missing_tools
+from torch_fp8.ops.hardware import PACKAGES, check_driver, missing_tools
 from torch_fp8_tools.env.machine import versions
 
 CUDA = torch.device("cuda")

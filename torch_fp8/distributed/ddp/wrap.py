@@ -29,11 +29,11 @@ from torch_fp8.distributed.agreement import check_same_config
 from torch_fp8.distributed.ddp.connection import (
     DDPConnection,
     DDPReport,
+    broadcast_state,
     connection_of,
     reason_without_hook,
 )
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
-from torch_fp8.distributed.ddp.join import broadcast_state
 from torch_fp8.distributed.links import Exchanges, choose_exchanges, measured_groups
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.experts import Float8Experts
