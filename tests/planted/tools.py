@@ -98,7 +98,7 @@ FAULTS = [
         f"{_TESTS}/plan/test_loops.py::test_loops_over_chunks_are_counted",
     ),
     Fault(
-        "a layer without the layer whose keys it uses is no reason to run all",
+        "a model of few layers that cannot run is no reason to run all",
         "torch_fp8_tools/plan/steps.py",
         "if len(few) == len(places):",
         "if few:",

@@ -42,7 +42,7 @@ def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     """Count the bytes that a model's step holds and sends beyond the persistent ones.
 
     If a layer loops over tokens in Python, the bytes are extrapolated from short sequences. If a
-    layer reads the results of another that is not among the few, all layers run.
+    model of few layers cannot run, because other parts are made for the number of layers, all run.
 
     Raises:
         ValueError: the model cannot run on tensors without memory.

@@ -29,8 +29,8 @@ _CHUNKS = {
 }
 _CHUNKS |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "moe_intermediate_size": 16}
 _CHUNKS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-_SHARED = {"num_kv_shared_layers": 2, "num_hidden_layers": 6, "head_dim": 16}
-_SHARED |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
+_FOR_LAYERS = {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2, "head_dim": 16}
+_FOR_LAYERS |= {"num_hidden_layers": 12, "hidden_size_per_layer_input": 16, "vocab_size": 96}
 
 
 def config_of(kind, **more):
@@ -72,7 +72,7 @@ def test_a_plan_says_that_it_extrapolates(monkeypatch):
     ("kind", "more"),
     [
         ("gpt2", {}),  # no nn.Linear in its layers
-        ("gemma4_text", _SHARED),  # layers that use the keys of other layers
+        ("gemma4_text", _FOR_LAYERS),  # an embedding holds a part for each layer
     ],
 )
 def test_layouts_that_are_planned(kind, more):
