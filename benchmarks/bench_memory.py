@@ -4,9 +4,10 @@
     python -m benchmarks.bench_memory --fake     # without one, counted; memory_counted.csv
     python -m benchmarks.bench_memory --toy      # a tiny model, also on a CPU
 
-Layouts of Llama-3.2-1B, -3B and 3.1-8B, one sequence of 4096, AdamW, under autocast: BF16-mixed and
-our levels, with activation checkpointing and without; other lengths by ``--sequence``. Of the second step (the first makes the
-states) every storage is followed by its category (torch_fp8_tools/plan/memory_tracker.py):
+Layouts of Llama-3.2-1B, -3B and 3.1-8B, one sequence of 4096 or ``--sequence`` tokens, AdamW, under
+autocast: BF16-mixed and our levels, with activation checkpointing and without. Of the second step
+(the first makes the states) every storage is followed by its category
+(torch_fp8_tools/plan/memory_tracker.py):
 
 * weights, residuals, gradients, states of the optimizer, activations saved for backward, and
   workspace: everything else, casts of weights and logits above all. The columns are what lived at
