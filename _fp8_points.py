@@ -18,7 +18,7 @@ Wanted = Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]
 TRIED = {
     "lightning": ("2.4", "2.6"),
     "accelerate": ("1.10", "1.15"),
-    "transformers": ("4.57", "5.23"),
+    "transformers": ("4.57", "5.24"),
     "trl": ("0.24", "1.16"),
     "peft": ("0.18", "0.21"),
 }

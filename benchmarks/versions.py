@@ -82,6 +82,7 @@ PARTS = (
     "transformers-4.57+peft-0.19+datasets-4.4",
     "transformers-5.17",
     "transformers-5.23",
+    "transformers-5.24",
     # With transformers 5, TRL 0.24 asks for mergekit; PEFT 0.18 cannot import torchao 0.18.
     "trl-0.24+transformers-4.57+peft-0.18+torchao-0.14+datasets-4.4",
     "trl-1.0",

@@ -5,6 +5,14 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/checkpoint"
 FAULTS = [
     Fault(
+        "an export calls every output layer FP8",
+        "torch_fp8/checkpoint/export.py",
+        "'FP8' if self.head in self.fp8 else 'BF16'",
+        "'FP8' if self.head else 'BF16'",
+        "tests/torch_fp8/checkpoint/test_export.py::"
+        "test_an_output_layer_in_fp8_is_refused_tied_and_written_in_bf16_else",
+    ),
+    Fault(
         "of several active adapters the last alone is folded in",
         "torch_fp8/checkpoint/fold_adapters.py",
         "            folded = folded + delta.float()",

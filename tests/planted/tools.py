@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "a planned step of FSDP2 scatters no gradients",
-        "torch_fp8_tools/plan/steps.py",
+        "torch_fp8_tools/plan/followed_step.py",
         "name.startswith((*_GATHERS, *_SCATTERS))",
         "name.startswith(_GATHERS)",
         f"{_TESTS}/plan/test_sharded_plan.py",
@@ -82,6 +82,27 @@ FAULTS = [
         "(cls,), computed)",
         "(cls,), {})",
         f"{_TESTS}/plan/test_plan.py::test_the_step_is_that_of_the_whole_model",
+    ),
+    Fault(
+        "extrapolated bytes grow with the sequence alone",
+        "torch_fp8_tools/plan/steps.py",
+        "bend = third - 2 * second + first",
+        "bend = 0",
+        f"{_TESTS}/plan/test_loops.py::test_extrapolated_bytes_are_those_of_the_whole_step",
+    ),
+    Fault(
+        "loops over chunks are extrapolated from less than a chunk",
+        "torch_fp8_tools/plan/steps.py",
+        "if steps[0].calls == steps[1].calls:",
+        "if False:",
+        f"{_TESTS}/plan/test_loops.py::test_loops_over_chunks_are_counted",
+    ),
+    Fault(
+        "a model of few layers that cannot run is no reason to run all",
+        "torch_fp8_tools/plan/steps.py",
+        "if len(few) == len(places):",
+        "if few:",
+        f"{_TESTS}/plan/test_loops.py::test_layouts_that_are_planned",
     ),
     Fault(
         "the engine imports its tools",

@@ -302,7 +302,7 @@ SAVED_DEQUANTIZED = (
 def save_dequantized(model: nn.Module) -> int:
     """Make transformers save a dequantized model in its present dtype.
 
-    A model that transformers (at least 5.0 to 5.23) has dequantized keeps the conversion, and
+    A model that transformers (5.0 to 5.23) has dequantized keeps the conversion, and
     transformers reverses it when it saves the model: all matrices, even embeddings and the output
     layer, are quantized without a ``quantization_config`` in the file. A later load would take the
     codes for weights. This function removes the operation from the model's conversions.

@@ -52,6 +52,7 @@ class ExportReport:
             `kept`.
         num_elements: the number of elements of the weights in FP8.
         num_bytes: the bytes of these weights and their scales in the files.
+        head: the name of the output layer; empty if the model has none.
     """
 
     path: Path
@@ -63,6 +64,7 @@ class ExportReport:
     ignored: tuple[str, ...]
     num_elements: int
     num_bytes: int
+    head: str = ""
 
     @property
     def bytes_per_bf16_byte(self) -> float:
@@ -74,6 +76,8 @@ class ExportReport:
             f"{len(self.fp8)} layers in {self.format} FP8 ({self.recipe}) at {str(self.path)!r}, "
             f"{self.bytes_per_bf16_byte:.4f} bytes per byte of BF16"
         )
+        if self.head:
+            text += f"; output layer {self.head!r} in {'FP8' if self.head in self.fp8 else 'BF16'}"
         if self.kept:
             reasons = first_reasons(self.kept, 3)
             text += f"; {len(self.kept)} that run in FP8 are written in BF16: {reasons}"
@@ -134,7 +138,7 @@ def export(
     root, plan = prepare_export(model, format, adapters)
     with whole_folder(path) as folder:
         _write(root, plan, folder, most, tokenizer)
-    report = report_of(plan, path)
+    report = report_of(root, plan, path)
     warn_kept(report)
     return report
 
@@ -159,7 +163,7 @@ def export_into(
     most, (root, plan) = parse_size(max_shard_size), prepare_export(model, format)
     with replaced_files(folder) as partial:
         _write(root, plan, partial, most)
-    return report_of(plan, Path(folder))
+    return report_of(root, plan, Path(folder))
 
 
 def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
@@ -174,14 +178,18 @@ def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
         prepare_export(model, config.save_format)
 
 
-def report_of(plan: ExportPlan, path: Path) -> ExportReport:
-    """Return the report on a plan's tensors in a folder."""
+def report_of(root: Any, plan: ExportPlan, path: Path) -> ExportReport:
+    """Return the report on a plan's tensors of a transformers model in a folder."""
     assert plan.format is not None
     names = (tuple(plan.fp8), tuple(plan.kept), tuple(plan.recast), tuple(plan.ignored))
     in_fp8 = [group for group in plan.groups if isinstance(group.form, ExportFormat)]
     num_elements = sum(group.tensor.numel() for group in in_fp8)
     num_bytes = sum(group.num_bytes for group in in_fp8)
-    return ExportReport(path, plan.format.name, plan.format.recipe, *names, num_elements, num_bytes)
+    output_layer = getattr(root, "get_output_embeddings", lambda: None)()
+    names_of = {id(module): name for name, module in root.named_modules()}
+    head = names_of.get(id(output_layer), "")
+    sizes = num_elements, num_bytes, head
+    return ExportReport(path, plan.format.name, plan.format.recipe, *names, *sizes)
 
 
 def prepare_export(

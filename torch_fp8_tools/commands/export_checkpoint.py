@@ -111,7 +111,7 @@ def export_checkpoint(
                 shutil.copyfile(source / name, folder / name)
         write_quantization(folder, plan)
         copy_tokenizer(source, folder)
-    report = report_of(plan, path)
+    report = report_of(model, plan, path)
     warn_kept(report)
     return report
 

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
+from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import fake_ranks, leave_stage, make_model, prepare, stages
 from torch_fp8_tools.plan.setup import BF16, Setup
-from torch_fp8_tools.plan.steps import StepBytes
 
 
 def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:

@@ -6,22 +6,48 @@ sizes. A step has none, so shapes, strides and dtypes are key enough.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_fp8.tensor.base import map_tensors
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _NAMESPACES = ("aten", "torch_fp8")
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_BLANK: dict[str, None] = {}
+"""The attributes of a FakeTensor without values that are None."""
 
 
-class KnownResults:
-    """Calls operators on fake tensors; of equal calls only the first runs the operator."""
+class KnownResults(TorchDispatchMode):
+    """Calls operators on fake tensors; of equal calls only the first runs the operator.
 
-    def __init__(self) -> None:
-        # Whether there are several results, and the layout of each; None: run the operator.
-        self._known: dict[Any, tuple[bool, list[_Layout]] | None] = {}
+    All steps share the results, because a layout does not depend on the step.
+    """
+
+    # Whether there are several results, and the layout of each; None: run the operator.
+    _known: ClassVar[dict[Any, tuple[bool, list[_Layout]] | None]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the check at each call takes as long as a view
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if not isinstance(first, FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return first.fake_device  # most calls
+        if func is torch.ops.aten.copy_.default and first.constant is None:
+            return first  # there are no values
+        if (func.is_view or func is _UNSAFE_VIEW) and not kwargs and first.constant is None:
+            return _view(func, first, args)
+        return self.call(func, first, args, kwargs or {})
 
     def call(
         self, func: Any, first: FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -47,6 +73,13 @@ class KnownResults:
         return out
 
 
+def _view(func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
+    """Return views as FakeTensorMode does, without its cache, whose keys take longer."""
+    with in_kernel_invocation_manager(base.fake_mode):
+        out = func(*args)
+    return map_tensors(out, lambda view: fake(view, base))
+
+
 def _key(value: Any) -> Any:
     """Describe an argument; None if its description does not decide on the result's layout."""
     if type(value) is FakeTensor:
@@ -66,7 +99,30 @@ def _empty(
 ) -> FakeTensor:
     with in_kernel_invocation_manager(like.fake_mode):
         empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return FakeTensor(like.fake_mode, empty, like.fake_device)
+    return fake(empty, like)
+
+
+def fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
+    """Make a FakeTensor of a tensor on the meta device, faster than its constructor does.
+
+    Args:
+        tensor: a tensor on the meta device.
+        like: a FakeTensor with the same mode and device.
+    """
+    if not _BLANK:
+        first = FakeTensor(like.fake_mode, tensor, like.fake_device)
+        _BLANK.update({name: None for name, value in vars(first).items() if value is None})
+        return first
+    new: FakeTensor = Tensor._make_subclass(
+        FakeTensor,
+        tensor,
+        tensor.requires_grad,
+        dispatch_device=True,
+        device_for_backend_keys=like.fake_device,
+    )
+    vars(new).update(_BLANK)
+    new.fake_mode, new.fake_device = like.fake_mode, like.fake_device
+    return new
 
 
 def _layouts(out: Any, first: FakeTensor, args: Sequence[Any]) -> tuple[bool, list[_Layout]] | None:

@@ -79,7 +79,7 @@ FAMILIES = {
     for family in ("gpt", "llama", "qwen3")
 }
 """The presets of each family, the smallest first."""
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_SIZES = ("num_hidden_layers", "hidden_size")
 
 
 def read_config(model: Any) -> Any:
@@ -160,7 +160,7 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
             f"transformers has no tensor-parallel plan for {type(model).__name__}: use tensor=1 "
             "and shard it with fsdp"
         )
-    heads = text_of(config).num_attention_heads
+    heads = getattr(text_of(config), "num_attention_heads", None) or degree
     if heads % degree:
         raise ValueError(f"tensor={degree} does not divide the {heads} attention heads")
     for name, module in list(model.named_modules()):
@@ -180,8 +180,10 @@ def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> Non
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated layers: the longest list of modules."""
+    """Return the repeated layers: the largest list, if possible of as many modules as layers."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    number = text_of(model.config).num_hidden_layers
+    lists = [blocks for blocks in lists if len(blocks) == number] or lists
     sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
     return list(lists[sizes.index(max(sizes))])
 

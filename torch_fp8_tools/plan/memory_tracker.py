@@ -126,17 +126,17 @@ class MemoryTracker(TorchDispatchMode):
 
     def see_resized(self) -> None:
         """Count the storages anew that may have been resized."""
+        known = self._known
         for group in self.resizable:
-            if self._is_resized(group[0]):
-                for storage in filter(self._is_resized, group):
-                    category, num_bytes = self._known[id(storage)]
-                    self._known[id(storage)] = category, storage.nbytes()
+            first = known.get(id(group[0]))
+            if first is None or first[1] == group[0].nbytes():
+                continue
+            for storage in group:
+                if id(storage) in known:
+                    category, num_bytes = known[id(storage)]
+                    known[id(storage)] = category, storage.nbytes()
                     self.current[category] += storage.nbytes() - num_bytes
         self._see_peak()
-
-    def _is_resized(self, storage: torch.UntypedStorage) -> bool:
-        known = self._known.get(id(storage))
-        return known is not None and known[1] != storage.nbytes()
 
     def _free(self, key: int) -> None:
         category, num_bytes = self._known.pop(key)

@@ -14,10 +14,11 @@ from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import unknown_options
 from torch_fp8_tools.plan.counts import by_layers, standing_bytes, wire_bytes
+from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import family_of, text_of
 from torch_fp8_tools.plan.models import make_model
 from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
-from torch_fp8_tools.plan.steps import StepBytes, step_bytes
+from torch_fp8_tools.plan.steps import step_bytes
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 USABLE = 0.99
@@ -68,12 +69,15 @@ class Plan:
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         num_params: the number of parameters of all models of the run, on all GPUs of one replica.
         experts: a text on the rows that each expert computes; empty without experts.
+        lengths: the sequences from which bytes of steps are extrapolated, because layers loop over
+            tokens in Python; empty if all bytes are counted.
     """
 
     setup: Setup
     levels: dict[str, LevelPlan]
     num_params: int
     experts: str = ""
+    lengths: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -94,6 +98,7 @@ class Plan:
             "card": dataclasses.asdict(self.setup.card),
             "setup": setup,
             "experts": self.experts,
+            "lengths": self.lengths,
             "levels": levels,
         }
 
@@ -173,8 +178,14 @@ def plan_beside(
 def _plan(
     setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
 ) -> Plan:
+    if setup.fsdp > 1 and setup.layers.share:
+        raise ValueError(
+            f"layers of {type(setup.config).__name__} share parameters, which FSDP2 cannot shard "
+            "layer by layer: use fsdp=1, with data for several GPUs"
+        )
     standing: dict[tuple[str, str], MemoryReport] = {}
     plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
+    lengths = next((step.lengths for step in counted.values() if step.lengths), ())
 
     def count(layers: Sequence[int]) -> Counter[str]:
         models = [make_model(setup, role, BF16, layers) for role in setup.roles]
@@ -182,7 +193,7 @@ def _plan(
 
     layers = range(text_of(setup.config).num_hidden_layers)
     num_params = by_layers(setup, layers, count)["numbers"] * setup.tensor
-    return Plan(setup, plans, num_params, _rows_of_experts(setup))
+    return Plan(setup, plans, num_params, _rows_of_experts(setup), lengths)
 
 
 def _rows_of_experts(setup: Setup) -> str:

@@ -465,6 +465,7 @@ def test_an_output_layer_in_fp8_is_refused_tied_and_written_in_bf16_else(tmp_pat
     with pytest.warns(UserWarning, match="engines keep the output layer in 16 bits"):
         report = export(_trained("", config=config), tmp_path / "out")
     assert report.ignored == ("lm_head",)
+    assert "; output layer 'lm_head' in BF16; 1 that run in FP8 are written in BF16" in str(report)
 
 
 def test_sharded_weights_are_refused_by_name(tmp_path):

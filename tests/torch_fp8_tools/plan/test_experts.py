@@ -6,9 +6,9 @@ from transformers import AutoConfig
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import expected_memory
+from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import EXPERTS, build, read_config
 from torch_fp8_tools.plan.plan import plan_beside
-from torch_fp8_tools.plan.steps import StepBytes
 
 SIZES = {
     "vocab_size": 96,

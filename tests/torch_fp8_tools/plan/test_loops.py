@@ -1,0 +1,101 @@
+"""Plans of models that loop over tokens or chunks in Python, and of those that cannot run."""
+
+import dataclasses
+import re
+
+import pytest
+from transformers import AutoConfig
+
+from torch_fp8_tools.plan import steps
+from torch_fp8_tools.plan.plan import plan
+from torch_fp8_tools.plan.setup import make_setup
+from torch_fp8_tools.plan.steps import step_bytes
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 8}
+_CHUNKS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention"] * 2,
+}
+_CHUNKS |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "moe_intermediate_size": 16}
+_CHUNKS |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_FOR_LAYERS = {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2, "head_dim": 16}
+_FOR_LAYERS |= {"num_hidden_layers": 12, "hidden_size_per_layer_input": 16, "vocab_size": 96}
+
+
+def config_of(kind, **more):
+    return AutoConfig.for_model(kind, **{**_SIZES, **more})
+
+
+@pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
+def test_extrapolated_bytes_are_those_of_the_whole_step(level, gpus, monkeypatch):
+    """Jamba's loops over tokens at full length took more than nine minutes of processor time."""
+    options = {"gpus": gpus, "sequence": 72, "recipe": "tensorwise"}
+    setups = [make_setup(config_of("jamba", **_JAMBA), **options) for _ in range(2)]
+    monkeypatch.setattr(steps, "MOST_OPERATORS", 10**9)
+    counted = step_bytes(setups[0], "policy", level)
+    monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
+    extrapolated = step_bytes(setups[1], "policy", level)
+    assert extrapolated.lengths == (24, 40, 56)
+    assert dataclasses.replace(extrapolated, lengths=()) == counted
+
+
+def test_loops_over_chunks_are_counted(monkeypatch):
+    """A chunk is padded, so shorter sequences hold no less."""
+    setups = [make_setup(config_of("qwen3_next", **_CHUNKS), sequence=130) for _ in range(2)]
+    counted = step_bytes(setups[0], "policy", "bf16-mixed")
+    monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
+    assert step_bytes(setups[1], "policy", "bf16-mixed") == counted
+    assert counted.lengths == ()
+
+
+def test_a_plan_says_that_it_extrapolates(monkeypatch):
+    monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96}
+    planned = plan(AutoConfig.for_model("mamba", **sizes), sequence=64, levels=("bf16-mixed",))
+    assert planned.lengths == planned.as_dict()["lengths"] == (16, 32, 48)
+    assert "extrapolated from steps of\n16, 32, 48 tokens." in str(planned)
+    assert max(map(len, str(planned).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt2", {}),  # no nn.Linear in its layers
+        ("gemma4_text", _FOR_LAYERS),  # an embedding holds a part for each layer
+    ],
+)
+def test_layouts_that_are_planned(kind, more):
+    planned = plan(config_of(kind, **more), gpus=2, sequence=32, levels=("O2",))
+    assert planned.levels["O2"].peak > 0
+
+
+def test_a_list_of_all_numbers_of_layers_makes_no_kinds():
+    """Llama 4 lists its layers with experts, so each of 48 was of its own kind."""
+    config = config_of("llama4_text", num_hidden_layers=8, num_local_experts=2, head_dim=16)
+    layers = make_setup(config, sequence=32).layers
+    assert len({*layers.kinds}) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "message"),
+    [
+        ("zamba", 2, "ZambaConfig share parameters, which FSDP2 cannot shard layer by layer: use"),
+        ("jetmoe", 1, "JetMoeConfig can be counted, because its model fails on tensors without"),
+    ],
+)
+def test_a_model_that_cannot_run_is_named(kind, gpus, message):
+    more = {"kv_channels": 16, "num_key_value_heads": 4} if kind == "jetmoe" else {}
+    more |= {"num_hidden_layers": 12, "attention_head_dim": 32} if kind == "zamba" else {}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(config_of(kind, **more), gpus=gpus, sequence=32, levels=("bf16-mixed",))

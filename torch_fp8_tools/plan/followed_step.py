@@ -1,0 +1,220 @@
+"""`FollowedStep`: a step that is followed storage by storage, part by part.
+
+Marks cut it before and after the forward and the backward of each layer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
+from torch_fp8_tools.plan.known_results import KnownResults
+from torch_fp8_tools.plan.layouts import blocks_of
+from torch_fp8_tools.plan.memory_tracker import MemoryTracker
+
+_DEVICE = torch.ops.prim.device.default
+_GATHERS, _SCATTERS = ("allgather", "allreduce"), ("reduce_scatter", "alltoall")
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """The bytes of a GPU's micro-batch that exist only within its step.
+
+    Attributes:
+        forward: the peak beyond the persistent bytes until the last layer's backward ends.
+        backward: the peak after that, including gradients.
+        saved: the part of `forward` that is saved for backward.
+        gathered, scattered: the bytes that FSDP2 sends for weights and for gradients.
+        lengths: the sequences from which the bytes are extrapolated; empty if they are counted.
+    """
+
+    forward: float
+    backward: float
+    saved: float
+    gathered: float
+    scattered: float
+    lengths: tuple[int, ...] = ()
+
+
+class LongLoop(Exception):
+    """A layer calls so many operators that it must loop over tokens."""
+
+
+@dataclass
+class Part:
+    """A part of a step, with bytes beyond those that its start held and had sent.
+
+    Attributes:
+        peak, saved_at_peak: the highest bytes, and what was saved for backward of them.
+        live, saved: the same at its end.
+        gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
+        cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
+    """
+
+    peak: int
+    saved_at_peak: int
+    live: int
+    saved: int
+    gathered: int
+    scattered: int
+    cast: int = 0
+
+
+class FollowedStep(MemoryTracker):
+    """Memory of a step and the bytes that FSDP2 sends in it, as rings send them, part by part.
+
+    Attributes:
+        parts: what precedes the layers, the forward of each layer, the last one with the loss, and,
+            if the model is trained, the backward of each layer, the last layer's first; then the
+            rest. The rest includes the first layer's backward if its input needs no gradient.
+        ring: the share of the gathered and of the unscattered bytes that a rank sends.
+        calls: the number of operators.
+
+    Raises:
+        LongLoop: more than `most` operators run in a layer's forward or backward.
+    """
+
+    def __init__(self, model: nn.Module, trained: bool, most: float = math.inf) -> None:
+        super().__init__(model.parameters())
+        self._born: dict[int, int] = {}
+        self._trained = trained
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.assign(tensor, "weights")
+        self.parts: list[Part] = []
+        self.ring = 0.0
+        self._blocks = blocks_of(model)
+        self._unseen = {*self._blocks}
+        self._sent = {"gathered": 0, "scattered": 0}
+        self._agreed = 0
+        self._groups = fsdp_groups(model)
+        self._results = KnownResults()
+        self.calls = 0
+        self._most, self._begun = most, 0
+        self._start()
+        for block in self._blocks:  # before FSDP2 gathers its weights
+            block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # see KnownResults
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = self._results.__torch_dispatch__(func, types, args, kwargs)
+        if func is _DEVICE:
+            return out  # torch aborts the process if this raises
+        self.calls += 1
+        if self.calls > self._begun + self._most and 0 < len(self.parts) <= 2 * len(self._blocks):
+            raise LongLoop
+        if not func.is_view:
+            self.created(func, args, out)
+        if func.namespace == "fsdp":  # it has allocated what it gathers into, and resizes it later
+            gathered = (
+                [t for p in g.fsdp_params for t in p.all_gather_outputs] for g in self._groups
+            )
+            of_group = (sorted(tensors, key=torch.numel, reverse=True) for tensors in gathered)
+            self.resizable = [
+                [t.untyped_storage() for t in tensors] for tensors in of_group if tensors
+            ]
+            self.see_resized()
+        elif func.namespace == "c10d":
+            self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)
+        return out
+
+    def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
+        if not name.startswith((*_GATHERS, *_SCATTERS)):
+            return
+        sent = max(map(_bytes_of, args))  # the gathered, or unscattered, buffer
+        if name.startswith("allreduce"):
+            self._agreed += sent
+            sent *= 2
+        self._sent["gathered" if name.startswith(_GATHERS) else "scattered"] += sent
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if block not in self._unseen:
+            return None  # activation checkpointing runs it again
+        self._unseen.remove(block)
+        self.mark()
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if not hidden.requires_grad:
+            return None
+        # Its hook runs after FSDP2 has scattered this block's gradients, and before it gathers the
+        # weights of the block that precedes.
+        hidden = hidden.view_as(hidden)
+        hidden.register_hook(self.mark)
+        return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
+
+    def _start(self) -> None:
+        self.reset_peak()
+        self._begun = self.calls
+        saved = self.current["saved activations"]
+        self._begin = {"live": self.total, "saved": saved, **self._sent}
+
+    def mark(self, _: Any = None) -> None:
+        """End a part of the step."""
+        self.see_resized()
+        for key in self._known:
+            self._born.setdefault(key, len(self.parts))
+        begin, name = self._begin, "saved activations"
+        peak, saved_at_peak = self.peak_total - begin["live"], self.peak[name] - begin["saved"]
+        now = {"live": self.total, "saved": self.current[name], **self._sent}
+        self.parts.append(Part(peak, saved_at_peak, **{n: now[n] - begin[n] for n in now}))
+        self._start()
+
+    def living(self) -> dict[int, tuple[int, int]]:
+        """Return the part that allocated each living storage, and its bytes."""
+        return {key: (self._born[key], size) for key, (_, size) in self._known.items()}
+
+    def release(self, before: dict[int, tuple[int, int]]) -> None:
+        """Tell the parts what the end of autocast has freed of the storages that lived before."""
+        for part, size in (before[key] for key in before.keys() - self._known.keys()):
+            self.parts[part].cast += size
+        self._start()
+
+    def _free(self, key: int) -> None:
+        self._born.pop(key, None)
+        super()._free(key)
+
+    def with_layers(self, twins: Sequence[int]) -> StepBytes:
+        """Return the bytes of the step of a deeper model.
+
+        Args:
+            twins: for each of its layers, the place of the layer here that does the same.
+        """
+        number = len(self._blocks)
+        start, forwards, rest = self.parts[0], self.parts[1 : 1 + number], self.parts[1 + number :]
+        backwards = dict(zip(reversed(range(number)), rest, strict=False)) if self._trained else {}
+        # Before the first layer, ranks agree on the scales of all weights, and keep them.
+        linears = [sum(isinstance(m, nn.Linear) for m in b.modules()) for b in self._blocks]
+        more = sum(linears[i] for i in twins) / max(sum(linears), 1) - 1 if self._agreed else 0.0
+        agreed = self._agreed * more
+        before = [start, *(forwards[i] for i in twins)]
+        after = [backwards[i] for i in reversed(twins) if i in backwards]
+        after += rest[len(backwards) :]
+        live = saved = gathered = scattered = 0.0
+        peaks = []
+        for place, part in enumerate((*before, *after)):
+            if place == len(before):
+                live -= sum(each.cast for each in before)
+            peaks.append((live + part.peak, saved + part.saved_at_peak))
+            live, saved = live + part.live, saved + part.saved
+            gathered, scattered = gathered + part.gathered, scattered + part.scattered
+            if place == 0:
+                live += agreed
+        return StepBytes(
+            *(max(peaks[: len(before) + 1])[0], max(peaks[len(before) + 1 :], default=(0.0,))[0]),
+            saved=max(peaks[: len(before) + 1])[1],
+            gathered=self.ring * (gathered + 2 * agreed),
+            scattered=self.ring * scattered,
+        )
+
+
+def _bytes_of(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.numel() * argument.element_size()
+    return sum(map(_bytes_of, argument)) if isinstance(argument, (list, tuple)) else 0
