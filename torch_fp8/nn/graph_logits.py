@@ -57,7 +57,7 @@ class _Plain:
     """Attribute whose assignment makes logits plain.
 
     Dynamo keeps assignments in mind while it traces, and repeats them for the tensors that leave a
-    graph: by a return, by an attribute of something else, or because they are alive at a break.
+    graph, because it returns or stores them, or because they are alive at a break.
     """
 
     @torch._disable_dynamo  # no graph contains this assignment
