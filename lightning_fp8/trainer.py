@@ -39,7 +39,7 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         self._models = [converted for converted in self._models if converted.module() is module]
         super().convert_module(module)
         if not shards(self._strategy):
-            return_losses(module)
+            return_losses(module, type(module).training_step)
         if self._is_fitting():
             _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
             if hasattr(self._strategy, "configure_ddp"):

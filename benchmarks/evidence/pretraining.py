@@ -6,13 +6,15 @@
 `convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` compares the levels.
 
     python -m benchmarks.evidence.pretraining --level O2 --bf16-last 0.2 --hidden 512 --layers 6 \\
-        --steps 1000 --output runs/pretraining/25M-O2-0.2-seed0             # 25 million parameters
+        --steps 1000 --learning-rate 1e-3 --output runs/pretraining/25M-O2-0.2-seed0  # 25 million
 
-A run whose folder has a result is not run again, so that a list of such commands can be continued.
+A run whose folder has a result is not run again, and an interrupted run continues from the last of
+the states that it writes every 50 steps. So a list of such commands can be continued.
 """
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_re
 from torch_fp8.conversion.forward_precision import LastSteps, unscheduled
 
 STEPS = 3000
-LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS = 3e-3, 4, 128, 256
+LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS, STEPS_BETWEEN_STATES = 3e-3, 4, 128, 256, 50
 SHAPE = 128, 2
 """The hidden size and the number of layers."""
 
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--bf16-last", type=float, default=0.0, help="see FP8Config")
     parser.add_argument("--hidden", type=int, default=SHAPE[0])
     parser.add_argument("--layers", type=int, default=SHAPE[1])
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     if (arguments.output / "result.json").exists():
@@ -58,9 +61,19 @@ def main() -> None:
     if arguments.level is not None:
         config = FP8Config(opt_level=arguments.level, bf16_last=arguments.bf16_last)
     shape = arguments.hidden, arguments.layers
-    result = pretrain(config, arguments.seed, arguments.steps, arguments.perturbed, shape)
     arguments.output.mkdir(parents=True, exist_ok=True)
+    state = arguments.output / "state.pt"
+    result = pretrain(
+        config,
+        arguments.seed,
+        arguments.steps,
+        arguments.perturbed,
+        shape,
+        arguments.learning_rate,
+        state,
+    )
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
+    state.unlink(missing_ok=True)
 
 
 def pretrain(
@@ -69,6 +82,8 @@ def pretrain(
     steps: int,
     perturbed: int = 0,
     shape: tuple[int, int] = SHAPE,
+    learning_rate: float = LEARNING_RATE,
+    state: Path | None = None,
 ) -> dict:
     """Train from scratch and return losses, bytes per parameter and seconds.
 
@@ -78,6 +93,8 @@ def pretrain(
         steps: number of the optimizer's steps.
         perturbed: millionths by which the embedding is multiplied.
         shape: hidden size and number of layers.
+        learning_rate: after the warm-up.
+        state: file with the run's state, which is read if it exists and written every 50 steps.
     """
     started = time.perf_counter()
     tokens, held_out, vocab_size = corpus()
@@ -89,13 +106,21 @@ def pretrain(
     if config is not None:
         convert_to_float8(model, unscheduled(config))
         last = LastSteps(model, config.bf16_last, steps) if config.bf16_last else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
     if config is not None:
         convert_optimizer(optimizer, config, model=model)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    for step in range(steps):
+    if state is not None and state.exists():
+        loaded = torch.load(state)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        schedule.load_state_dict(loaded["schedule"])
+        generator.set_state(loaded["generator"])
+        losses = loaded["losses"]
+    memory = None
+    for step in range(len(losses), steps):
         if last is not None:
             last.before(step)
         loss = loss_of(model, windows(tokens, BATCH, generator))
@@ -103,15 +128,22 @@ def pretrain(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if not losses:
+        if memory is None:
             memory = memory_report(model, optimizer).bytes_per_param
         optimizer.zero_grad()
         losses.append(loss.item())
-    last = losses[-max(1, steps // 10) :]
+        if state is not None and len(losses) % STEPS_BETWEEN_STATES == 0:
+            parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            saved = {name: part.state_dict() for name, part in parts.items()}
+            saved |= {"generator": generator.get_state(), "losses": losses}
+            torch.save(saved, state.with_suffix(".new"))
+            os.replace(state.with_suffix(".new"), state)
+    tail = losses[-max(1, steps // 10) :]
     return {
         "steps": steps,
         "bytes_per_parameter": memory,
-        "final_train_loss": sum(last) / len(last),
+        "final_train_loss": sum(tail) / len(tail),
+        "losses": losses,
         "final_eval_loss": evaluate(model, held_out),
         "seconds": time.perf_counter() - started,
     }

@@ -4,6 +4,7 @@ from tests.planted.fault import Fault
 
 _TESTS = "tests/torch_fp8/loss_head"
 _READS, _LOSSES = f"{_TESTS}/test_logits_reads.py", f"{_TESTS}/test_logits_losses.py"
+_BREAKS = f"{_TESTS}/test_head_graph_breaks.py"
 _GRAPHS = f"{_TESTS}/test_head_compiled.py"
 FAULTS = [
     Fault(
@@ -121,7 +122,7 @@ FAULTS = [
     Fault(
         "a model that another wrapper compiles returns hidden states",
         "torch_fp8/nn/deferred_logits.py",
-        "            head.fuses_in_graphs = False\n",
+        "            head.is_deferred = False\n",
         "            pass\n",
         _GRAPHS,
     ),
@@ -145,5 +146,33 @@ FAULTS = [
         "    if torch.compiler.is_compiling() and any(map(_is_mask, items)):\n",
         "    if False:\n",
         _GRAPHS,
+    ),
+    Fault(
+        "logits that are alive at a graph break keep their class",
+        "torch_fp8/nn/graph_logits.py",
+        "        result.is_plain_outside = True\n",
+        "",
+        _BREAKS,
+    ),
+    Fault(
+        "a part of a model that breaks returns hidden states",
+        "torch_fp8/nn/deferred_logits.py",
+        "return any(frame.filename == file and name in frame.name for frame in stack)",
+        "return bool(stack)",
+        _BREAKS,
+    ),
+    Fault(
+        "a hook of a compiled model sees hidden states",
+        "torch_fp8/nn/deferred_logits.py",
+        "head.is_deferred = not model._forward_hooks",
+        "head.is_deferred = True",
+        _BREAKS,
+    ),
+    Fault(
+        "detached logits stay uncomputed in a graph",
+        "torch_fp8/nn/logit_steps.py",
+        "    if torch.compiler.is_compiling():  # what a program keeps leaves the graph\n",
+        "    if False:\n",
+        _BREAKS,
     ),
 ]

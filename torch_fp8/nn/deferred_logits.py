@@ -8,6 +8,8 @@ saves (`torch_fp8.nn.graph_logits`). Two kinds of graphs compute losses without 
 * those of a compiled module whose wrapper is known (`defer_logits`). The model then returns hidden
   states in place of its logits, and a hook of the wrapper makes uncomputed logits of them.
 
+If a graph of the model breaks, its parts are other graphs, and have plain logits (`is_graph_of`).
+
 Legend: H hidden features, V classes.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.nn.class_swap import without_compiler
@@ -44,16 +47,16 @@ class Deferred:
         return logits
 
 
-def return_losses(model: nn.Module) -> None:
-    """Let graphs of `model`, which return no logits, compute losses without logits.
+def return_losses(model: nn.Module, step: Any) -> None:
+    """Let graphs of a function that returns no logits compute losses without logits.
 
     Args:
-        model: a converted model. Parts of it that are compiled alone may return logits.
+        model: a converted model.
+        step: the function that is compiled, or a method of this name, which calls the model.
     """
-    compiled = (m for m in model.modules() if without_compiler(m) is not m)
-    inside = {id(m) for part in compiled for m in part.modules()}
-    for head in (h for m, h in _heads(model) if id(m) not in inside):
-        head.fuses_in_graphs = True
+    code = step.__code__
+    for _, head in _heads(model):
+        head.step = code.co_filename, code.co_name
 
 
 def defer_logits(compiled: nn.Module) -> None:
@@ -74,12 +77,12 @@ def defer_logits(compiled: nn.Module) -> None:
 
     # Only graphs of this wrapper have such logits: nothing else turns them into tensors.
     def begin(module: Any, args: Any) -> None:
-        for head in heads:
-            head.fuses_in_graphs = True
+        for head in heads:  # a hook of the model would see what its graph returns
+            head.is_deferred = not model._forward_hooks
 
     def end(module: Any, args: Any, output: Any) -> Any:
         for head in heads:
-            head.fuses_in_graphs = False
+            head.is_deferred = False
         return _mapped(output, _undeferred)
 
     # A hook would be a graph of its own.
@@ -109,14 +112,28 @@ def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             yield module, module.loss_head
 
 
+@torch.compiler.assume_constant_result
+def is_graph_of(file: str, name: str) -> bool:
+    """Return whether a trace is that of a function, or of its rest after a graph break.
+
+    If what the function calls breaks, this is traced by itself, without its caller on the stack.
+    """
+    stack = TracingContext.extract_stack()
+    return any(frame.filename == file and name in frame.name for frame in stack)
+
+
 def _deferring(forward: Any) -> Any:
     @functools.wraps(forward)
-    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def deferring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = forward(self, *args, **kwargs)
         return _mapped(output, _deferred) if torch.compiler.is_compiling() else output
 
-    wrapper.__module__ = __name__
-    return wrapper
+    deferring.__module__ = __name__
+    return deferring
+
+
+DEFERRING = __file__, "deferring"
+"""File and name of the forward of models whose graphs return hidden states."""
 
 
 def _deferred(x: Any) -> Any:

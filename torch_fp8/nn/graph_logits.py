@@ -53,6 +53,19 @@ class GraphCall:
         """Do nothing: a count of losses would be a guard of the graph."""
 
 
+class _Plain:
+    """Attribute whose assignment makes logits plain.
+
+    Dynamo keeps assignments in mind while it traces, and repeats them for the tensors that leave a
+    graph, because it returns or stores them, or because they are alive at a break.
+    """
+
+    @torch._disable_dynamo  # no graph contains this assignment
+    def __set__(self, logits: Tensor, value: bool) -> None:
+        vars(logits).clear()
+        logits.__class__ = Tensor
+
+
 class GraphLogits(Tensor):
     """Logits (..., V, ...) in a graph, with their origin; outside of it they are plain.
 
@@ -61,6 +74,7 @@ class GraphLogits(Tensor):
     """
 
     recorded: Recorded
+    is_plain_outside = _Plain()
 
     @staticmethod
     def of(logits: Tensor, recorded: Recorded) -> "GraphLogits":
@@ -68,6 +82,7 @@ class GraphLogits(Tensor):
         recorded.shape_of, recorded.parent = logits, None
         result = logits.as_subclass(GraphLogits)
         result.recorded = recorded
+        result.is_plain_outside = True
         return result
 
     @classmethod
@@ -88,9 +103,6 @@ class GraphLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             logits = func(*args, **kwargs)
         return GraphLogits.of(logits, result.recorded) if isinstance(result, Traced) else logits
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _read(x: Any) -> Any:

@@ -90,6 +90,8 @@ def _copy(func: Any, x: LazyLogits, *args: Any, **options: Any) -> Any:
 
 
 def _detach(func: Any, x: LazyLogits) -> Any:
+    if torch.compiler.is_compiling():  # what a program keeps leaves the graph
+        return NotImplemented
     of = x.recorded
     return _record(x, (func, (), {}), of.shape_of, of.hidden.detach(), is_detached=True)
 

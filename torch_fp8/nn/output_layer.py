@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_fp8.autograd import current_pass
 from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
 from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
+from torch_fp8.nn.deferred_logits import DEFERRING, is_graph_of
 from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
 from torch_fp8.nn.head_call import HeadCall, autocast_state
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
@@ -44,11 +45,14 @@ class HeadFP8:
     Attributes:
         fused: number of losses that were computed without logits.
         reads: number of forwards whose logits were computed.
-        fuses_in_graphs: whether graphs of torch.compile compute losses without logits.
+        step: file and name of a function whose graphs return no logits; see
+            `torch_fp8.nn.deferred_logits`.
+        is_deferred: whether a compiled model that returns uncomputed logits runs now.
         compiled: compiled modules that return uncomputed logits, and functions that undo it.
     """
 
-    fuses_in_graphs = False
+    step: tuple[str, str] | None = None
+    is_deferred = False
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, weakref.ref(model)
@@ -73,6 +77,12 @@ class HeadFP8:
     def waits(self) -> bool:
         """Whether logits are worth waiting with: a loss has used them, or may."""
         return self.fused > 0 or self.reads < _MOST_READS
+
+    @property
+    def fuses_in_graph(self) -> bool:
+        """Whether the graph of this trace computes losses without logits."""
+        function = DEFERRING if self.is_deferred else self.step
+        return function is not None and is_graph_of(*function)
 
     def gather(self, weight: Tensor) -> bool:
         """Gather a weight that FSDP2 has freed; return False if no module has it."""
@@ -114,7 +124,7 @@ class OutputLayer(nn.Module):
     def _uncomputed(self, input: Tensor) -> Any:
         """Return logits that are not computed yet; None: this forward computes them."""
         head, in_graph = self.loss_head, torch.compiler.is_compiling()
-        waits = head.fuses_in_graphs if in_graph else head.waits
+        waits = head.fuses_in_graph if in_graph else head.waits
         if not (self.training and torch.is_grad_enabled() and waits):
             return None
         if current_pass.requested or is_exporting() or (not in_graph and is_transformed()):

@@ -66,15 +66,20 @@ def _assert_alike(got, want, db=45):
         assert sqnr_db(expected, grad) >= (28 if grad.shape == (16, 16) else db)
 
 
+def _returns_loss(model, step):
+    """Return a step that is to be compiled, and whose graph returns no logits of `model`."""
+    return_losses(model, step)
+    return step
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_in_one_graph_has_no_logits(name):
     if name == "masked" and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 cannot trace the stock loss")
     stock, fused = pair(bias=name == "flat", tied=name == "float")
-    return_losses(fused)
     data, graphs = batch(), Graphs()
     want = _run(stock, lambda x, y: LOSSES[name](stock(x), y), *data)
-    compiled = graphs.compile(lambda x, y: LOSSES[name](fused(x), y))
+    compiled = graphs.compile(_returns_loss(fused, lambda x, y: LOSSES[name](fused(x), y)))
     _assert_alike(_run(fused, compiled, *data), want)
     # A graph does not know the number of rows of a mask. Dynamo replaces nn.CrossEntropyLoss() in a
     # traced function, and takes the plain logits.
@@ -194,17 +199,6 @@ def test_a_model_that_is_compiled_without_its_wrapper_being_known_returns_plain_
     assert torch.equal(got["loss"], want["loss"])
 
 
-def test_a_part_that_is_compiled_alone_returns_plain_logits():
-    stock, fused = map(WithLoss, pair())
-    graphs = Graphs()
-    fused.model = graphs.compile(fused.model)
-    return_losses(fused)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, want = fused(*batch()), stock(*batch())
-    assert type(got["logits"]) is torch.Tensor
-    assert torch.equal(got["loss"], want["loss"])
-
-
 def test_a_graph_around_a_compiled_model():
     stock, fused = map(WithLoss, pair())
     graphs, inner = Graphs(), torch.compile(fused, backend="eager")
@@ -289,10 +283,10 @@ def _part_is_written(model):
 @pytest.mark.parametrize("program", [_penalised, _written, _part_is_written])
 def test_other_reads_and_writes_in_a_graph_are_stocks(program):
     stock, fused = pair()
-    return_losses(fused)
     data = batch()
     want = _run(stock, program(stock), *data)
-    _assert_alike(_run(fused, Graphs().compile(program(fused)), *data), want)
+    compiled = Graphs().compile(_returns_loss(fused, program(fused)))
+    _assert_alike(_run(fused, compiled, *data), want)
 
 
 def test_an_autograd_function_in_a_graph_gets_plain_logits():
@@ -312,11 +306,10 @@ def test_an_autograd_function_in_a_graph_gets_plain_logits():
             ), None
 
     stock, fused = pair()
-    return_losses(fused)
     data = batch()
     want = _run(stock, lambda x, y: Loss.apply(stock(x), y), *data)
-    got = _run(fused, Graphs().compile(lambda x, y: Loss.apply(fused(x), y)), *data)
-    _assert_alike(got, want, db=40)
+    compute = _returns_loss(fused, lambda x, y: Loss.apply(fused(x), y))
+    _assert_alike(_run(fused, Graphs().compile(compute), *data), want, db=40)
 
 
 def test_evaluation_returns_plain_logits():
@@ -331,9 +324,9 @@ def test_evaluation_returns_plain_logits():
 
 def test_batches_of_every_length_use_one_graph():
     _, fused = pair()
-    return_losses(fused)
     model, graphs = WithLoss(fused), Graphs()
-    compiled = graphs.compile(lambda *data: model(*data)["loss"], dynamic=True)
+    compute = _returns_loss(fused, lambda *data: model(*data)["loss"])
+    compiled = graphs.compile(compute, dynamic=True)
     for length in (24, 16, 31):
         tokens, labels = batch(shape=(4, length))
         with torch.autocast("cpu", torch.bfloat16):
