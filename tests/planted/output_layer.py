@@ -134,13 +134,6 @@ FAULTS = [
         _GRAPHS,
     ),
     Fault(
-        "a part that is compiled alone returns logits that are computed six times",
-        "torch_fp8/nn/deferred_logits.py",
-        "for m, h in _heads(model) if id(m) not in inside",
-        "for m, h in _heads(model)",
-        _GRAPHS,
-    ),
-    Fault(
         "a mask's rows are taken for known in a graph",
         "torch_fp8/nn/logit_steps.py",
         "    if torch.compiler.is_compiling() and any(map(_is_mask, items)):\n",

@@ -199,6 +199,16 @@ def test_a_model_that_is_compiled_without_its_wrapper_being_known_returns_plain_
     assert torch.equal(got["loss"], want["loss"])
 
 
+def test_a_part_that_is_compiled_alone_returns_plain_logits():
+    stock, fused = map(WithLoss, pair())
+    fused.model = Graphs().compile(fused.model)
+    return_losses(fused, WithLoss.forward)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = fused(*batch()), stock(*batch())
+    assert type(got["logits"]) is torch.Tensor
+    assert torch.equal(got["loss"], want["loss"])
+
+
 def test_a_graph_around_a_compiled_model():
     stock, fused = map(WithLoss, pair())
     graphs, inner = Graphs(), torch.compile(fused, backend="eager")
