@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partialmethod
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -280,3 +281,24 @@ def _refuse_averaging(callbacks: Iterable[Any]) -> None:
 
 def _sharded() -> None:
     """A placeholder for ``configure_model`` while the host checks that it is overridden."""
+
+
+def host_classes(module: str, host: str, precision: type, strategy: type) -> tuple[Any, Any]:
+    """Return a copy of Lightning's `FP8Precision` and `FP8FSDPStrategy`, which have its bases.
+
+    Args:
+        module: the name of the module that has the two classes.
+        host: the package of the host, such as ``lightning.fabric``.
+        precision, strategy: our parts of the two classes.
+    """
+    mixed = import_module(f"{host}.plugins.precision").MixedPrecision
+    parallel = import_module(f"{host}.strategies").ModelParallelStrategy
+    zero = import_module(f"{host}.utilities.rank_zero")
+    body = {"__module__": module, "warn": staticmethod(zero.rank_zero_warn)}
+    of_strategy = {**body, "__doc__": f"`lightning_fp8.FP8FSDPStrategy` for ``{host}``."}
+    body["__doc__"] = f"`lightning_fp8.FP8Precision` for ``{host}``."
+    body["info"] = staticmethod(zero.rank_zero_info)
+    return (
+        type("FP8Precision", (precision, mixed), body),
+        type("FP8FSDPStrategy", (strategy, parallel), of_strategy),
+    )

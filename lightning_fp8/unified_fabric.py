@@ -3,22 +3,8 @@
 The classes are in a separate module under fixed names, because ``ddp_spawn`` pickles the plugin.
 """
 
-from lightning.fabric.plugins.precision import MixedPrecision
-from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-
 from lightning_fp8.fabric import FabricPrecision
-from lightning_fp8.fsdp import FabricStrategy
+from lightning_fp8.fsdp import FabricStrategy, host_classes
 
-
-class FP8Precision(FabricPrecision, MixedPrecision):
-    """`lightning_fp8.FP8Precision` for ``lightning.fabric``."""
-
-    info = staticmethod(rank_zero_info)
-    warn = staticmethod(rank_zero_warn)
-
-
-class FP8FSDPStrategy(FabricStrategy, ModelParallelStrategy):
-    """`lightning_fp8.FP8FSDPStrategy` for ``lightning.fabric``."""
-
-    warn = staticmethod(rank_zero_warn)
+bases = FabricPrecision, FabricStrategy
+FP8Precision, FP8FSDPStrategy = host_classes(__name__, "lightning.fabric", *bases)

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
-from torch_fp8.quantization.contradictions import (
-    ON_ALARM,
-    PROBES,
-    check_contradictions,
-)
+from torch_fp8.quantization.contradictions import ON_ALARM, PROBES, check_contradictions
 from torch_fp8.quantization.formats import FORMATS
 from torch_fp8.quantization.option_values import checked, named, option, read_json
 from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision

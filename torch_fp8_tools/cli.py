@@ -3,30 +3,32 @@
 A sub-command imports what it needs when it runs, so that ``torch-fp8 --help`` is fast.
 
 Exit status: 0 success, 1 failure, 2 usage error, 130 interrupted. A sub-command calls
-``set_defaults`` with the function to ``run``, and with what differs from the defaults: the
-exceptions that are usage errors (``mistakes``), other expected exceptions (``failures``), and
-``is_whole`` if it writes all of its output or nothing.
+``set_defaults`` with the function to ``run``, or with its name, and with what differs from the
+defaults: the exceptions that are usage errors (``mistakes``), other expected exceptions
+(``failures``), and ``is_whole`` if it writes all of its output or nothing.
 """
 
 import argparse
 import contextlib
 import os
+import pkgutil
 import re
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from torch_fp8._version import __version__
 from torch_fp8.quantization.suggestions import REMOVED, suggestion
-from torch_fp8_tools.check import command as check_command
-from torch_fp8_tools.commands import convert_command, export_command
-from torch_fp8_tools.compare import command as compare_command
-from torch_fp8_tools.env import command as env_command
-from torch_fp8_tools.plan import command as plan_command
-from torch_fp8_tools.report import command as report_command
+
+_COMMANDS = (
+    *("env.command", "commands.export_command", "commands.convert_command", "plan.command"),
+    *("check.command", "report.command", "compare.command"),
+)
+"""The modules of the sub-commands, in the order of the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +51,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 2
     try:
         with _terminated_as_interrupted():
-            status: int = options.run(options)
+            run = options.run if callable(options.run) else pkgutil.resolve_name(options.run)
+            status: int = run(options)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -116,13 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     failures = ImportError, RuntimeError
     parser.set_defaults(mistakes=(ValueError, TypeError), failures=failures, is_whole=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    env_command.add_parser(commands)
-    export_command.add_parser(commands)
-    convert_command.add_parser(commands)
-    plan_command.add_parser(commands)
-    check_command.add_parser(commands)
-    report_command.add_parser(commands)
-    compare_command.add_parser(commands)
+    for name in _COMMANDS:
+        import_module(f"torch_fp8_tools.{name}").add_parser(commands)
     parser.commands = commands.choices
     return parser
 

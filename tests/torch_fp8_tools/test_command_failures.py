@@ -36,7 +36,7 @@ def test_a_full_disk_is_one_line_and_no_fault(monkeypatch, capsys):
     def fail(options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch_fp8_tools.env.command.run", fail)
+    monkeypatch.setattr("torch_fp8_tools.env.machine.describe", fail)
     assert cli.main(["env"]) == 1
     assert capsys.readouterr().err == "torch-fp8 env: [Errno 28] No space left on device\n"
 

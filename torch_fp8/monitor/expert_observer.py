@@ -6,7 +6,7 @@ for the device, so an expert without a token had none since the last measured st
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import stored
 
 EXPERTS, ROUTING = "experts", "routing"
+Source: TypeAlias = Tensor | Callable[[], Tensor]
+"""The source of a payload, or a function that computes it."""
 _NAMED = 8
 """The maximum number of experts in an event."""
 
@@ -68,11 +70,7 @@ class ExpertObserver:
         self.step, self.name = step, name
 
     def input(
-        self,
-        x: Tensor | Callable[[], Tensor],
-        payload: QuantizedTensor,
-        offs: Tensor,
-        token: Tensor | None,
+        self, x: Source, payload: QuantizedTensor, offs: Tensor, token: Tensor | None
     ) -> None:
         """Observe the rows that forward multiplies.
 
@@ -84,11 +82,7 @@ class ExpertObserver:
         self._look(INPUT, lambda: rows_statistics(_source(x), payload, offs, token))
 
     def grad_output(
-        self,
-        grad: Tensor | Callable[[], Tensor],
-        payload: QuantizedTensor,
-        offs: Tensor,
-        token: Tensor | None,
+        self, grad: Source, payload: QuantizedTensor, offs: Tensor, token: Tensor | None
     ) -> None:
         """Observe the rows that backward multiplies; see `input`."""
         self._look(GRAD_OUTPUT, lambda: rows_statistics(_source(grad), payload, offs, token))
@@ -264,7 +258,7 @@ class ExpertModules:
                 yield counter.name, first_of(none, _NAMED)
 
 
-def _source(x: Tensor | Callable[[], Tensor]) -> Tensor:
+def _source(x: Source) -> Tensor:
     return matrix(x if isinstance(x, Tensor) else x())
 
 

@@ -207,11 +207,7 @@ def _quantize_blocks(
     return qdata.contiguous(), scale
 
 
-def _quantize_2d_fake(x: Tensor, options: CastOptions) -> Layouts:
-    return options.new_layouts(x)
-
-
-@operator(_quantize_2d_fake)
+@operator(lambda x, options: options.new_layouts(x))
 def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
     """Cast x and its transpose.
 

@@ -27,11 +27,7 @@ from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _norm_fake(norm: NormWithRstd) -> Tensor:
-    return norm.x.new_empty(norm.x.shape, dtype=norm.out_dtype)
-
-
-@operator(_norm_fake)
+@operator(lambda norm: norm.x.new_empty(norm.x.shape, dtype=norm.out_dtype))
 def rms_norm(norm: NormWithRstd) -> Tensor:
     """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, without FP8."""
     x, weight, rstd, offset, out_dtype = norm

@@ -61,11 +61,7 @@ def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | 
     return (*save_input(gate, save), *save_input(up, save), amax)
 
 
-def _factors_fake(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(amax), torch.empty_like(amax), amax.new_empty(())
-
-
-@operator(_factors_fake)
+@operator(lambda amax: (torch.empty_like(amax), torch.empty_like(amax), amax.new_empty(())))
 def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``s = 2^-floor(floor(log2 amax) / 2)``, its reciprocal, and ``max(amax s)``.
 

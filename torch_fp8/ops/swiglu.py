@@ -23,11 +23,7 @@ from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@operator(_swiglu_fake)
+@operator(lambda gate, up, smooth: gate.new_empty(gate.shape))
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     """Compute ``silu(gate) * up``, times `smooth` if given: (R, C) of gate's dtype, rounded once.
 

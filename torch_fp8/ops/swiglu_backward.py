@@ -46,11 +46,7 @@ def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     return dgate.to(out_dtype).contiguous(), dup.to(out_dtype).contiguous()
 
 
-def _amax_fake(inputs: BackwardInputs) -> Tensor:
-    return inputs.grad.new_empty(2, dtype=torch.float32)
-
-
-@operator(_amax_fake)
+@operator(lambda inputs: inputs.grad.new_empty(2, dtype=torch.float32))
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     """Compute the amaxes, (2,) float32, of `swiglu_backward` without writing its results."""
     return torch.stack([tensor_amax(d) for d in swiglu_backward.reference(inputs)])
@@ -109,23 +105,13 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     return torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=1)
 
 
-def _joined_amax_fake(inputs: BackwardInputs) -> Tensor:
-    return inputs.grad.new_empty((), dtype=torch.float32)
-
-
-@operator(_joined_amax_fake)
+@operator(lambda inputs: inputs.grad.new_empty((), dtype=torch.float32))
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """Compute the amax, () float32, of the result of `gate_up_backward` without writing that."""
     return tensor_amax(gate_up_backward.reference(inputs, True))
 
 
-def _joined_quantize_fake(
-    inputs: BackwardInputs, gate_first: bool, options: CastOptions
-) -> Layouts:
-    return cast_result_fake(_joined_fake(inputs, gate_first), options)
-
-
-@operator(_joined_quantize_fake)
+@operator(lambda inputs, first, options: cast_result_fake(_joined_fake(inputs, first), options))
 def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
 ) -> Layouts:

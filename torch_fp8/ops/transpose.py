@@ -31,11 +31,7 @@ def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
     return F.pad(qdata.t().view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
-def _empty_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
-    return _empty(qdata, qdata.shape[0])
-
-
-@operator(_empty_in_backward)
+@operator(lambda qdata, after: _empty(qdata, qdata.shape[0]))
 def transposed_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
     """The operator ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
 

@@ -28,12 +28,15 @@ _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...]
     ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),
     ("merge_aware", (True,), "frozen_weights", ("keep",), "it merges into a base stored in FP8"),
     ("merge_aware", (True,), "eval_fp8", (False,), "merged weights always run in FP8"),
+    ("merge_aware", (True,), "bf16_last", (), "merged weights always run in FP8"),
     ("on_alarm", RECIPES, "cache_weights", (True,), "that recipe casts weights differently"),
     ("backend", _TE, "cache_weights", (True,), "it casts weights itself"),
     ("backend", _TE, "recipe", ("rowwise",), "it has tensorwise, delayed, blockwise and mxfp8"),
     ("backend", _TE, "amax_history_len", (1,), "its histories are longer"),
 )
-"""An option and some of its values, another option and values that they exclude, and the reason."""
+"""An option and some of its values, another option and values that they exclude (if none are given,
+all true ones), and the reason.
+"""
 
 
 def check_contradictions(config: Any) -> None:
@@ -56,7 +59,7 @@ def _contradictions(config: Any) -> Iterator[str]:
             )
     for one, values, other, excluded, reason in _PAIRS:
         x, y = getattr(config, one), getattr(config, other)
-        if x in values and y in excluded:
+        if x in values and (y in excluded if excluded else y):
             yield f"{one}={x!r} excludes {other}={y!r}: {reason}; leave one of them out"
     recipes = SAVE_FORMATS.get(config.save_format, ("auto",))
     if config.save_format and config.recipe not in ("auto", *recipes):
@@ -64,11 +67,6 @@ def _contradictions(config: Any) -> Iterator[str]:
         yield (
             f"save_format={config.save_format!r} cannot express recipe={config.recipe!r}; use "
             f"recipe={recipes[0]!r}, or save_format={others[0]!r}"
-        )
-    if config.merge_aware and config.bf16_last:
-        yield (
-            f"merge_aware=True excludes bf16_last={config.bf16_last}: merged weights always run in "
-            "FP8; leave one of them out"
         )
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
         yield "wgrad='bf16' excludes fast_accum=('wgrad',): that GEMM is no FP8 GEMM; leave one out"

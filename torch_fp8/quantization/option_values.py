@@ -11,6 +11,13 @@ from torch_fp8.quantization.suggestions import suggestion
 
 _MOST_BYTES = 2**20
 """Largest size of a configuration file in bytes; a larger file is something else."""
+_TYPES: dict[type, tuple[Any, str]] = {
+    tuple: ((tuple, list), "a tuple of strings"),
+    bool: (bool, "a bool"),
+    float: ((int, float), "a number"),
+    int: (int, "an int"),
+}
+"""The types of values that an option takes by the type of its default, and their text in errors."""
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -64,9 +71,8 @@ def option(default: Any, *, of: str = "", **rule: Any) -> Any:
         of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
             to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
             backend ``torch``, the ``monitor``.
-        rule: ``choices``, a tuple of valid values or of valid items of a tuple, for a bool of those
-            in addition to True and False; ``least`` and ``most``, bounds of an int, with ``why``,
-            the reason for the upper one.
+        rule: ``choices``, a tuple of valid values or of valid items of a tuple; ``least`` and
+            ``most``, bounds of a number, with ``why``, the reason for the upper one.
     """
     return field(default=default, metadata={**rule, "of": of.split()})
 
@@ -91,31 +97,21 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
     """
     name, rule, default = f"FP8Config.{of_field.name}", of_field.metadata, of_field.default
     choices, least, most = rule.get("choices", ()), rule.get("least"), rule.get("most")
-    items: tuple[Any, ...] = (value,)
-    if isinstance(default, tuple):
-        if not isinstance(value, (tuple, list)):
-            raise TypeError(f"{name} must be a tuple of strings, got {value!r}")
+    is_optional = default is None and least is not None
+    kind, items = int if is_optional and value is not None else type(default), (value,)
+    types, text = _TYPES.get(kind, (object, ""))
+    if not isinstance(value, types) or (isinstance(value, bool) and kind in (int, float)):
+        raise TypeError(f"{name} must be {text}, got {value!r}")
+    if kind is tuple:
         if not all(isinstance(item, str) and item for item in value):
             raise TypeError(f"{name} must hold non-empty strings, got {value!r}")
         value = items = tuple(value)
-    elif isinstance(default, bool):
-        if not isinstance(value, bool) and value not in choices:
-            valid = "".join(f" or {choice!r}" for choice in choices)
-            raise TypeError(f"{name} must be a bool{valid}, got {value!r}")
-        items = ()
-    elif isinstance(default, float):
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-        if not rule["least"] <= value <= rule["most"]:
-            raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
-        value = float(value)
-    elif isinstance(default, int) or (least is not None and value is not None):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if least is not None and value < least:
+    if kind in (int, float):
+        if kind is int and least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-        if most is not None and value > most:
+        if most is not None and not least <= value <= most:
             raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
+        value = kind(value)
     for item in items if choices else ():
         if item not in choices:
             raise ValueError(

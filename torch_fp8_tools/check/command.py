@@ -33,14 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE",
                         help="write the configuration there, for TORCH_FP8_CONFIG")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run, is_whole=True)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the sub-command; returns the exit status."""
-    from torch_fp8_tools.check.check import check
-
-    return check(options)
+    parser.set_defaults(run="torch_fp8_tools.check.check:check", is_whole=True)
 
 
 def _positive(text: str) -> int:

@@ -23,15 +23,11 @@ def add_parser(commands: Any) -> None:
     )
     exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder")
     exported.add_argument("path", type=Path, metavar="OUTPUT", help="a folder that does not exist")
-    exported.add_argument(
-        "--format",
-        choices=list(SAVE_FORMATS),
-        help=f"format, and the recipes that it expresses: {_FORMATS}",
-    )
+    exported.add_argument("--format", choices=list(SAVE_FORMATS),
+                          help=f"format, and the recipes it expresses: {_FORMATS}")  # fmt: skip
     exported.add_argument("--recipe", choices=RECIPES, help="recipe of the training run")
-    exported.add_argument(
-        "--config", metavar="JSON", help="options of FP8Config, as JSON or the path of a file"
-    )
+    exported.add_argument("--config", metavar="JSON",
+                          help="options of FP8Config, as JSON or the path of a file")  # fmt: skip
     exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
     exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
                           help="most bytes of a file (default: 5GB)")  # fmt: skip

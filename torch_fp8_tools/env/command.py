@@ -28,31 +28,15 @@ def add_parser(commands: Any) -> None:
             "something failed, 2 a mistake in the call."
         ),
     )
-    env.add_argument(
-        "--self-test",
-        action="store_true",
-        help="test the kernels and each recipe on this machine (a few minutes)",
-    )
-    env.add_argument(
-        "--only",
-        nargs="+",
-        type=_subject,
-        choices=SUBJECTS,
-        metavar="SUBJECT",
-        help=f"only these subjects of the self-test, without hosts: {', '.join(SUBJECTS)}",
-    )
-    env.add_argument(
-        "--all",
-        action="store_true",
-        help="print a line for everything, including the extension points of the hosts",
-    )
-    env.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    env.add_argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="write a report to attach to an issue; with --self-test one is written anyway",
-    )
+    add, flag = env.add_argument, {"action": "store_true"}
+    add("--self-test", **flag, help="test the kernels and each recipe here (a few minutes)")
+    add("--only", nargs="+", type=_subject, choices=SUBJECTS, metavar="SUBJECT",
+        help=f"only these of the self-test, without hosts: {', '.join(SUBJECTS)}")  # fmt: skip
+    add("--all", **flag, help="print a line for everything, with the hosts' extension points")
+    add("--json", **flag, help="print JSON instead of tables")
+    add("--report", type=Path, metavar="FILE",
+        help="write a report for an issue; with --self-test one is written anyway")  # fmt: skip
+    run = "torch_fp8_tools.env.machine:describe"
     env.set_defaults(run=run, parser=env, mistakes=(), failures=())
 
 
@@ -60,10 +44,3 @@ def _subject(name: str) -> str:
     if name in REMOVED:
         raise argparse.ArgumentTypeError(f"'{name}' is no longer tested alone: {REMOVED[name]}")
     return name
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the sub-command; returns the exit status."""
-    from torch_fp8_tools.env.machine import describe
-
-    return describe(options)

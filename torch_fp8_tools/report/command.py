@@ -24,17 +24,10 @@ def add_parser(commands: Any) -> None:
         ),
     )
     report.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")
-    report.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="where to write (default: RUN/fp8_report)"
-    )
-    report.add_argument(
-        "--beside",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="other runs whose losses are drawn too; losses are compared with the first one",
-    )
+    report.add_argument("--output", type=Path, metavar="FOLDER",
+                        help="where to write (default: RUN/fp8_report)")  # fmt: skip
+    report.add_argument("--beside", type=Path, nargs="+", default=[], metavar="RUN",
+                        help="other runs, whose losses are drawn and compared too")  # fmt: skip
     report.set_defaults(run=_report, mistakes=(), failures=(ValueError, ImportError))
 
 
