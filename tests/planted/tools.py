@@ -98,6 +98,13 @@ FAULTS = [
         f"{_TESTS}/plan/test_loops.py::test_loops_over_chunks_are_counted",
     ),
     Fault(
+        "layers that run again in a step count as one loop over tokens",
+        "torch_fp8_tools/plan/followed_step.py",
+        "            self._begin_block()\n            if hidden",
+        "            if hidden",
+        f"{_TESTS}/plan/test_loops.py::test_layers_that_a_model_runs_again_are_no_loop_over_tokens",
+    ),
+    Fault(
         "a model of few layers that cannot run is no reason to run all",
         "torch_fp8_tools/plan/steps.py",
         "if len(few) == len(places):",

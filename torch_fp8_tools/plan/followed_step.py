@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
 from torch_fp8_tools.plan.known_results import KnownResults
@@ -105,9 +106,10 @@ class FollowedStep(MemoryTracker):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE:  # most calls; torch aborts the process if this raises
+            first = args[0]
+            return first.fake_device if type(first) is FakeTensor else func(*args)
         out = self._results.__torch_dispatch__(func, types, args, kwargs)
-        if func is _DEVICE:
-            return out  # torch aborts the process if this raises
         self.calls += 1
         if self.calls > self._begun + self._most and 0 < len(self.parts) <= 2 * len(self._blocks):
             raise LongLoop
@@ -136,11 +138,14 @@ class FollowedStep(MemoryTracker):
         self._sent["gathered" if name.startswith(_GATHERS) else "scattered"] += sent
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        if block not in self._unseen:
-            return None  # activation checkpointing runs it again
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if block not in self._unseen:  # the model, or activation checkpointing, runs it again
+            self._begin_block()
+            if hidden.requires_grad:
+                hidden.register_hook(self._begin_block)
+            return None
         self._unseen.remove(block)
         self.mark()
-        hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad:
             return None
         # Its hook runs after FSDP2 has scattered this block's gradients, and before it gathers the
@@ -151,9 +156,12 @@ class FollowedStep(MemoryTracker):
 
     def _start(self) -> None:
         self.reset_peak()
-        self._begun = self.calls
+        self._begin_block()
         saved = self.current["saved activations"]
         self._begin = {"live": self.total, "saved": saved, **self._sent}
+
+    def _begin_block(self, _: Any = None) -> None:
+        self._begun = self.calls
 
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""

@@ -77,6 +77,8 @@ def _view(func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
     """Return views as FakeTensorMode does, without its cache, whose keys take longer."""
     with in_kernel_invocation_manager(base.fake_mode):
         out = func(*args)
+    if isinstance(out, Tensor):
+        return fake(out, base)
     return map_tensors(out, lambda view: fake(view, base))
 
 
@@ -97,7 +99,7 @@ def _key(value: Any) -> Any:
 def _empty(
     like: FakeTensor, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
 ) -> FakeTensor:
-    with in_kernel_invocation_manager(like.fake_mode):
+    with torch._C._DisableTorchDispatch():
         empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return fake(empty, like)
 

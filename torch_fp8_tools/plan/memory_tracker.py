@@ -128,8 +128,9 @@ class MemoryTracker(TorchDispatchMode):
         """Count the storages anew that may have been resized."""
         known = self._known
         for group in self.resizable:
-            first = known.get(id(group[0]))
-            if first is None or first[1] == group[0].nbytes():
+            storage = group[0]
+            first = known.get(id(storage))
+            if first is None or first[1] == storage.nbytes():
                 continue
             for storage in group:
                 if id(storage) in known:

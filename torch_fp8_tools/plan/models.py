@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
-from torch.overrides import TorchFunctionMode
 
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.forward_precision import unscheduled
@@ -39,9 +39,7 @@ def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn
     model: Any = of_role.model(layers)
     split_for_tensor_parallel(model, setup.config, setup.tensor)
     if setup.checkpointing and role in TRAINED:
-        # Autograd leaves modes for functions, and a block that runs again must enter its own.
-        contexts = {"context_fn": lambda: (contextlib.nullcontext(), GroupedInBF16())}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if role not in TRAINED:
         model.requires_grad_(False).to(torch.bfloat16)
     elif setup.method == "lora":
@@ -147,18 +145,21 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
     return adapted
 
 
-class GroupedInBF16(TorchFunctionMode):
+@contextlib.contextmanager
+def grouped_in_bf16() -> Iterator[None]:
     """Run grouped GEMMs in BF16, as autocast would if it supported them.
 
     With float32 weights stock experts compute in float32, which is no useful baseline for FP8.
     """
+    grouped_mm = torch._grouped_mm  # the operator behind F.grouped_mm
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") == "_grouped_mm":  # the operator behind F.grouped_mm
-            args = tuple(
-                a.bfloat16() if isinstance(a, Tensor) and a.dtype == torch.float32 else a
-                for a in args
-            )
-        return func(*args, **(kwargs or {}))
+    def in_bf16(*args: Any, **kwargs: Any) -> Tensor:
+        return grouped_mm(*map(_lowered, args), **kwargs)
+
+    with patch.object(torch, "_grouped_mm", in_bf16):
+        yield
+
+
+def _lowered(value: Any) -> Any:
+    is_wide = isinstance(value, Tensor) and value.dtype == torch.float32
+    return value.bfloat16() if is_wide else value

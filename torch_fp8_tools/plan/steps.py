@@ -17,8 +17,8 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Part, StepBytes
 from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.models import (
-    GroupedInBF16,
     fake_ranks,
+    grouped_in_bf16,
     make_model,
     prepare,
     shard,
@@ -135,7 +135,7 @@ def _run_step(
                 if not trained:
                     model.unshard()  # without a backward, FSDP2 keeps what the root gathers
             step = FollowedStep(model, trained, math.inf if sequence else MOST_OPERATORS)
-            with step, GroupedInBF16(), torch.set_grad_enabled(trained):
+            with step, grouped_in_bf16(), torch.set_grad_enabled(trained):
                 tokens = torch.zeros(
                     (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
                 )

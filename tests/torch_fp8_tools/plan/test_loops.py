@@ -99,3 +99,22 @@ def test_a_model_that_cannot_run_is_named(kind, gpus, message):
     more |= {"num_hidden_layers": 12, "attention_head_dim": 32} if kind == "zamba" else {}
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(config_of(kind, **more), gpus=gpus, sequence=32, levels=("bf16-mixed",))
+
+
+def test_layers_that_a_model_runs_again_are_no_loop_over_tokens(monkeypatch):
+    """HRM runs its layers in cycles; each run counted as part of its last layer, so steps of whole
+    length ran five times."""
+    monkeypatch.setattr(steps, "MOST_OPERATORS", 1000)
+    operators = []
+    run_step = steps.run_step
+
+    def counted(*arguments, **options):
+        step = run_step(*arguments, **options)
+        operators.append(step.calls)
+        return step
+
+    monkeypatch.setattr(steps, "run_step", counted)
+    setup = make_setup(config_of("hrm_text", head_dim=16), sequence=32)
+    step_bytes(setup, "policy", "bf16-mixed")
+    assert len(operators) == 1
+    assert 2000 < operators[0] < 4000
