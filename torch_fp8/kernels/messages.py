@@ -200,7 +200,7 @@ PLAIN = 1024
 WARPS = 4
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: Any) -> None:
+def _launch_all(kernel: Any, grid: tuple[int, ...], *arguments: Any, **flags: Any) -> None:
     """Launch a kernel on the device of its first argument, unless there is no group."""
     if grid[0]:
         with torch.cuda.device_of(arguments[0]):
@@ -213,7 +213,7 @@ def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> No
     grid = cdiv(layout.num_groups, groups), messages.shape[0]
     sizes = values.numel(), layout.num_groups, messages.stride(0)
     flags = {"STOCHASTIC": keys is not None, "ALIGNED": aligned, "GROUPS": groups}
-    _launch(pack_kernel, grid, values, messages, *sizes, *(keys or (0, 0)), **flags)
+    _launch_all(pack_kernel, grid, values, messages, *sizes, *(keys or (0, 0)), **flags)
 
 
 def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
@@ -222,7 +222,7 @@ def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
         aligned, groups = _tile(values)
         grid = cdiv(layout.num_groups, groups), messages.shape[0]
         sizes = values.numel(), layout.num_groups, messages.stride(0)
-        _launch(unpack_kernel, grid, messages, values, *sizes, ALIGNED=aligned, GROUPS=groups)
+        _launch_all(unpack_kernel, grid, messages, values, *sizes, ALIGNED=aligned, GROUPS=groups)
 
 
 def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None:
@@ -230,7 +230,7 @@ def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None
     aligned, groups = _tile(out)
     grid, flags = (cdiv(layout.num_groups, groups),), {"ALIGNED": aligned, "GROUPS": groups}
     sizes = messages.shape[0], layout.num_groups, messages.stride(0)
-    _launch(unpack_sum_kernel, grid, messages, out, *sizes, float(scale), **flags)
+    _launch_all(unpack_sum_kernel, grid, messages, out, *sizes, float(scale), **flags)
 
 
 def reduce_and_repack(
@@ -245,14 +245,14 @@ def reduce_and_repack(
     sizes = messages.shape[0], layout.num_groups, messages.stride(0)
     numbers = *sizes, float(scale), *(keys or (0, 0))
     flags = {"STOCHASTIC": keys is not None, "GROUPS": GROUPS}
-    _launch(reduce_and_repack_kernel, grid, messages, combined, *numbers, **flags)
+    _launch_all(reduce_and_repack_kernel, grid, messages, combined, *numbers, **flags)
 
 
 def sum_plain(plain: Tensor, out: Tensor, scale: float) -> None:
     """Write the sum over the rows of `plain` (N, P) bfloat16, times `scale`, into `out` (P,)."""
     assert out.stride(0) == 1
     grid, sizes = (cdiv(out.numel(), PLAIN),), (plain.shape[0], out.numel(), plain.stride(0))
-    _launch(sum_plain_kernel, grid, plain, out, *sizes, float(scale), BLOCK=PLAIN)
+    _launch_all(sum_plain_kernel, grid, plain, out, *sizes, float(scale), BLOCK=PLAIN)
 
 
 def _tile(values: Tensor) -> tuple[bool, int]:

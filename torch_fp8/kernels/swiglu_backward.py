@@ -140,14 +140,14 @@ def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward`."""
     grad, dtype = inputs.grad, inputs.out_dtype
     dgate, dup = grad.new_empty(grad.shape, dtype=dtype), grad.new_empty(grad.shape, dtype=dtype)
-    _store(inputs, dgate, dup)
+    _store_gradients(inputs, dgate, dup)
     return dgate, dup
 
 
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_amax`."""
     largest = amax_bits(inputs.grad, 2)
-    _store(inputs, None, None, largest)
+    _store_gradients(inputs, None, None, largest)
     return largest.view(torch.float32)
 
 
@@ -171,14 +171,14 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward`."""
     rows, cols = inputs.grad.shape
     both = inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
-    _store(inputs, *_halves(both, 1, gate_first), joined=True)
+    _store_gradients(inputs, *_halves(both, 1, gate_first), joined=True)
     return both
 
 
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.gate_up_backward_amax`."""
     largest = amax_bits(inputs.grad)
-    _store(inputs, None, None, largest, joined=True)
+    _store_gradients(inputs, None, None, largest, joined=True)
     return largest.view(torch.float32)
 
 
@@ -216,7 +216,7 @@ def _casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
     return fits and tile(options)[0] < BLOCK
 
 
-def _store(
+def _store_gradients(
     inputs: BackwardInputs,
     dgate: Tensor | None,
     dup: Tensor | None,
