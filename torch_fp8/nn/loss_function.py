@@ -34,8 +34,8 @@ def _scaled(
     if grad is None:
         return None
     factor = factor.view([1] * grad.ndim)  # CUDA would round a factor () to grad's dtype
-    if in_place and grad.dtype == dtype:
-        return grad.mul_(factor)
+    if in_place and (grad.is_cpu or grad.dtype == dtype):
+        return grad.mul_(factor).to(dtype)
     if grad.is_cpu or torch.compiler.is_compiling():
         return (grad * factor).to(dtype)
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))

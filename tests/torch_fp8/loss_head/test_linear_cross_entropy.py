@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed.tensor
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torch_fp8
 from tests.torch_fp8.loss_head.heads import BF16, Head, decibels
@@ -282,6 +284,23 @@ def test_a_checkpoint_computes_gradients_in_its_second_pass_alone(monkeypatch):
     _, grads = head.run(lambda: checkpoint(lambda h: ours(head), head.hidden, use_reentrant=False))
     assert asked == [False, True]
     assert all(torch.equal(*pair) for pair in zip(grads, want, strict=True))
+
+
+def test_the_gradient_of_the_weight_is_in_float32_once():
+    head, storages = Head(), []
+    wide = head.tensors[1].shape, torch.float32
+
+    class Wide(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor) and (x.shape, x.dtype) == wide:
+                    storages.append(x.untyped_storage())  # alive, so that none is reused
+            return result
+
+    with Wide():
+        ours(head)
+    assert len({storage.data_ptr() for storage in storages}) == 1
 
 
 def test_a_second_backward_computes_the_same_gradients():
