@@ -1,6 +1,7 @@
 """Conversion of the modules between FP8 layers: RMSNorms and gated MLPs, which then emit FP8."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch_fp8.conversion.detect_rms_norm import find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
+from torch_fp8.nn.input_group import InputGroup, can_group
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
@@ -28,13 +30,22 @@ class Producers(NamedTuple):
     Attributes:
         converted: modules that return FP8.
         unfused: modules that return plain tensors because the next layers cast differently.
+        groups: layers of each group that shares the products of backward.
     """
 
     converted: tuple[str, ...]
     unfused: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
 
 
 NO_PRODUCERS = Producers((), ())
+
+_OUTPUT = re.compile(r"(o|wo|out|output|dense|proj|c_proj|to_out)(_proj|_lin)?")
+"""Names of the layers that read the result of a block, not its input, although their sizes fit.
+
+A wrong guess changes no result: a reader of the input that is left out runs alone, and a layer that
+does not read it has no gradient in its group.
+"""
 
 
 def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
@@ -51,6 +62,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
     """
     converted: list[str] = []
     unfused: list[str] = []
+    of_inputs: dict[tuple[str, ...], InputGroup] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if any(matches(pattern, name) for pattern in config.skip) or (
@@ -60,13 +72,16 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             continue
         parent = modules.get(name.rpartition(".")[0])
         groups = _layers_beside(module, parent)
+        sharing = tuple(_input_groups(groups, of_inputs))
         alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
-        if alike and any(len(group) > 1 for group in groups) and share_output(module, name):
+        several = alike and any(len(group) > 1 for group in groups)
+        if several and share_output(module, name, sharing):
             continue
         if not alike and isinstance(module, SharedOutput):
             _revert(module)
         quantizer = _reading_quantizer(groups) if alike else None
         if convert_rms_norm(module, name, config, quantizer):
+            module.fp8.groups = sharing if alike else ()
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):
             of_mlp = (m for child in module.children() for m in _layers_in(child))
@@ -76,7 +91,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             elif isinstance(module, Float8GatedMLP) or find_gated_mlp(module) is not None:
                 _revert(module)
                 unfused.append(name)
-    return Producers(tuple(converted), tuple(unfused))
+    return Producers(tuple(converted), tuple(unfused), tuple(of_inputs))
 
 
 def revert_producers(model: nn.Module) -> None:
@@ -109,6 +124,28 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
         options = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
         recipes.add((replace(recipe, smooth=False), *options))
     return len(recipes) <= 1
+
+
+def _input_groups(
+    beside: Iterable[Sequence[Float8Layer]], known: dict[tuple[str, ...], InputGroup]
+) -> Iterator[InputGroup]:
+    """Yield the groups of layers that may read the output of one norm.
+
+    Args:
+        beside: result of `_layers_beside`.
+        known: groups of the model so far, by the names of their layers.
+    """
+    for layers in beside:
+        readers = [
+            layer
+            for layer in layers
+            if can_group(layer.fp8.recipe, layer.out_features)
+            and not (layer.fp8_transposed or layer.fp8.frozen)
+            and not _OUTPUT.fullmatch(layer.fp8.name.rpartition(".")[2])
+        ]
+        names = tuple(layer.fp8.name for layer in readers)
+        if len(readers) > 1:
+            yield known.setdefault(names, InputGroup(readers))
 
 
 def _layers_in(child: nn.Module) -> list[Float8Layer]:
@@ -196,7 +233,7 @@ def convert_gated_mlp(module: Any, name: str, config: FP8Config) -> bool:
     return True
 
 
-def share_output(module: Any, name: str) -> bool:
+def share_output(module: Any, name: str, groups: tuple[InputGroup, ...] = ()) -> bool:
     """Let a LayerNorm share one cast of its output among its readers, in place.
 
     A LayerNorm is a module with a weight (C,) and "LayerNorm" in the name of its class, because
@@ -208,5 +245,5 @@ def share_output(module: Any, name: str) -> bool:
         if not is_norm or any(True for _ in module.children()) or "forward" in module.__dict__:
             return False
         add_mixin(module, SharedOutput)
-    module.fp8 = SharedFP8(name)
+    module.fp8 = SharedFP8(name, groups)
     return True

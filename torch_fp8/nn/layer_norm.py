@@ -16,9 +16,15 @@ from torch_fp8.tensor.producer import LazySource, Producer
 
 
 class SharedFP8(NamedTuple):
-    """State that conversion adds to such a norm: its qualified name, for errors."""
+    """State that conversion adds to such a norm.
+
+    Attributes:
+        name: qualified name, for errors.
+        groups: groups of layers that may read the output.
+    """
 
     name: str
+    groups: tuple[Any, ...] = ()
 
 
 class SharedOutput(nn.Module):
@@ -28,20 +34,25 @@ class SharedOutput(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        return shared(output, name_of(self)) if isinstance(output, Tensor) else output
+        if not isinstance(output, Tensor):
+            return output
+        return shared(output, name_of(self), self.fp8.groups)
 
 
-def shared(x: Tensor, name: str) -> Tensor:
+def shared(x: Tensor, name: str, groups: tuple[Any, ...] = ()) -> Tensor:
     """Wrap x (..., C) in a `LazyQuantizedTensor`, so that several layers share one cast of it.
 
     Args:
         x: plain tensor; any other value is returned unchanged.
         name: qualified name of the module whose layers share it.
+        groups: groups of layers that may read it.
     """
     if not is_plain(x) or not x.ndim or torch.compiler.is_compiling() or is_transformed():
         return x
-    output: Tensor = _Shared.apply(x, name)
-    return output
+    output: Any = _Shared.apply(x, name)
+    output.production.groups = groups
+    result: Tensor = output
+    return result
 
 
 class Computed(Producer):

@@ -53,10 +53,12 @@ from torch_fp8.nn.delayed_scaling import (
     scaling_buffers,
 )
 from torch_fp8.nn.frozen_storage import FrozenStorage
+from torch_fp8.nn.input_group import member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -116,7 +118,12 @@ class Float8Layer(FrozenStorage):
             if output is not None:
                 return output
         operands = self.fp8.operands(self, input)
-        return operands.output(linear(*operands[:4], self.fp8.options(self, operands)))
+        options = self.fp8.options(self, operands)
+        is_shared = type(input) is LazyQuantizedTensor and input.production.groups
+        output = member_output(self, operands, options) if is_shared else None
+        if output is None:
+            output = linear(*operands[:4], options)
+        return operands.output(output)
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(

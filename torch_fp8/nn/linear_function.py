@@ -95,7 +95,7 @@ def linear(
         if quantizers.observer is not None:
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
-        return _fprop(x, weight, bias, shape, options, quantizers)[0]
+        return fprop(x, weight, bias, shape, options, quantizers)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
@@ -181,7 +181,7 @@ def served_in_graph(
     return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
 
 
-def _fprop(
+def fprop(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -273,7 +273,7 @@ class LinearFunction(torch.autograd.Function):
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
         quantizers = options.quantizers_of(buffers)
         needs = {"gradients": True, "wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
-        y, operands = _fprop(x, weight, bias, shape, options, quantizers, **needs)
+        y, operands = fprop(x, weight, bias, shape, options, quantizers, **needs)
         payloads = operands.input
         saved = {
             "weight": weight if wants_dgrad else None,

@@ -48,6 +48,10 @@ class Producer:
         """Return the largest magnitude of the plain tensor, () float32, as `tensor_amax` does."""
         raise NotImplementedError
 
+    def joined(self, others: "list[Producer]") -> "Producer | None":
+        """Return a producer of this result and others, side by side (R, C1 + C2 + ...), or None."""
+        return None
+
     def own_parameter(self) -> Tensor | None:
         """Replace the parameter that it reads, if there is one, by a copy, and return the copy."""
         return None
@@ -92,11 +96,13 @@ class LazySource:
         payloads: payloads by their cast.
         largest: largest magnitude, or None.
         raised: slots that were raised to the amax.
+        groups: groups of layers that may read it (`torch_fp8.nn.input_group.InputGroup`).
     """
 
     written_by: str | None = None
     plain: Tensor | None = None
     largest: Tensor | None = None
+    groups: tuple[Any, ...] = ()
 
     def __init__(
         self,
