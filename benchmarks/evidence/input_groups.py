@@ -1,15 +1,21 @@
 """Loss of small models whose layers share the products of backward, against layers one by one.
 
     nice -n 19 python -m benchmarks.evidence.input_groups     # from the repository's root
+    nice -n 19 python -m benchmarks.evidence.input_groups --scales
 
 Models, data and the ten paired seeds are those of `small_models_loss`, at level O2. A finished run
 becomes a row of the CSV at once, and a row that is there is not run again. At the end the paired
 difference of each model and of their mean is printed, with its 95 % interval.
+
+``--scales`` measures what the one scale of a group costs each member, on weights and gradients of
+stock BF16 models after 1 step and after 1,000: SQNR of the member's own scale, and of the group's.
 """
 
 import argparse
 import contextlib
+import copy
 import datetime
+import functools
 import math
 import os
 import statistics
@@ -17,11 +23,17 @@ import time
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.evidence import small_models_loss as small
 from benchmarks.rows import ROOT, add_csv, append_rows, commit, read_rows, tell_kept
-from torch_fp8 import FP8Config
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion import fused_layers
+from torch_fp8.ops.quantize import dequantize, quantize
+from torch_fp8.quantization.formats import E4M3, E5M2, Format
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.scaling import scale_from_amax
 
 MODULE = "benchmarks.evidence.input_groups"
 RESULTS = ROOT / "benchmarks/results/input_groups.csv"
@@ -29,6 +41,11 @@ RECIPES = ("tensorwise", "blockwise")
 APART, GROUPED = "apart", "grouped"
 COLUMNS = [
     *("recipe", "model", "layers", "seed", "steps", "loss"),
+    *("torch", "transformers", "commit", "date", "command"),
+]
+SCALES = ROOT / "benchmarks/results/input_groups_scales.csv"
+SCALE_COLUMNS = [
+    *("model", "steps", "layer", "operand", "format", "share_of_amax", "own_db", "group_db"),
     *("torch", "transformers", "commit", "date", "command"),
 ]
 T_95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -40,11 +57,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(small.MODELS), default=_WITH_GROUPS)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["tensorwise"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument("--scales", action="store_true", help="measure what a shared scale costs")
     add_csv(parser, "input_groups")
     arguments = parser.parse_args()
     tell_kept(arguments.csv)
     os.environ.pop("TORCH_FP8_CONFIG", None)
     torch.set_num_threads(1)
+    if arguments.scales:
+        for model in arguments.models:
+            for steps in (1, 1000):
+                rows = scale_costs(model, steps)
+                append_rows(arguments.csv, SCALE_COLUMNS, rows)
+                worst = min(rows, key=lambda row: float(row["group_db"]) - float(row["own_db"]))
+                print(model, steps, "worst:", *list(worst.values())[2:8], flush=True)
+        return
     for seed in arguments.seeds:
         for model in arguments.models:
             for recipe in arguments.recipes:
@@ -73,9 +99,67 @@ def train(recipe: str, model: str, layers: str, seed: int) -> float:
         return small.train(model, recipe, seed)
 
 
-def _row(recipe: str, model: str, layers: str, seed: int, loss: float) -> dict[str, object]:
+def scale_costs(model: str, steps: int) -> list[dict[str, object]]:
+    """Return a row for each operand of each member of a group, after steps of stock BF16."""
+    grads: dict[str, Tensor] = {}
+    trained: list[nn.Module] = []
+    groups: list[tuple[str, ...]] = []
+
+    def change(stock: nn.Module) -> None:
+        trained.append(stock)
+        groups.extend(convert_to_float8(copy.deepcopy(stock)).groups)
+        for name, layer in stock.named_modules():
+            if any(name in group for group in groups):
+                layer.register_forward_hook(functools.partial(_keep_gradient, grads, name))
+
+    small.train(model, small.BASELINE, 0, steps, change=change)
+    rows = []
+    for names in groups:
+        weights = {name: trained[0].get_parameter(f"{name}.weight").detach().bfloat16() for name in names}
+        for operand, tensors in (("weight", weights), ("gradient", {n: grads[n] for n in names})):
+            amax = torch.stack([x.detach().abs().amax().float() for x in tensors.values()]).amax()
+            for name, x in tensors.items():
+                for format in (E4M3,) if operand == "weight" else (E5M2, E4M3):
+                    own = x.abs().amax().float()
+                    row = {
+                        "model": model,
+                        "steps": steps,
+                        "layer": name,
+                        "operand": operand,
+                        "format": format.name,
+                        "share_of_amax": f"{(own / amax).item():.4f}",
+                        "own_db": f"{_sqnr(x, own, format):.2f}",
+                        "group_db": f"{_sqnr(x, amax, format):.2f}",
+                    }
+                    rows.append({**row, **_origin("--scales")})
+    return rows
+
+
+def _keep_gradient(
+    grads: dict[str, Tensor], name: str, layer: nn.Module, args: object, output: Tensor
+) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda grad: grads.update({name: grad.flatten(0, -2)}))
+
+
+def _sqnr(x: Tensor, amax: Tensor, format: Format) -> float:
+    scale = scale_from_amax(amax, format, False)
+    return float(sqnr_db(x, dequantize(quantize(x, CastSpec(format, "tensorwise"), scale))))
+
+
+def _origin(options: str) -> dict[str, object]:
     import transformers
 
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": f"python -m {MODULE} {options}",
+    }
+
+
+def _row(recipe: str, model: str, layers: str, seed: int, loss: float) -> dict[str, object]:
     return {
         "recipe": recipe,
         "model": model,
@@ -83,11 +167,7 @@ def _row(recipe: str, model: str, layers: str, seed: int, loss: float) -> dict[s
         "seed": seed,
         "steps": small.STEPS,
         "loss": f"{loss:.6f}",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "command": f"python -m {MODULE} --recipes {recipe}",
+        **_origin(f"--recipes {recipe}"),
     }
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.group_function import Join, Member, Members
 from torch_fp8.nn.linear_function import LinearOptions, fprop
+from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
@@ -39,10 +40,14 @@ def can_group(recipe: Recipe, features: int) -> bool:
 
     Its scales must come from the current tensors. Blocks must not reach into the next weight, and a
     scale must not cover a row of all weights: rowwise and mxfp8 casts would cast all weights again.
+    One tensorwise scale needs the range of E5M2, because gradients of values can be a hundred times
+    those of queries and keys.
     """
     if recipe.smooth or recipe.delayed or recipe.weight.granularity not in SQUARE:
         return False
-    return features % (16 if recipe.weight.granularity == "tensorwise" else 128) == 0
+    if recipe.weight.granularity == "tensorwise":
+        return recipe.grad_output.format == E5M2 and features % GEMM_ALIGNMENT == 0
+    return features % 128 == 0
 
 
 class InputGroup:
@@ -122,9 +127,9 @@ def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor |
         return None
     groups = x.production.groups
     group = next((g for g in groups if any(m is layer for m in g.layers)), None)
-    # Without a gradient of the input, nothing ties the backwards of its readers together. A leaf
-    # would hold itself through its gradient accumulator.
-    if group is None or operands.parts is not None or not x.requires_grad or x.is_leaf:
+    # Without a gradient of the input, the readers' backwards may run one by one. A leaf with a
+    # gradient would hold itself through its gradient accumulator.
+    if group is None or operands.parts is not None or x.is_leaf:
         return None
     if x.reads is None:
         x.reads = {}
