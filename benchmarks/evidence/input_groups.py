@@ -115,7 +115,9 @@ def scale_costs(model: str, steps: int) -> list[dict[str, object]]:
     small.train(model, small.BASELINE, 0, steps, change=change)
     rows = []
     for names in groups:
-        weights = {name: trained[0].get_parameter(f"{name}.weight").detach().bfloat16() for name in names}
+        weights = {
+            name: trained[0].get_parameter(f"{name}.weight").detach().bfloat16() for name in names
+        }
         for operand, tensors in (("weight", weights), ("gradient", {n: grads[n] for n in names})):
             amax = torch.stack([x.detach().abs().amax().float() for x in tensors.values()]).amax()
             for name, x in tensors.items():

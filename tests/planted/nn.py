@@ -140,7 +140,7 @@ FAULTS = [
     Fault(
         "a group of layers with an input without gradient has one backward",
         "torch_fp8/nn/input_group.py",
-        "operands.parts is not None or x.is_leaf:",
+        "operands.parts is not None or not x.requires_grad:",
         "operands.parts is not None:",
         f"{_TESTS}/test_input_group.py",
     ),

@@ -64,6 +64,9 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
     unfused: list[str] = []
     of_inputs: dict[tuple[str, ...], InputGroup] = {}
     modules = dict(model.named_modules())
+    for module in modules.values():
+        if isinstance(module, Float8Layer):
+            module.fp8.group = None
     for name, module in modules.items():
         if any(matches(pattern, name) for pattern in config.skip) or (
             config.overrides and high_precision_pattern(name, config) is not None
@@ -72,8 +75,8 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             continue
         parent = modules.get(name.rpartition(".")[0])
         groups = _layers_beside(module, parent)
-        sharing = tuple(_input_groups(groups, of_inputs))
         alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
+        sharing = tuple(_input_groups(groups, of_inputs)) if alike else ()
         several = alike and any(len(group) > 1 for group in groups)
         if several and share_output(module, name, sharing):
             continue
@@ -81,7 +84,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             _revert(module)
         quantizer = _reading_quantizer(groups) if alike else None
         if convert_rms_norm(module, name, config, quantizer):
-            module.fp8.groups = sharing if alike else ()
+            module.fp8.groups = sharing
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):
             of_mlp = (m for child in module.children() for m in _layers_in(child))

@@ -24,7 +24,13 @@ from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.producer import LazySource
-from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, quantize_input
+from torch_fp8.tensor.quantizer import (
+    WeightQuantizer,
+    matrix,
+    quantize_input,
+    source_of,
+    with_source,
+)
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
@@ -36,30 +42,28 @@ class Members(NamedTuple):
 
     Attributes:
         options: options of the first layer that was called.
-        layers: all layers.
+        sizes: output features of each layer.
         scales: scale of each weight's payload, if it is tensorwise and the layer was called.
+        layers: all layers; none in a graph.
     """
 
     options: LinearOptions
-    layers: tuple[Any, ...]
+    sizes: list[int]
     scales: list[Tensor | None]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Output features of each layer."""
-        return [layer.out_features for layer in self.layers]
+    layers: tuple[Any, ...] = ()
 
 
 class Member(torch.autograd.Function):
     """Return the output of a layer, whose gradient goes to `Join`."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, output: Tensor, compute: Callable[[], Tensor], reads: Any) -> Tensor:
+        ctx.reads = reads  # for the members that are called later
         return compute()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return grad_output, None, None
 
 
 def _differentiable(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -88,7 +92,7 @@ class Join(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, shape: torch.Size, members: Members, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        options, num = members.options, len(members.layers)
+        options, num = members.options, len(members.sizes)
         weights, biases = tensors[:num], tensors[num:]
         needs: dict[str, Any] = {"wgrad": True, "fp8_wgrad": options.recipe.wgrad is not None}
         payloads = quantize_input(options.quantizers.input, x, **needs, dtype=options.out_dtype)
@@ -120,7 +124,6 @@ class Join(torch.autograd.Function):
         recipe, emulate = options.recipe, options.emulate
         sizes = [members.sizes[i] for i in present]
         weights = [saved[f"weight{i}"] for i in present]
-        w = _side_by_side(weights, options.quantizers.weight, [members.scales[i] for i in present])
         grad = _joined([grads[i] for i in present])
         has_bias = any(ctx.bias_dtypes[i] is not None for i in present)
         g, g_t, sums = options.quantizers.grad_output(  # (M, N) along N, (N, M) along M, (N,)
@@ -130,6 +133,9 @@ class Join(torch.autograd.Function):
             sum_dtype=torch.float32 if has_bias else None,
         )
         assert g is not None
+        after = g.qdata if torch.compiler.is_compiling() else None
+        scales = [members.scales[i] for i in present]
+        w = _side_by_side(weights, options.quantizers.weight, scales, after)
         grad_input = scaled_matmul(  # (M, N) @ (K, N)^T
             g, w, options.dtype, fast_accum=recipe.dgrad.fast_accum, emulate=emulate
         ).view(ctx.input_shape)
@@ -162,19 +168,27 @@ def _joined(grads: Sequence[Tensor]) -> Tensor:
     """Return gradients (..., N1), (..., N2), ... as one (M, N1 + N2 + ...), plain or lazy."""
     if len(grads) == 1:
         return grads[0]
-    if all(isinstance(grad, LazyQuantizedTensor) for grad in grads):
-        sources: list[LazySource] = [grad.production for grad in grads]
-        joined = sources[0].producer.joined([source.producer for source in sources[1:]])
-        if joined is not None:
-            columns = sum(grad.shape[-1] for grad in grads)
-            source = LazySource(sources[0].name, sources[0].sources, joined)
-            rows = math.prod(grads[0].shape[:-1])
-            return LazyQuantizedTensor(source, (rows, columns), grads[0].dtype)
-    return torch.cat([matrix(plain(grad)) for grad in grads], 1)
+    lazy = all(isinstance(grad, LazyQuantizedTensor) for grad in grads)
+    sources = [grad.production if lazy else source_of(grad) for grad in grads]
+    dense = None if lazy else torch.cat([matrix(plain(grad)) for grad in grads], 1)
+    first, *others = sources
+    joined = None
+    if first is not None and None not in others:
+        joined = first.producer.joined([source.producer for source in others])
+    if joined is None:
+        return torch.cat([matrix(plain(grad)) for grad in grads], 1) if dense is None else dense
+    source = LazySource(first.name, first.sources, joined)
+    if dense is not None:
+        return with_source(dense, source)
+    shape = math.prod(grads[0].shape[:-1]), sum(grad.shape[-1] for grad in grads)
+    return LazyQuantizedTensor(source, shape, grads[0].dtype)
 
 
 def _side_by_side(
-    weights: Sequence[Tensor], quantizer: WeightQuantizer, scales: Sequence[Tensor | None]
+    weights: Sequence[Tensor],
+    quantizer: WeightQuantizer,
+    scales: Sequence[Tensor | None],
+    after: Tensor | None,
 ) -> QuantizedTensor:
     """Return weights (N, K) as one payload (K, N1 + N2 + ...), quantized along N.
 
@@ -182,6 +196,7 @@ def _side_by_side(
         weights: weights that forward used.
         quantizer: quantizer of the weights.
         scales: () scale of each weight in fprop, if it is tensorwise.
+        after: see `torch_fp8.ops.quantize.transposed`.
     """
     spec = quantizer.quantizer.spec
     scale: Tensor | None = None
@@ -191,7 +206,7 @@ def _side_by_side(
         options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
         payloads: list[Any] = [quantize_layouts(stored(w), options)[1] for w in weights]
     else:
-        payloads = [quantizer.for_dgrad(weight, None) for weight in weights]
+        payloads = [quantizer.for_dgrad(weight, None, after) for weight in weights]
         scale = torch.cat([payload.scale for payload in payloads], 1)
     if len(payloads) == 1:
         alone: QuantizedTensor = payloads[0]
@@ -211,6 +226,8 @@ def _observe(
 ) -> None:
     """Show the monitor of each layer its part of the operands of backward."""
     start = 0
+    if not members.layers:
+        return
     for i, weight in zip(present, weights, strict=True):
         layer, end = members.layers[i], start + members.sizes[i]
         if layer.fp8.observer is not None:

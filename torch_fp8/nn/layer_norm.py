@@ -34,25 +34,20 @@ class SharedOutput(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        if not isinstance(output, Tensor):
-            return output
-        return shared(output, name_of(self), self.fp8.groups)
+        return shared(output, name_of(self)) if isinstance(output, Tensor) else output
 
 
-def shared(x: Tensor, name: str, groups: tuple[Any, ...] = ()) -> Tensor:
+def shared(x: Tensor, name: str) -> Tensor:
     """Wrap x (..., C) in a `LazyQuantizedTensor`, so that several layers share one cast of it.
 
     Args:
         x: plain tensor; any other value is returned unchanged.
         name: qualified name of the module whose layers share it.
-        groups: groups of layers that may read it.
     """
     if not is_plain(x) or not x.ndim or torch.compiler.is_compiling() or is_transformed():
         return x
-    output: Any = _Shared.apply(x, name)
-    output.production.groups = groups
-    result: Tensor = output
-    return result
+    output: Tensor = _Shared.apply(x, name)
+    return output
 
 
 class Computed(Producer):

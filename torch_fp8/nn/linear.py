@@ -53,7 +53,7 @@ from torch_fp8.nn.delayed_scaling import (
     scaling_buffers,
 )
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.input_group import member_output
+from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
 from torch_fp8.quantization.recipe import Recipe
@@ -119,7 +119,7 @@ class Float8Layer(FrozenStorage):
                 return output
         operands = self.fp8.operands(self, input)
         options = self.fp8.options(self, operands)
-        is_shared = type(input) is LazyQuantizedTensor and input.production.groups
+        is_shared = self.fp8.group is not None and type(input) is LazyQuantizedTensor
         output = member_output(self, operands, options) if is_shared else None
         if output is None:
             output = linear(*operands[:4], options)
@@ -281,6 +281,11 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
         return served
     casts = fp8.casts, ready, layer.training
+    if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
+        i, shared = graph_operands(layer)
+        if shared:
+            member: Tensor = member_in_graph(x, i, casts, *shared)
+            return member
     output: Tensor = linear_in_graph(x, weight, bias, casts, *buffers)
     return output
 

@@ -101,7 +101,7 @@ def linear(
 
 
 @functools.cache
-def _options(
+def graph_options(
     text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool, ready: bool
 ) -> LinearOptions:
     recipe, transposed, emulate = of_text(text)
@@ -123,7 +123,7 @@ def known_quantizers(
         x, training: tensor of the input's dtype; whether the layer is in training mode.
         buffers: see `torch_fp8.nn.delayed_scaling.graph_buffers`.
     """
-    return _options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
+    return graph_options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
 
 
 @torch.compiler.allow_in_graph
@@ -145,7 +145,7 @@ def linear_in_graph(
         warn_of_decoding()
     out_dtype = output_dtype(x)
     text, ready, training = casts
-    options = _options(text, x.dtype, out_dtype, training, ready)
+    options = graph_options(text, x.dtype, out_dtype, training, ready)
     if only_shape_matters(x):
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
@@ -173,7 +173,7 @@ def served_in_graph(
     if only_shape_matters(x):
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
     text, ready = casts
-    options = _options(text, x.dtype, out_dtype, False, ready)
+    options = graph_options(text, x.dtype, out_dtype, False, ready)
     a, _, _ = options.quantizers_of(buffers).input(x, rowwise=True, columnwise=False)
     assert a is not None
     b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum

@@ -38,7 +38,6 @@ from torch_fp8.kernels.arguments import (
     NormWithRstd,
 )
 from torch_fp8.nn.class_swap import is_fsdp_class
-from torch_fp8.nn.input_group import InputGroup
 from torch_fp8.nn.trial_reads import TrialReads
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.quantize import as_layouts
@@ -102,7 +101,7 @@ class NormFP8:
         groups: groups of layers that may read the output.
     """
 
-    groups: tuple[InputGroup, ...] = ()
+    groups: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -176,8 +175,6 @@ class Float8RMSNorm(RunsFP8):
             fp8.note_reader if waits else None,
         )
         output: Tensor = _RMSNormFunction.apply(x, weight, eps, options)
-        if isinstance(output, LazyQuantizedTensor):
-            output.production.groups = fp8.groups
         return output
 
     def _expected_reader(self, x: Tensor) -> Quantizer | None:

@@ -41,7 +41,8 @@ class LazyQuantizedTensor(QuantizableTensor):
         outer_shape, outer_dtype: shape and dtype, which are faster to read than ``x.shape``.
         connected: plain tensor with a path to the producer in autograd's graph; each alias has its
             own.
-        reads: reads of this alias by groups of layers (`torch_fp8.nn.input_group`), by group.
+        reads: weak references to reads by groups of layers (`torch_fp8.nn.input_group`), by group;
+            each alias has its own.
     """
 
     production: LazySource

@@ -96,13 +96,13 @@ class LazySource:
         payloads: payloads by their cast.
         largest: largest magnitude, or None.
         raised: slots that were raised to the amax.
-        groups: groups of layers that may read it (`torch_fp8.nn.input_group.InputGroup`).
+        reads: in a graph, reads of the result by groups (`torch_fp8.nn.input_group`), by group.
     """
 
     written_by: str | None = None
     plain: Tensor | None = None
     largest: Tensor | None = None
-    groups: tuple[Any, ...] = ()
+    reads: dict[Any, Any] | None = None
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from tests.steps import assert_equal, gaussian, train
 from tests.torch_fp8.block_models import Block, Norm
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, high_precision
 from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops import scaled_mm
 from torch_fp8.ops.quantize import dequantize, quantize_layouts
 from torch_fp8.quantization.metrics import sqnr_db
@@ -58,12 +59,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self.model, x, **self.options)
 
 
+def _separate(model):
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            module.fp8.group = None
+
+
 def _converted(grouped=True, recipe="tensorwise", readers=Readers, dtype=torch.bfloat16):
     model = Model(readers, dtype)
     report = convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
     assert report.groups == (("readers.query", "readers.key", "readers.value"),)
     if not grouped:
-        model.norm.fp8.groups = ()
+        _separate(model)
     return model
 
 
@@ -167,8 +174,8 @@ def test_gate_and_up_share_their_backward(swapped, recipe, products):
             layers = model.mlp._modules
             layers["gate_proj"] = layers.pop("gate_proj")
         convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))
-        for norm in (model.attn_norm, model.mlp_norm):
-            norm.fp8.groups = norm.fp8.groups if grouped else ()
+        if not grouped:
+            _separate(model)
         products.clear()
         got.append(train(model, gaussian(2, 24, SIZE)))
         assert len(products) == 7 + (8 if grouped else 14)
@@ -282,7 +289,7 @@ def test_a_layer_that_is_not_called_has_no_gradient(products):
     assert model.readers.value.weight.grad is None
 
 
-def test_the_second_call_of_a_layer_runs_alone():
+def test_the_second_call_of_a_layer_has_a_backward_of_its_own():
     got = []
     for grouped in (True, False):
         model = _converted(grouped)
@@ -414,6 +421,8 @@ def test_a_copy_has_groups_of_its_own(copied):
     twin = copied(model)
     (group,) = twin.norm.fp8.groups
     assert group.layers == tuple(twin.readers.children())
+    assert all(layer.fp8.group is group for layer in group.layers)
+    assert copied(model.readers.key).fp8.group is None
     x = gaussian(32, SIZE)
     assert_equal(train(model, x), train(twin, x))
 
