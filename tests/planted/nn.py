@@ -158,11 +158,4 @@ FAULTS = [
         "False",
         f"{_TESTS}/test_input_group.py",
     ),
-    Fault(
-        "the joined gradient of gate and up has them in the other order",
-        "torch_fp8/nn/swiglu_function.py",
-        "JoinedGradient(self._both.inputs, self._i == 0)",
-        "JoinedGradient(self._both.inputs, True)",
-        f"{_TESTS}/test_input_group.py",
-    ),
 ]

@@ -1,7 +1,7 @@
 """Conversion of the modules between FP8 layers: RMSNorms and gated MLPs, which then emit FP8."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
     """
     converted: list[str] = []
     unfused: list[str] = []
-    of_inputs: dict[tuple[str, ...], InputGroup] = {}
+    norms: dict[str, list[list[Float8Layer]]] = {}
     modules = dict(model.named_modules())
     for module in modules.values():
         if isinstance(module, Float8Layer):
@@ -76,15 +76,15 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         parent = modules.get(name.rpartition(".")[0])
         groups = _layers_beside(module, parent)
         alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
-        sharing = tuple(_input_groups(groups, of_inputs)) if alike else ()
         several = alike and any(len(group) > 1 for group in groups)
-        if several and share_output(module, name, sharing):
+        if several and share_output(module, name):
+            norms[name] = groups
             continue
         if not alike and isinstance(module, SharedOutput):
             _revert(module)
         quantizer = _reading_quantizer(groups) if alike else None
         if convert_rms_norm(module, name, config, quantizer):
-            module.fp8.groups = sharing
+            norms[name] = groups if alike else []
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):
             of_mlp = (m for child in module.children() for m in _layers_in(child))
@@ -94,7 +94,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             elif isinstance(module, Float8GatedMLP) or find_gated_mlp(module) is not None:
                 _revert(module)
                 unfused.append(name)
-    return Producers(tuple(converted), tuple(unfused), tuple(of_inputs))
+    return Producers(tuple(converted), tuple(unfused), _group(modules, norms))
 
 
 def revert_producers(model: nn.Module) -> None:
@@ -129,26 +129,43 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
     return len(recipes) <= 1
 
 
-def _input_groups(
-    beside: Iterable[Sequence[Float8Layer]], known: dict[tuple[str, ...], InputGroup]
-) -> Iterator[InputGroup]:
-    """Yield the groups of layers that may read the output of one norm.
+def _group(
+    modules: dict[str, nn.Module], norms: dict[str, list[list[Float8Layer]]]
+) -> tuple[tuple[str, ...], ...]:
+    """Group the layers that read one input, and return the names of each group's layers.
+
+    gate and up of a converted MLP stay apart, because SwiGLU's backward casts their gradients into
+    two payloads.
 
     Args:
-        beside: result of `_layers_beside`.
-        known: groups of the model so far, by the names of their layers.
+        modules: all modules by name.
+        norms: result of `_layers_beside` for each norm whose output is shared, by name.
     """
-    for layers in beside:
-        readers = [
-            layer
-            for layer in layers
-            if can_group(layer.fp8.recipe, layer.out_features)
-            and not (layer.fp8_transposed or layer.fp8.frozen)
-            and not _OUTPUT.fullmatch(layer.fp8.name.rpartition(".")[2])
-        ]
-        names = tuple(layer.fp8.name for layer in readers)
-        if len(readers) > 1:
-            yield known.setdefault(names, InputGroup(readers))
+    mlps = [m for m in modules.values() if isinstance(m, Float8GatedMLP)]
+    apart = {id(getattr(mlp, name)) for mlp in mlps for name in mlp.fp8.spec.inputs}
+    known: dict[tuple[str, ...], InputGroup] = {}
+    for name, beside in norms.items():
+        groups = []
+        for layers in beside:
+            readers = [layer for layer in layers if id(layer) not in apart and _reads(layer)]
+            if len(readers) > 1:
+                names = tuple(layer.fp8.name for layer in readers)
+                groups.append(known.get(names) or InputGroup(readers))
+                known[names] = groups[-1]
+        norm: Any = modules[name]
+        if isinstance(norm, SharedOutput):
+            norm.fp8 = norm.fp8._replace(groups=tuple(groups))
+        else:
+            norm.fp8.groups = tuple(groups)
+    return tuple(known)
+
+
+def _reads(layer: Float8Layer) -> bool:
+    """Return whether a layer behind a norm seems to read the norm's output, and can be grouped."""
+    if layer.fp8_transposed or layer.fp8.frozen is not None:
+        return False
+    is_output = _OUTPUT.fullmatch(layer.fp8.name.rpartition(".")[2])
+    return can_group(layer.fp8.recipe, layer.out_features) and is_output is None
 
 
 def _layers_in(child: nn.Module) -> list[Float8Layer]:
@@ -236,7 +253,7 @@ def convert_gated_mlp(module: Any, name: str, config: FP8Config) -> bool:
     return True
 
 
-def share_output(module: Any, name: str, groups: tuple[InputGroup, ...] = ()) -> bool:
+def share_output(module: Any, name: str) -> bool:
     """Let a LayerNorm share one cast of its output among its readers, in place.
 
     A LayerNorm is a module with a weight (C,) and "LayerNorm" in the name of its class, because
@@ -248,5 +265,5 @@ def share_output(module: Any, name: str, groups: tuple[InputGroup, ...] = ()) ->
         if not is_norm or any(True for _ in module.children()) or "forward" in module.__dict__:
             return False
         add_mixin(module, SharedOutput)
-    module.fp8 = SharedFP8(name, groups)
+    module.fp8 = SharedFP8(name)
     return True

@@ -22,15 +22,8 @@ from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
-from torch_fp8.tensor.producer import LazySource
-from torch_fp8.tensor.quantizer import (
-    WeightQuantizer,
-    matrix,
-    quantize_input,
-    source_of,
-    with_source,
-)
+from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, quantize_input
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
@@ -124,7 +117,8 @@ class Join(torch.autograd.Function):
         recipe, emulate = options.recipe, options.emulate
         sizes = [members.sizes[i] for i in present]
         weights = [saved[f"weight{i}"] for i in present]
-        grad = _joined([grads[i] for i in present])
+        outputs = [matrix(plain(grads[i])) for i in present]
+        grad = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         has_bias = any(ctx.bias_dtypes[i] is not None for i in present)
         g, g_t, sums = options.quantizers.grad_output(  # (M, N) along N, (N, M) along M, (N,)
             grad,
@@ -151,8 +145,7 @@ class Join(torch.autograd.Function):
                 g_t, x_t, out_dtype, tokens, fast_accum=fast_accum, emulate=emulate
             )
         else:
-            dense = matrix(plain(grad))  # (M, N)
-            rows = cast(dense.t() @ saved["x"].to(dense.dtype), out_dtype)
+            rows = cast(grad.t() @ saved["x"].to(grad.dtype), out_dtype)
         _observe(members, present, grads, g, g_t, weights, w)
         # Not views, because the gradients are the users' to write to: (N1 + N2 + ..., K) -> (N, K)
         for i, dtype, part in zip(present, dtypes, _split(rows, sizes), strict=True):
@@ -162,26 +155,6 @@ class Join(torch.autograd.Function):
                 dtype = ctx.bias_dtypes[i]
                 grad_biases[i] = None if dtype is None else cast(part, dtype)
         return grad_input, None, None, *grad_weights, *grad_biases
-
-
-def _joined(grads: Sequence[Tensor]) -> Tensor:
-    """Return gradients (..., N1), (..., N2), ... as one (M, N1 + N2 + ...), plain or lazy."""
-    if len(grads) == 1:
-        return grads[0]
-    lazy = all(isinstance(grad, LazyQuantizedTensor) for grad in grads)
-    sources = [grad.production if lazy else source_of(grad) for grad in grads]
-    dense = None if lazy else torch.cat([matrix(plain(grad)) for grad in grads], 1)
-    first, *others = sources
-    joined = None
-    if first is not None and None not in others:
-        joined = first.producer.joined([source.producer for source in others])
-    if joined is None:
-        return torch.cat([matrix(plain(grad)) for grad in grads], 1) if dense is None else dense
-    source = LazySource(first.name, first.sources, joined)
-    if dense is not None:
-        return with_source(dense, source)
-    shape = math.prod(grads[0].shape[:-1]), sum(grad.shape[-1] for grad in grads)
-    return LazyQuantizedTensor(source, shape, grads[0].dtype)
 
 
 def _side_by_side(

@@ -1,6 +1,6 @@
 """`InputGroup`: layers that read the same input share the two GEMMs of backward.
 
-q, k and v read the output of one norm, gate and up that of another. Each layer runs its own fprop,
+q, k and v read the output of one norm. Each layer runs its own fprop,
 so that its output is a contiguous tensor of its own. Backward puts the gradients of the outputs
 side by side, casts them once, and runs
 

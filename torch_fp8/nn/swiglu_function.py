@@ -171,13 +171,6 @@ class _OneGradient(Producer):
             return tensor_amax(self.dense())
         return self._both.amax()[self._i]
 
-    def joined(self, others: list[Producer]) -> Producer | None:
-        other = others[0] if len(others) == 1 else None
-        if not isinstance(other, _OneGradient):
-            return None
-        is_pair = other._both is self._both and other._i != self._i
-        return JoinedGradient(self._both.inputs, self._i == 0) if is_pair else None
-
 
 class JoinedGradient(Producer):
     """The gradient (R, 2 C) of a single layer for gate and up."""

@@ -48,10 +48,6 @@ class Producer:
         """Return the largest magnitude of the plain tensor, () float32, as `tensor_amax` does."""
         raise NotImplementedError
 
-    def joined(self, others: "list[Producer]") -> "Producer | None":
-        """Return a producer of this result and others, side by side (R, C1 + C2 + ...), or None."""
-        return None
-
     def own_parameter(self) -> Tensor | None:
         """Replace the parameter that it reads, if there is one, by a copy, and return the copy."""
         return None

@@ -142,8 +142,7 @@ def test_an_input_is_cast_once_for_all_that_share_it(recipe):
     assert count("swiglu_save") == (1 if recipe == "tensorwise" else 0)
     assert count("swiglu_quantize") == 1
     grouped = recipe == "tensorwise"  # blocks do not divide these layers
-    joined = "gate_up_backward_quantize" if grouped else "swiglu_backward_quantize"
-    assert count(joined) == 1  # both gradients
+    assert count("swiglu_backward_quantize") == 1  # both gradients
     # o_proj's input; gradients of q, k and v, together or apart, of o and down
     weights, others = 2 * 7, 1 + (3 if grouped else 5)
     assert count("quantize_2d") == weights + others
