@@ -58,6 +58,8 @@ def can_group(recipe: Recipe, features: int) -> bool:
 class InputGroup:
     """Layers of one module that read the same input; see the module docstring.
 
+    The norm in front owns it. Its layers refer to it weakly, so that models have no cycles.
+
     Args:
         layers: at least two FP8 layers with one recipe.
     """
@@ -68,7 +70,7 @@ class InputGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.layers: tuple[Any, ...] = state["layers"]
         for layer in self.layers:
-            layer.fp8.group = self
+            layer.fp8.group = weakref.ref(self)
 
     def members(self, options: LinearOptions) -> list[Any]:
         """Return the layers that can share their backward in this forward.
@@ -145,9 +147,11 @@ def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor |
         operands: `torch_fp8.nn.layer_fp8.Operands` of the layer.
         options: options of the layer.
     """
-    x, group = operands.input, layer.fp8.group
+    x, group = operands.input, layer.fp8.group()
     # Without a gradient of the input, the readers' backwards may run one by one.
-    if not torch.is_grad_enabled() or operands.parts is not None or not x.requires_grad:
+    if operands.parts is not None or not (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    if group is None:  # the norm is gone
         return None
     if x.reads is None:
         x.reads = {}
@@ -203,8 +207,10 @@ def graph_operands(layer: Any) -> tuple[int, list[Tensor | None]]:
 
     Dynamo traces this. There are no tensors if the layer is alone.
     """
-    fp8 = layer.fp8
-    members = [m for m in fp8.group.layers if _fits_graph(m, fp8)]
+    fp8, group = layer.fp8, layer.fp8.group()
+    if group is None or fp8.recipe.bf16_forward:
+        return 0, []
+    members = [m for m in group.layers if _fits_graph(m, fp8)]
     for i, member in enumerate(members):
         if member is layer and len(members) > 1:
             return i, [*[m.weight for m in members], *[m.bias for m in members]]

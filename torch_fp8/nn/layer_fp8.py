@@ -76,7 +76,7 @@ class LayerFP8:
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
         called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
-        group: layers that may read the same input (`torch_fp8.nn.input_group`), or None.
+        group: weak reference to the `torch_fp8.nn.input_group.InputGroup` of the layer, or None.
         paused: whether the layer temporarily runs in high precision; see `nn.linear.pause`.
     """
 

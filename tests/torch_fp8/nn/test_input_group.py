@@ -399,7 +399,7 @@ def test_a_copy_has_groups_of_its_own(copied):
     twin = copied(model)
     (group,) = twin.norm.fp8.groups
     assert group.layers == tuple(twin.readers.children())
-    assert all(layer.fp8.group is group for layer in group.layers)
+    assert all(layer.fp8.group() is group for layer in group.layers)
     assert copied(model.readers.key).fp8.group is None
     x = gaussian(32, SIZE)
     assert_equal(train(model, x), train(twin, x))
