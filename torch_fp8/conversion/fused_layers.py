@@ -143,21 +143,21 @@ def _group(
     """
     mlps = [m for m in modules.values() if isinstance(m, Float8GatedMLP)]
     apart = {id(getattr(mlp, name)) for mlp in mlps for name in mlp.fp8.spec.inputs}
-    known: dict[tuple[str, ...], InputGroup] = {}
+    known: dict[tuple[int, ...], InputGroup] = {}
     for name, beside in norms.items():
         groups = []
         for layers in beside:
             readers = [layer for layer in layers if id(layer) not in apart and _reads(layer)]
             if len(readers) > 1:
-                names = tuple(layer.fp8.name for layer in readers)
-                groups.append(known.get(names) or InputGroup(readers))
-                known[names] = groups[-1]
+                key = tuple(map(id, readers))
+                groups.append(known.get(key) or InputGroup(readers))
+                known[key] = groups[-1]
         norm: Any = modules[name]
         if isinstance(norm, SharedOutput):
             norm.fp8 = norm.fp8._replace(groups=tuple(groups))
         else:
             norm.fp8.groups = tuple(groups)
-    return tuple(known)
+    return tuple(tuple(m.fp8.name for m in group.layers) for group in known.values())
 
 
 def _reads(layer: Float8Layer) -> bool:

@@ -405,6 +405,16 @@ def test_a_copy_has_groups_of_its_own(copied):
     assert_equal(train(model, x), train(twin, x))
 
 
+def test_models_that_were_converted_apart_have_their_own_groups():
+    """Their layers had the same names."""
+    models = nn.ModuleList(_converted() for _ in range(2))
+    report = convert_to_float8(models, FP8Config(opt_level="O1"))
+    assert len(report.groups) == 2
+    for model in models:
+        (group,) = model.norm.fp8.groups
+        assert group.layers == tuple(model.readers.children())
+
+
 def test_a_forward_without_gradients_leaves_nothing_behind():
     model, x = _converted(), gaussian(32, SIZE)
     want = train(_converted(), x)
