@@ -43,6 +43,8 @@ COLUMNS = [
     *("recipe", "model", "layers", "seed", "steps", "loss"),
     *("torch", "transformers", "commit", "date", "command"),
 ]
+WIDE = "llama, 128 wide"
+"""Blocks of 128 x 128 divide the layers of this model; those of the others they do not."""
 SCALES = ROOT / "benchmarks/results/input_groups_scales.csv"
 SCALE_COLUMNS = [
     *("model", "steps", "layer", "operand", "format", "share_of_amax", "own_db", "group_db"),
@@ -54,7 +56,7 @@ T_95 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(small.MODELS), default=_WITH_GROUPS)
+    parser.add_argument("--models", nargs="+", choices=[*small.MODELS, WIDE], default=_WITH_GROUPS)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["tensorwise"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     parser.add_argument("--scales", action="store_true", help="measure what a shared scale costs")
@@ -92,7 +94,10 @@ def train(recipe: str, model: str, layers: str, seed: int) -> float:
     """Return the loss after `small.STEPS` steps."""
     config = FP8Config(recipe=recipe)
     runs = {**small.RUNS, recipe: (config, config)}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    wide = {WIDE: functools.partial(small._llama, **sizes)}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(small.DEEP, wide))
         stack.enter_context(mock.patch.object(small, "RUNS", runs))
         if layers == APART:
             stack.enter_context(mock.patch.object(fused_layers, "can_group", return_value=False))

@@ -135,6 +135,15 @@ def test_gradients_are_as_good_as_those_of_layers_apart(recipe):
         assert sqnr_db(want, grouped) > sqnr_db(want, apart) - slack
 
 
+def test_blocks_of_a_group_are_those_of_layers_apart():
+    got = [
+        train(_converted(grouped, "blockwise"), gaussian(256, SIZE)) for grouped in (True, False)
+    ]
+    for name, grad in got[1][2].items():
+        if "weight" in name and "norm" not in name:
+            assert sqnr_db(grad, got[0][2][name]) > 60, name
+
+
 def test_a_group_casts_gradients_and_weights_as_one_matrix():
     model = _converted()
     x, readers = gaussian(48, SIZE).requires_grad_(), model.readers
