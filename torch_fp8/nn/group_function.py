@@ -36,7 +36,7 @@ class Members(NamedTuple):
     Attributes:
         options: options of the first layer that was called.
         sizes: output features of each layer.
-        scales: scale of each weight's payload, if it is tensorwise and the layer was called.
+        scales: scale of each weight's payload, or None if the layer was not called.
         layers: all layers; none in a graph.
     """
 
@@ -127,9 +127,8 @@ class Join(torch.autograd.Function):
             sum_dtype=torch.float32 if has_bias else None,
         )
         assert g is not None
-        after = g.qdata if torch.compiler.is_compiling() else None
         scales = [members.scales[i] for i in present]
-        w = _side_by_side(weights, options.quantizers.weight, scales, after)
+        w = _side_by_side(weights, options.quantizers.weight, scales)
         grad_input = scaled_matmul(  # (M, N) @ (K, N)^T
             g, w, options.dtype, fast_accum=recipe.dgrad.fast_accum, emulate=emulate
         ).view(ctx.input_shape)
@@ -161,26 +160,19 @@ def _side_by_side(
     weights: Sequence[Tensor],
     quantizer: WeightQuantizer,
     scales: Sequence[Tensor | None],
-    after: Tensor | None,
 ) -> QuantizedTensor:
     """Return weights (N, K) as one payload (K, N1 + N2 + ...), quantized along N.
 
     Args:
         weights: weights that forward used.
         quantizer: quantizer of the weights.
-        scales: () scale of each weight in fprop, if it is tensorwise.
-        after: see `torch_fp8.ops.quantize.transposed`.
+        scales: () scale of each weight in fprop.
     """
     spec = quantizer.quantizer.spec
-    scale: Tensor | None = None
-    if spec.granularity == "tensorwise":
-        known = [s for s in scales if s is not None]
-        scale = known[0] if len(known) == 1 else torch.stack(known).amax()
-        options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
-        payloads: list[Any] = [quantize_layouts(stored(w), options)[1] for w in weights]
-    else:
-        payloads = [quantizer.for_dgrad(weight, None, after) for weight in weights]
-        scale = torch.cat([payload.scale for payload in payloads], 1)
+    known = [s for s in scales if s is not None]
+    scale = known[0] if len(known) == 1 else torch.stack(known).amax()
+    options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
+    payloads: list[Any] = [quantize_layouts(stored(w), options)[1] for w in weights]
     if len(payloads) == 1:
         alone: QuantizedTensor = payloads[0]
         return alone
@@ -204,19 +196,7 @@ def _observe(
     for i, weight in zip(present, weights, strict=True):
         layer, end = members.layers[i], start + members.sizes[i]
         if layer.fp8.observer is not None:
-            of_g_t = None if g_t is None else _rows(g_t, start, end)
-            operands = _columns(g, start, end), of_g_t, weight, _columns(w, start, end)
-            layer.fp8.observer.backward(grads[i], *operands)
+            row, w_col = (x._replace(qdata=x.qdata[:, start:end]) for x in (g, w))
+            col = None if g_t is None else g_t._replace(qdata=g_t.qdata[start:end])
+            layer.fp8.observer.backward(grads[i], row, col, weight, w_col)
         start = end
-
-
-def _rows(x: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
-    """Return rows of a payload whose scales are tensorwise or of single rows."""
-    scale = x.scale[start:end] if x.scale.ndim else x.scale
-    return QuantizedTensor(x.qdata[start:end], scale, x.granularity)
-
-
-def _columns(x: QuantizedTensor, start: int, end: int) -> QuantizedTensor:
-    """Return columns of a payload whose scales are tensorwise or of 128 columns."""
-    scale = x.scale[:, start // 128 : end // 128] if x.scale.ndim else x.scale
-    return QuantizedTensor(x.qdata[:, start:end], scale, x.granularity)

@@ -33,7 +33,6 @@ from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.group_function import Join, Member, Members
 from torch_fp8.nn.linear_function import LinearOptions, fprop, graph_options, linear_in_graph
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
-from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import source_of
@@ -43,16 +42,14 @@ from torch_fp8.tensor.split_weight import SplitWeight
 def can_group(recipe: Recipe, features: int) -> bool:
     """Return whether a layer with this number of output features can be a member of a group.
 
-    Its scales must come from the current tensors. Blocks must not reach into the next weight, and a
-    scale must not cover a row of all weights: rowwise and mxfp8 casts would cast all weights again.
-    One tensorwise scale needs the range of E5M2, because gradients of values can be a hundred times
-    those of queries and keys.
+    Its scales must be those of whole, current tensors: one for a row of all weights would change
+    with the group, and blockwise casts have not shown parity in loss yet. One scale for all
+    gradients needs the range of E5M2, because those of values can be a hundred times those of
+    queries and keys.
     """
-    if recipe.smooth or recipe.delayed or recipe.weight.granularity not in SQUARE:
+    if recipe.smooth or recipe.delayed or recipe.weight.granularity != "tensorwise":
         return False
-    if recipe.weight.granularity == "tensorwise":
-        return recipe.grad_output.format == E5M2 and features % GEMM_ALIGNMENT == 0
-    return features % 128 == 0
+    return recipe.grad_output.format == E5M2 and features % GEMM_ALIGNMENT == 0
 
 
 class InputGroup:
@@ -89,6 +86,8 @@ def _fits(layer: Any, options: LinearOptions) -> bool:
         return False  # sharded, gathered in FP8, or computed by a hook
     if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
         return False
+    if weight._backward_hooks and not isinstance(weight, SplitWeight):
+        return False  # a hook of a weight without gradient would be called with None
     alike = layer.runs_fp8 and fp8.emulate == options.emulate
     return alike and not options.recipe.bf16_forward and not is_fsdp_class(type(layer))
 

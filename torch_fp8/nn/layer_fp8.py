@@ -307,13 +307,8 @@ class LayerFP8:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the norm, which knows the group, links the copies of its layers.
-        fresh: dict[str, Any] = {
-            "scaling": copy(self.scaling),
-            "_quantizers": {},
-            "_options": {},
-            "group": None,
-        }
-        return {**self.__dict__, **fresh}
+        fresh: dict[str, Any] = {"_quantizers": {}, "_options": {}, "group": None}
+        return {**self.__dict__, **fresh, "scaling": copy(self.scaling)}
 
 
 def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -104,6 +104,7 @@ def linear(
 def graph_options(
     text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool, ready: bool
 ) -> LinearOptions:
+    """Return the options of a layer in a graph; `text`: see `LayerFP8.casts`."""
     recipe, transposed, emulate = of_text(text)
     quantizers = Quantizers(
         Quantizer(recipe.input, OF_TENSOR),
