@@ -37,6 +37,7 @@ from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import source_of
 from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import is_averaged_beside
 
 
 def can_group(recipe: Recipe, features: int) -> bool:
@@ -86,6 +87,8 @@ def _fits(layer: Any, options: LinearOptions) -> bool:
         return False  # sharded, gathered in FP8, or computed by a hook
     if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
         return False
+    if is_averaged_beside(weight):
+        return False  # the reducer would take a layer without gradient for one that has arrived
     if weight._backward_hooks and not isinstance(weight, SplitWeight):
         return False  # a hook of a weight without gradient would be called with None
     alike = layer.runs_fp8 and fp8.emulate == options.emulate

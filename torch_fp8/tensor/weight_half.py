@@ -57,6 +57,11 @@ def _repeats_among_ranks() -> bool:
     return ranks and running_backward() != -1
 
 
+def is_averaged_beside(weight: Tensor) -> bool:
+    """Return whether our reducer averages the gradient of this weight."""
+    return _BESIDE in vars(weight)
+
+
 def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:
     """Note that `ddp` does not average the gradient of this weight, which may be BF16 then."""
     vars(weight)[_BESIDE] = weakref.ref(ddp)
