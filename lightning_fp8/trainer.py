@@ -38,9 +38,8 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         """Convert `module`, which becomes the Trainer's only model."""
         self._models = [converted for converted in self._models if converted.module() is module]
         super().convert_module(module)
-        step = getattr(type(module), "training_step", None)
-        if step is not None and not shards(self._strategy):
-            return_losses(module, step)
+        if not shards(self._strategy):
+            return_losses(module, getattr(type(module), "training_step", None))
         if self._is_fitting():
             _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
             if hasattr(self._strategy, "configure_ddp"):

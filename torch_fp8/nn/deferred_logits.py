@@ -52,11 +52,12 @@ def return_losses(model: nn.Module, step: Any) -> None:
 
     Args:
         model: a converted model.
-        step: the function that is compiled, or a method of this name, which calls the model.
+        step: the function that is compiled, or a method of this name, which calls the model;
+            anything else changes nothing.
     """
-    code = step.__code__
+    code = getattr(step, "__code__", None)
     for _, head in _heads(model):
-        head.step = code.co_filename, code.co_name
+        head.step = None if code is None else (code.co_filename, code.co_name)
 
 
 def defer_logits(compiled: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """Loss heads of models and steps whose graphs break, keep logits, or are seen by hooks."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,14 @@ def test_a_compiled_step_whose_graph_breaks(place):
             metrics.append((module.kept.argmax(-1) == batch()[1]).float().mean())
     _assert_alike(*reversed(results))
     assert metrics[0] == metrics[-1]
+
+
+@pytest.mark.parametrize("step", [None, functools.partial(_cross_entropy)])
+def test_a_step_that_is_no_function_changes_nothing(step):
+    _, fused = pair()
+    return_losses(fused, step)
+    logits = torch.compile(fused, backend="aot_eager")(batch()[0])
+    assert type(logits) is torch.Tensor
 
 
 @pytest.mark.parametrize("early", [False, True])
