@@ -3,10 +3,10 @@
 Memory traffic in bytes per BF16 element: `swiglu_save` reads 4 of gate and up and writes 2;
 `swiglu_quantize` reads 4, writes 1 per layout, and 2 if it saves gate and up.
 
-Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
+Kernels compute in float32 without fused multiply-adds, so all of them get the same h. Launch
+configurations are fixed, not tuned at run time.
 
 Legend: R rows, C columns; ``h = gate * sigmoid(gate) * up * smooth``.
-Kernels compute in float32 without fused multiply-adds, so all of them get the same h.
 """
 
 import torch

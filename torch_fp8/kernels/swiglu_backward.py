@@ -4,11 +4,11 @@ Memory traffic in bytes per BF16 element: `swiglu_backward_quantize` reads 2 of 
 of saved gate and up, and writes 2 per layout; `swiglu_backward_amax` reads the same 4. The
 launchers ``gate_up_*`` write both gradients into the halves of one matrix (R, 2C).
 
-Legend: R rows, C columns of gate and of up. Launch configurations are fixed, not tuned at run time.
-
-Legend: R rows, C columns; ``sig = sigmoid(gate)``,
-``dgate = grad * up * (sig + gate * sig * (1 - sig))``, ``dup = grad * gate * sig``.
 Kernels compute in float32 without fused multiply-adds, so all of them get the same gradients.
+Launch configurations are fixed, not tuned at run time.
+
+Legend: R rows, C columns of gate and of up; ``sig = sigmoid(gate)``,
+``dgate = grad * up * (sig + gate * sig * (1 - sig))``, ``dup = grad * gate * sig``.
 """
 
 from collections.abc import Sequence
