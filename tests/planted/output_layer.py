@@ -168,4 +168,11 @@ FAULTS = [
         "    if False:\n",
         _BREAKS,
     ),
+    Fault(
+        "the rest of a step after a graph break has logits",
+        "torch_fp8/nn/deferred_logits.py",
+        "frame.filename == file and name in frame.name",
+        "frame.filename == file and name == frame.name",
+        _BREAKS,
+    ),
 ]

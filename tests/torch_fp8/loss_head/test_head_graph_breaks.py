@@ -10,7 +10,8 @@ from torch._dynamo import graph_break
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.torch_fp8.loss_head.logits_cases import V, batch, pair, small_chunks
+from tests.torch_fp8.loss_head.compiled_graphs import Graphs
+from tests.torch_fp8.loss_head.logits_cases import V, batch, is_fused, pair, small_chunks
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.nn.deferred_logits import defer_logits, return_losses
 from torch_fp8.quantization.metrics import sqnr_db
@@ -124,6 +125,21 @@ def test_a_compiled_step_whose_graph_breaks(place):
             metrics.append((module.kept.argmax(-1) == batch()[1]).float().mean())
     _assert_alike(*reversed(results))
     assert metrics[0] == metrics[-1]
+
+
+def test_the_rest_of_a_step_after_a_break_has_no_logits():
+    _, fused = pair()
+
+    def step(tokens, labels):
+        graph_break()
+        return _cross_entropy(fused(tokens), labels)
+
+    return_losses(fused, step)
+    graphs = Graphs()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(step, backend=graphs.backend)(*batch())
+    assert graphs.count == 1
+    assert is_fused(graphs.numel)
 
 
 @pytest.mark.parametrize("step", [None, functools.partial(_cross_entropy)])
