@@ -1,233 +1,137 @@
-"""Detection of gated MLPs, ``down(silu(gate(x)) * up(x))``, by tracing a module's own forward.
+"""Detection of gated MLPs, ``down(silu(gate(x)) * up(x))``, by a trial run.
 
-The forward runs once on symbols that record the operations. Any other operation on a symbol or on
-the module raises, and the module is not a gated MLP. Names do not matter. gate and up are two
-layers, or the halves (in either order) of the last dimension of one layer's output, by chunk, split
-or slicing. What the forward reads beside its layers is in the result (`torch_fp8.nn.trial_reads`).
+The module's own forward runs on a twin whose linear layers return given values of gate and up, and
+note their arguments. It is a gated MLP if each layer runs once, gate and up on the input itself,
+down on the product of the formula, and if the forward returns what down returns. Names do not
+matter. gate and up are two layers, or the halves (in either order) of the last dimension of one
+layer's output. `torch_fp8.nn.trial_reads` notes what the forward reads in the trial.
 """
 
-import functools
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.nn.class_swap import user_class
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
-from torch_fp8.nn.trial_reads import Absent, Recorder, TrialReads, computes_alike
+from torch_fp8.nn.trial_reads import Recorder, TrialReads, computes_alike
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""What down reads, as a function of gate and up, (N,) each."""
 
 
 class FoundMLP(NamedTuple):
-    """A gated MLP: the names of its layers, and what its forward read beside them."""
+    """A gated MLP: the names of its layers, and what its forward read in the trial."""
 
     spec: GatedMLPSpec
     reads: TrialReads
 
 
-def find_gated_mlp(module: nn.Module, *, any_activation: bool = False) -> FoundMLP | None:
-    """Return what a gated MLP consists of; None: the module computes anything else.
+def find_gated_mlp(module: nn.Module) -> FoundMLP | None:
+    """Return what a gated MLP consists of, or None if the module computes anything else."""
+    spec, recorder = _tried(module, lambda product: _is(product, lambda g, u: F.silu(g) * u))
+    reads = None if recorder is None else recorder.reads()
+    return None if spec is None or reads is None else FoundMLP(spec, reads)
 
-    Args:
-        module: any module.
-        any_activation: whether activations other than silu are accepted, such as GeGLU's.
-    """
+
+def find_gated_layers(module: nn.Module) -> GatedMLPSpec | None:
+    """Return the layers of a gated MLP with any activation, such as GeGLU's, or None."""
+    return _tried(module, _is_linear_in_up)[0]
+
+
+def _tried(
+    module: nn.Module, is_formula: Callable[[Product], bool]
+) -> tuple[GatedMLPSpec | None, Recorder | None]:
+    """Return the layers whose product has a formula, and the recorder of the trial."""
     children = dict(module.named_children())
-    widths = {n: _width(child) for n, child in children.items() if _width(child)}
+    widths = {n: width for n, child in children.items() if (width := _width(child))}
     if len(widths) not in (2, 3) or "forward" in module.__dict__:
-        return None
-    sizes = _sizes(module, widths)
-    trial = _Trial(sizes, {n: functools.partial(_Called, n, widths.get(n, 0)) for n in children})
-    x, cls = _Symbol(), user_class(type(module))
-    try:
-        output = cls.forward(trial, x)
-        spec, activation = _matched(output, x)
-    except Exception:  # the forward does something else with its layers
-        return None
-    if sorted((*spec.inputs, spec.down)) != sorted(widths):
-        return None
-    read = object.__getattribute__(trial, "names")
-    own = {"forward": Absent, **{name: sizes[name] for name in sizes if name in read}}
-    reads: dict[str, TrialReads] = {}
-    if not any_activation:
-        silu = None if activation.name is None else _silu_reads(children[activation.name])
-        if type(activation) is not _Activated and silu is None:
-            return None
-        reads |= {} if silu is None else {activation.name: silu}
-    return FoundMLP(spec, TrialReads(cls, own, reads))
+        return None, None
+    others = [n for n in children if n not in widths]
+    for spec in _specs(widths):
+        try:
+            inner = {n: Recorder(children[n], {"training": True}) for n in others}
+            recorder = Recorder(module, {"training": True, **inner})
+            with _disable_current_modes():
+                for training in (True, False):
+                    for each in (recorder, *inner.values()):
+                        each.give("training", training)
+                    if not is_formula(_Trial(recorder, spec, widths[spec.inputs[0]])):
+                        break
+                else:
+                    return spec, recorder
+        except Exception:  # the forward does something else with its layers
+            continue
+    return None, None
+
+
+def _specs(widths: dict[str, int]) -> Iterator[GatedMLPSpec]:
+    for down in widths:
+        inputs = tuple(name for name in widths if name != down)
+        if len(inputs) == 2:
+            yield from (GatedMLPSpec(inputs, down), GatedMLPSpec(inputs[::-1], down))
+        elif widths[inputs[0]] % 2 == 0:
+            yield from (GatedMLPSpec(inputs, down, first) for first in (True, False))
 
 
 class _Trial:
-    """Stand-in for the module, which has its layers and sizes only, and notes the sizes it gives.
+    """The `Product` of a twin's forward; any other use of its layers raises NotImplementedError."""
 
-    Args:
-        sizes: see `_sizes`.
-        layers: functions that stand for the children.
-    """
+    def __init__(self, recorder: Recorder, spec: GatedMLPSpec, width: int) -> None:
+        self._recorder, self._spec = recorder, spec
+        self._size = width if len(spec.inputs) == 2 else width // 2
 
-    def __init__(self, sizes: dict[str, int], layers: dict[str, Any]) -> None:
-        object.__setattr__(self, "names", set())
-        object.__setattr__(self, "attributes", {**sizes, **layers})
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        x, result, spec = object(), object(), self._spec
+        # (N,) -> (1, rows, size), the last row filled with zeros
+        parts = [F.pad(v, (0, -len(v) % self._size)).view(1, -1, self._size) for v in (gate, up)]
+        parts = parts if spec.gate_first else parts[::-1]
+        outputs = parts if len(spec.inputs) == 2 else [torch.cat(parts, -1)]
+        calls: list[tuple[str, Any]] = []
 
-    def __getattribute__(self, name: str) -> Any:
-        object.__getattribute__(self, "names").add(name)
-        attributes = object.__getattribute__(self, "attributes")
-        if name not in attributes:
-            raise NotImplementedError  # not AttributeError, which getattr and hasattr catch
-        return attributes[name]
+        def layer(name: str, output: Any, argument: Any) -> Any:
+            calls.append((name, argument))
+            return output
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise NotImplementedError
+        for name, output in zip((*spec.inputs, spec.down), (*outputs, result), strict=True):
+            self._recorder.give(name, partial(layer, name, output))
+        with _ShapesAlone():
+            returned = self._recorder.twin.forward(x)
+        *on_input, (last, product) = calls
+        is_input = [value is x for _, value in on_input]
+        once = sorted(name for name, _ in on_input) == sorted(spec.inputs)
+        if returned is not result or last != spec.down or not (once and all(is_input)):
+            raise NotImplementedError
+        return product.flatten()[: len(gate)]
 
 
-class _Symbol:
-    """A symbolic value, which knows only how it was computed."""
+class _ShapesAlone(TorchFunctionMode):
+    """Refuses questions about tensors apart from their shape: code may branch on the answers."""
 
-    def __mul__(self, other: Any) -> "_Symbol":
-        return _Product(self, other)
-
-    def __rmul__(self, other: Any) -> "_Symbol":
-        return _Product(other, self)
-
-    @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return _FUNCTIONS[func](*args, **(kwargs or {}))
-
-
-class _Product(_Symbol):
-    def __init__(self, left: Any, right: Any) -> None:
-        self.factors = left, right
-
-
-class _Activated(_Symbol):
-    """The result of ``F.silu(x)``."""
-
-    name: str | None = None
-    """Child module that computes it; None: a function does."""
-
-    def __init__(self, x: Any, inplace: bool) -> None:
-        if inplace:
+        if func.__name__ == "__get__" and func != Tensor.shape.__get__:
             raise NotImplementedError
-        self.x = x
+        return func(*args, **(kwargs or {}))
 
 
-class _OtherActivated(_Activated):
-    """The result of another activation function."""
-
-    def __init__(self, x: Any, *options: Any, **named: Any) -> None:
-        super().__init__(x, bool(named.get("inplace")))
-
-
-class _Called(_Symbol):
-    """The output of a child module; of a linear layer, (..., width)."""
-
-    def __init__(self, name: str, width: int, x: Any) -> None:
-        self.name, self.width, self.x = name, width, x
-
-    @property
-    def shape(self) -> "_Shape":
-        return _Shape(self.width)
-
-    def size(self, dim: int) -> int:
-        return self.shape[dim]
-
-    def chunk(self, chunks: int, dim: int = 0) -> tuple["_Half", "_Half"]:
-        return self.split(self.width // chunks, dim)
-
-    def split(self, split_size: Any, dim: int = 0) -> tuple["_Half", "_Half"]:
-        half = self.width // 2
-        if dim != -1 or split_size not in (half, [half, half], (half, half)):
-            raise NotImplementedError
-        return self[..., :half], self[..., half:]
-
-    def __getitem__(self, index: Any) -> "_Half":
-        ellipsis, columns = index
-        half = self.width // 2
-        start, stop, step = columns.indices(self.width)
-        if ellipsis is not ... or step != 1 or half * 2 != self.width:
-            raise NotImplementedError
-        return _Half(self, [(0, half), (half, self.width)].index((start, stop)))
+def _is_linear_in_up(product: Product) -> bool:
+    return _is(product, lambda g, u: product(g, torch.ones_like(u)) * u) and not _is(
+        product, lambda g, u: product(torch.ones_like(g), u) * g
+    )
 
 
-class _Half(_Symbol):
-    """The first or the second half of the last dimension."""
-
-    def __init__(self, whole: _Called, index: int) -> None:
-        self.whole, self.index = whole, index
-
-
-class _Shape:
-    """A shape with a known last dimension only."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def __getitem__(self, dim: Any) -> int:
-        if dim != -1:
-            raise NotImplementedError
-        return self.width
-
-
-_FUNCTIONS: dict[Any, Any] = {
-    F.silu: _Activated,
-    F.gelu: _OtherActivated,
-    F.relu: _OtherActivated,
-    torch.relu: _OtherActivated,
-    torch.sigmoid: _OtherActivated,
-    torch.tanh: _OtherActivated,
-    torch.mul: _Product,
-    torch.chunk: _Called.chunk,
-    torch.split: _Called.split,
-}
-
-
-def _matched(output: Any, x: _Symbol) -> tuple[GatedMLPSpec, Any]:
-    """Return the spec that computes `output` from `x`, and the activated value.
-
-    AttributeError, TypeError: there is none.
-    """
-    product = output.x
-    for activated, up in (product.factors, product.factors[::-1]):
-        if not isinstance(activated, _Activated) and not _is_child(activated):
-            continue
-        gate = activated.x
-        if isinstance(gate, _Half) and isinstance(up, _Half):
-            if gate.whole is up.whole and gate.whole.x is x and gate.index != up.index:
-                spec = GatedMLPSpec((gate.whole.name,), output.name, gate.index == 0)
-                return spec, activated
-        elif gate.x is x and up.x is x:
-            return GatedMLPSpec((gate.name, up.name), output.name), activated
-    raise NotImplementedError
+def _is(product: Product, formula: Product) -> bool:
+    """Return whether two functions of gate and up agree."""
+    pairs = (lambda x, f=f: f(*x.reshape(-1, 2).unbind(1)) for f in (product, formula))
+    return computes_alike(*pairs)
 
 
 def _width(child: nn.Module) -> int:
     """Return the output features of a linear layer, or of an adapter around one; 0: neither."""
     return max((m.out_features for m in child.modules() if isinstance(m, nn.Linear)), default=0)
-
-
-def _sizes(module: nn.Module, widths: dict[str, int]) -> dict[str, int]:
-    """Return the integer attributes by which forward may split a layer's output."""
-    possible = {size for width in widths.values() for size in (width, width // 2)}
-    return {k: v for k, v in vars(module).items() if type(v) is int and v in possible}
-
-
-def _is_child(value: Any) -> bool:
-    """Return whether a child that is no linear layer has computed a value."""
-    return isinstance(value, _Called) and not value.width
-
-
-def _silu_reads(activation: nn.Module) -> TrialReads | None:
-    """Return what a module read that computes silu; None: it computes anything else."""
-    try:
-        recorder = Recorder(activation, {"training": True})
-        with _disable_current_modes():
-            for training in (True, False):
-                recorder.give("training", training)
-                if not computes_alike(recorder.twin, F.silu):
-                    return None
-    except Exception:
-        return None
-    return recorder.reads()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
+from torch_fp8.conversion.detect_gated_mlp import find_gated_layers
 from torch_fp8.nn.class_swap import own_child
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
 from torch_fp8.nn.layer_filter import is_linear
@@ -37,6 +37,6 @@ def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]
         if isinstance(module, Float8GatedMLP):
             yield name, module, module.fp8.spec
         else:
-            mlp = find_gated_mlp(module, any_activation=True)
-            if mlp is not None:
-                yield name, module, mlp.spec
+            spec = find_gated_layers(module)
+            if spec is not None:
+                yield name, module, spec

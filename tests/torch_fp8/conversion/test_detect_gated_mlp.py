@@ -92,8 +92,8 @@ OTHERS = {
     "every other of halves": _of_halves(
         _swiglu, lambda self, both: (both[..., : self.n : 2], both[..., self.n :: 2])
     ),
-    "by a number": _of_halves(  # which may change after it was looked at
-        lambda self, gate, up: self.act(gate) * up if self.parts == 1 else up
+    "by the dtype": _of_halves(  # which may differ from the trial's
+        lambda self, gate, up: self.act(gate) * (up if up.dtype == torch.float32 else 2 * up)
     ),
     "of rows": _of_halves(_swiglu, lambda self, both: (both[:, : self.n], both[:, self.n :])),
     "gelu": _of_halves(lambda self, gate, up: self.gelu(gate) * up),
@@ -114,6 +114,17 @@ OTHERS = {
 def test_whatever_computes_something_else_is_none(name):
     assert _form(_of_halves(_swiglu)).spec == GatedMLPSpec(("w",), "d", True)
     assert _form(OTHERS[name]) is None
+
+
+def test_a_number_that_the_forward_reads_is_compared_afterwards():
+    def combine(self, gate, up):
+        return self.act(gate) * up if self.parts == 1 else up
+
+    reads = _form(_of_halves(combine)).reads
+    module = type("MLP", (Layers,), {"forward": reads.cls.forward})()
+    assert reads.change(module) is None
+    module.parts = 2
+    assert reads.change(module) == "'parts' has changed"
 
 
 def test_an_odd_width_has_no_halves():
