@@ -37,6 +37,19 @@ NEW_ROOMS: dict[str, tuple[str, ...]] = {
     "compare": ("torch_fp8_tools/compare/",),
 }
 """Rooms that came after the bounds of the house were set, and are counted apart: their files."""
+NEW_TESTS: dict[str, tuple[str, ...]] = {
+    "loss head": (
+        "tests/torch_fp8/loss_head/",
+        *(f"tests/planted/{n}.py" for n in ("loss_head", "output_layer")),
+        "tests/torch_fp8_tools/plan/test_loss_workspace.py",
+    ),
+    "bf16_last": (
+        "tests/torch_fp8/nn/test_bf16_forward.py",
+        *(f"tests/{host}_fp8/test_last_steps.py" for host in ("accelerate", "lightning")),
+    ),
+    "compare": ("tests/torch_fp8_tools/compare/", "tests/planted/compare.py"),
+}
+"""The files of the tests of `NEW_ROOMS`."""
 _BY_NAME = ("getattr", "hasattr", "setattr")
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -82,6 +95,15 @@ def new_code(root: Path = ROOT) -> dict[str, dict[str, int]]:
     return {
         room: {n: code_lines(path.read_text()) for n, path in names.items() if n.startswith(files)}
         for room, files in NEW_ROOMS.items()
+    }
+
+
+def new_test_lines(root: Path = ROOT) -> dict[str, int]:
+    """Return the lines of the tests of each new room, as `wc` counts them."""
+    names = {path.relative_to(root).as_posix(): path for path in (root / "tests").rglob("*.py")}
+    return {
+        room: sum(len(p.read_text().splitlines()) for n, p in names.items() if n.startswith(files))
+        for room, files in NEW_TESTS.items()
     }
 
 
@@ -153,13 +175,14 @@ def main() -> None:
             print(f"{name}: {', '.join(paths)}")
         return
     totals: Counter[str] = Counter()
-    packages = 0
+    packages = tests = 0
     print(f"{'room':28}{'files':>6}{'lines':>8}{'code':>8}")
     for room, paths in rooms().items():
         sources = [path.read_text() for path in paths]
         lines, code = sum(len(s.splitlines()) for s in sources), sum(map(code_lines, sources))
         print(f"{room:28}{len(paths):6}{lines:8}{code:8}")
         packages += code * (room.split("/")[0] in (*PACKAGES, "start-up"))
+        tests += lines * (room == "tests")
         if room.split("/")[0] == ENGINE:
             totals.update(files=len(paths), lines=lines, code=code)
     print(f"{'engine':28}{totals['files']:6}{totals['lines']:8}{totals['code']:8}")
@@ -171,6 +194,7 @@ def main() -> None:
     engine = sum(code for name, code in files.items() if name.startswith(f"{ENGINE}/"))
     print(f"{'engine without them':42}{totals['code'] - engine:8}")
     print(f"{'packages without them':42}{packages - sum(files.values()):8}")
+    print(f"{'tests without theirs':34}{tests - sum(new_test_lines().values()):8}")
     for package in PACKAGES:
         read = [n for n, paths in names.items() if any(p.startswith(f"{package}/") for p in paths)]
         print(f"private names in {package}: {len(read)}")

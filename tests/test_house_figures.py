@@ -6,10 +6,12 @@ import pytest
 
 from scripts.house_figures import (
     NEW_ROOMS,
+    NEW_TESTS,
     PACKAGES,
     ROOT,
     code_lines,
     new_code,
+    new_test_lines,
     private_names,
     rooms,
 )
@@ -51,9 +53,10 @@ def test_private_names_are_those_of_other_projects(tmp_path):
 
 def test_new_rooms_name_files_that_exist():
     for room, files in NEW_ROOMS.items():
-        missing = [name for name in files if not (ROOT / name).exists()]
+        missing = [name for name in (*files, *NEW_TESTS[room]) if not (ROOT / name).exists()]
         assert not missing, room
         assert len(new_code()[room]) >= len(files)
+        assert new_test_lines()[room] > 100
 
 
 def test_the_lines_that_the_documentation_names_are_counted():
