@@ -28,10 +28,10 @@ FAULTS = [
     Fault(
         "a spike widens the spread by which later ones are judged",
         "torch_fp8/monitor/alarm.py",
-        "            if self._far < self.MOST:\n                return True\n",
+        "            if self._far < self.MOST:\n                return self.in_a_row\n",
         "            if self._far < self.MOST:\n"
         "                self.losses.append(loss)\n"
-        "                return True\n",
+        "                return self.in_a_row\n",
         f"{_TESTS}/test_fallback.py {_TESTS}/test_faults.py {_TESTS}/test_robustness.py",
     ),
     Fault(

@@ -57,14 +57,8 @@ class Crossing(NamedTuple):
     bound: Bound
 
     def __str__(self) -> str:
-        sign, limit = (
-            ("<", self.bound.least)
-            if self.value < self.bound.least
-            else (
-                ">",
-                self.bound.most,
-            )
-        )
+        is_low = self.value < self.bound.least
+        sign, limit = ("<", self.bound.least) if is_low else (">", self.bound.most)
         return f"{self.name} = {self.value:.3g} {sign} {limit:g} ({self.bound.why})"
 
 
@@ -109,23 +103,19 @@ class LossSpikes:
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
         self.in_a_row = self._far = 0
 
-    def add(self, loss: float) -> bool:
-        """Add the loss of a step; return whether it is a spike."""
+    def count(self, loss: float) -> int:
+        """Add the loss of a step; return how many consecutive losses up to it are spikes."""
         self.in_a_row += 1
         if not math.isfinite(loss):
-            return True
+            return self.in_a_row
         if self._is_far(loss):
             self._far += 1
             if self._far < self.MOST:
-                return True
+                return self.in_a_row
             self.losses.clear()
         self.in_a_row = self._far = 0
         self.losses.append(loss)
-        return False
-
-    def count(self, loss: float) -> int:
-        """Add the loss of a step; return how many consecutive losses up to it are spikes."""
-        return self.in_a_row if self.add(loss) else 0
+        return 0
 
     def _is_far(self, loss: float) -> bool:
         if len(self.losses) < self.MINIMUM:

@@ -109,11 +109,8 @@ class Events:
         """
         if self.file is None or self.has_failed:
             return
-        if series is None:
-            self.file.write(step, losses=losses)
-            return
-        values = [series.get(name, math.nan) for name in names]
-        self.file.write(step, values=values, losses=losses)
+        measured = {"values": [series.get(n, math.nan) for n in names]} if series else {}
+        self.file.write(step, **measured, losses=losses)
 
     def tell(self, text: str) -> None:
         """Write a line to the host's log."""

@@ -44,11 +44,6 @@ class Fallback:
             for name, layer in layers:
                 _check_finer(name, layer, config)
 
-    @property
-    def target(self) -> str:
-        """Return what a layer runs after a fallback."""
-        return "BF16" if self.config.on_alarm == "bf16" else f"recipe {self.config.on_alarm}"
-
     def judge(self, step: int, crossed: Iterable[Crossing]) -> list[dict[str, Any]]:
         """Let layers fall back and return after a measured step; return the events.
 
@@ -65,20 +60,22 @@ class Fallback:
                 layer = self._down.get(layer, layer)
                 if layer in self.layers:
                     why.setdefault(layer, crossing)
-        events = []
+        events: list[dict[str, Any]] = []
+        target = "BF16" if self.config.on_alarm == "bf16" else f"recipe {self.config.on_alarm}"
         for name, crossing in why.items():
             if name in self.fallen:
                 self.fallen[name]["last"] = step
                 continue
             self.times[name] = self.times.get(name, 0) + 1
             self.fallen[name] = {"since": step, "last": step, "why": str(crossing)}
-            events.append(_event("fallback", name, f"{name} runs {self.target}: {crossing}"))
+            what = f"{name} runs {target}: {crossing}"
+            events.append({"event": "fallback", "layer": name, "what": what})
         for name, state in list(self.fallen.items()):
             wait = self.config.fallback_steps * 2 ** (self.times[name] - 1)
             if step - state["last"] >= wait:
                 del self.fallen[name]
                 what = f"{name} runs FP8 again: no bound crossed for {step - state['last']} steps"
-                events.append(_event("return", name, what))
+                events.append({"event": "return", "layer": name, "what": what})
         self.apply()
         return events
 
@@ -126,7 +123,3 @@ def _check_finer(name: str, layer: Float8Layer, config: FP8Config) -> None:
             f"gathered for recipe {layer.fp8.recipe.name!r}; use on_alarm='bf16'"
         )
     check_device(layer.weight.device, config.on_alarm, config.emulate)
-
-
-def _event(kind: str, layer: str, what: str) -> dict[str, Any]:
-    return {"event": kind, "layer": layer, "what": what}
