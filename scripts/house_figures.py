@@ -164,6 +164,18 @@ def _read(tree: ast.AST) -> set[str]:
     return {name for name in names - {"_"} if _is_private(name)}
 
 
+def arrows(root: Path = ROOT) -> set[tuple[str, str]]:
+    """Return (importer, imported) for the engine's rooms, of which each is a package."""
+    found: set[tuple[str, str]] = set()
+    packages = {path.parent.name for path in (root / ENGINE).glob("*/__init__.py")}
+    for path in (root / ENGINE).glob("*/**/*.py"):
+        own = path.relative_to(root / ENGINE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{ENGINE}."):
+                found.add((own, str(node.module).split(".")[1]))
+    return {(own, other) for own, other in found if own != other and other in packages}
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -195,6 +207,7 @@ def main() -> None:
     print(f"{'engine without them':42}{totals['code'] - engine:8}")
     print(f"{'packages without them':42}{packages - sum(files.values()):8}")
     print(f"{'tests without theirs':34}{tests - sum(new_test_lines().values()):8}")
+    print(f"arrows between rooms of the engine: {len(arrows())}")
     for package in PACKAGES:
         read = [n for n, paths in names.items() if any(p.startswith(f"{package}/") for p in paths)]
         print(f"private names in {package}: {len(read)}")

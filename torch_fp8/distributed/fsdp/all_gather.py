@@ -31,7 +31,7 @@ from torch_fp8.distributed.links import Exchanges
 from torch_fp8.nn.delayed_scaling import WEIGHT
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
-from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, scale_shape
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_weight import stored
@@ -124,14 +124,10 @@ class WeightGather:
     @property
     def amax_shape(self) -> tuple[int, ...]:
         """The shape of the amaxes that ranks combine; (0,) if scales travel with the bytes."""
-        rows, cols = self.fsdp_param._orig_size
-        if self.spec.granularity == "tensorwise":
-            return (1,)
-        if self.spec.granularity == "rowwise":
-            return (rows, 1)
-        if self.spec.granularity == "block_128x128":
-            return (-(-rows // 128), -(-cols // 128))
-        return (0,)
+        granularity = self.spec.granularity
+        if granularity in ("tensorwise", "block_1x32"):
+            return (1,) if granularity == "tensorwise" else (0,)
+        return scale_shape(*self.fsdp_param._orig_size, granularity)
 
     def write_amax(self, target: Tensor) -> None:
         """Write the amaxes of this rank's rows into `target`, zeros of shape `amax_shape`."""
