@@ -41,6 +41,33 @@ PLUGINS = {
 REQUESTS = {"FP8Precision": "lightning_fp8.precision", "FP8FSDPStrategy": "lightning_fp8.fsdp"}
 
 
+class Request:
+    """A user's object, which a connector replaces by one of its own copy of Lightning.
+
+    Attributes:
+        request: the keyword arguments of both.
+        is_of_host: whether the object belongs to a copy.
+    """
+
+    request: Any
+    is_of_host = False
+
+    def for_host(self, cls: type) -> Any:
+        """Return this request as an object of `cls`, or itself if it already is one.
+
+        Raises:
+            TypeError: the object is of a class that the user derived from ours.
+        """
+        if isinstance(self, cls):
+            return self
+        if type(self).__base__ is not Request and not self.is_of_host:
+            raise TypeError(
+                f"{type(self).__name__} derives from lightning_fp8.{cls.__name__}, which only "
+                f"holds options; derive from {cls.__module__}.{cls.__name__}"
+            )
+        return cls(**self.request)
+
+
 def extend_precision_choices(module: Any) -> None:
     """Add ``fp8-mixed`` to the precision strings in the module that defines them.
 

@@ -1,7 +1,7 @@
 """`FP8FSDPStrategy`: FSDP2 for models without their own sharding code, in Trainer and Fabric.
 
 As with `lightning_fp8.FP8Precision`, the user's object is only a request. The connector that
-receives it calls `FP8FSDPStrategy.for_host` for the strategy of its own copy of Lightning, a
+receives it calls `Request.for_host` for the strategy of its own copy of Lightning, a
 subclass of that copy's ``ModelParallelStrategy``.
 
 The strategy shards each transformer block, and the rest of each root, which is a module that is
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from lightning_fp8._register import Request
 from lightning_fp8.blocks import find_blocks, find_roots
 from lightning_fp8.stream import keep_stream
 from torch_fp8.distributed.fsdp.split_weights import reshard
@@ -35,7 +36,7 @@ from torch_fp8.distributed.fsdp.split_weights import reshard
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 
 
-class FP8FSDPStrategy:
+class FP8FSDPStrategy(Request):
     """FSDP2 in FP8: ``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``, or in Fabric.
 
     The LightningModule needs no ``configure_model``. All devices form one data-parallel group; for
@@ -67,27 +68,15 @@ class FP8FSDPStrategy:
         self.blocks = blocks
         self.reshard_after_forward = reshard_after_forward
         self.cpu_offload = cpu_offload
-        self.save_distributed_checkpoint = save_distributed_checkpoint
-        self.process_group_backend_choice = process_group_backend
-        self.timeout_choice = timeout
-
-    def for_host(self, strategy: type["HostStrategy"]) -> "HostStrategy":
-        """Return this request as a strategy of class `strategy`, or itself if it already is one."""
-        if isinstance(self, strategy):
-            return self
-        if not (type(self) is FP8FSDPStrategy or isinstance(self, HostStrategy)):
-            raise TypeError(
-                f"{type(self).__name__} derives from lightning_fp8.FP8FSDPStrategy, which only "
-                f"holds options; derive from {strategy.__module__}.{strategy.__name__}"
-            )
-        return strategy(
-            self.blocks,
-            self.reshard_after_forward,
-            self.cpu_offload,
-            self.save_distributed_checkpoint,
-            self.process_group_backend_choice,
-            self.timeout_choice,
-        )
+        self.of_host: dict[str, Any] = {
+            "save_distributed_checkpoint": save_distributed_checkpoint,
+            "process_group_backend": process_group_backend,
+            **({} if timeout is None else {"timeout": timeout}),
+        }
+        own = {
+            name: vars(self)[name] for name in ("blocks", "reshard_after_forward", "cpu_offload")
+        }
+        self.request = own | self.of_host
 
 
 def register_as_strategy() -> None:
@@ -105,6 +94,7 @@ class HostStrategy(FP8FSDPStrategy):
     """The common part of all hosts' strategies, a mixin before ``ModelParallelStrategy``."""
 
     warn: Any
+    is_of_host = True
     # Attributes of ModelParallelStrategy.
     num_nodes: Any
     num_processes: Any
@@ -112,14 +102,7 @@ class HostStrategy(FP8FSDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options: dict[str, Any] = {
-            "save_distributed_checkpoint": self.save_distributed_checkpoint,
-            "process_group_backend": self.process_group_backend_choice,
-            **self._host_options(),
-        }
-        if self.timeout_choice is not None:
-            options["timeout"] = self.timeout_choice
-        super(FP8FSDPStrategy, self).__init__(**options)
+        super(Request, self).__init__(**self.of_host, **self._host_options())
 
     def _host_options(self) -> dict[str, Any]:
         return {}

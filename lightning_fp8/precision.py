@@ -2,7 +2,7 @@
 
 The user passes ``FP8Precision(FP8Config(...))`` to ``plugins=[...]`` of a Trainer or a Fabric.
 Lightning exists in two copies with separate base classes, so this object is only a request. The
-connector that receives it calls `FP8Precision.for_host` for the plugin of its own copy
+connector that receives it calls `Request.for_host` for the plugin of its own copy
 (`unified_trainer`, `unified_fabric`, `standalone_trainer`, `standalone_fabric`), a subclass of that
 copy's ``MixedPrecision``.
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fp8._register import refuse_strategy
+from lightning_fp8._register import Request, refuse_strategy
 from lightning_fp8.set_up_module import SetUpModule, refusal, shares_parameters
 from torch_fp8 import (
     ConversionReport,
@@ -56,7 +56,7 @@ RELEASE = "FP8Config(gradient_release=True)"
 _RELEASED = "each gradient is used and freed in backward; leave gradient_release out"
 
 
-class FP8Precision:
+class FP8Precision(Request):
     """The precision plugin: ``Trainer(plugins=[FP8Precision(FP8Config(...))])``, or in Fabric.
 
     ``precision="fp8-mixed"`` is the same with the default configuration.
@@ -76,16 +76,10 @@ class FP8Precision:
         given = given_config(config, options, "FP8Precision")
         self.config = given or FP8Config.from_env() or FP8Config()
 
-    def for_host(self, plugin: type["HostPrecision"]) -> "HostPrecision":
-        """Return this request as a plugin of class `plugin`, or itself if it already is one."""
-        if isinstance(self, plugin):
-            return self
-        if not (type(self) is FP8Precision or isinstance(self, HostPrecision)):
-            raise TypeError(
-                f"{type(self).__name__} derives from lightning_fp8.FP8Precision, which only holds "
-                f"the configuration; derive from {plugin.__module__}.{plugin.__name__}"
-            )
-        return plugin(self.config)
+    @property
+    def request(self) -> dict[str, Any]:
+        """The keyword arguments of a host's plugin; `FP8Monitor` may change the configuration."""
+        return {"config": self.config}
 
     def __repr__(self) -> str:
         return f"FP8Precision({self.config})"
@@ -96,6 +90,7 @@ class HostPrecision(FP8Precision):
 
     info: ClassVar[Any]
     warn: ClassVar[Any]
+    is_of_host = True
     runs_fp8 = False
     """Whether a module with FP8 layers was converted."""
     wrapped: ClassVar[tuple[str, ...]] = ("setup_environment", "load_checkpoint")
@@ -103,7 +98,7 @@ class HostPrecision(FP8Precision):
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         super().__init__(config, **options)
-        super(FP8Precision, self).__init__("bf16-mixed", device="cuda")  # type: ignore[call-arg]
+        super(Request, self).__init__("bf16-mixed", device="cuda")  # type: ignore[call-arg]
         self.precision = "fp8-mixed"
         self.device = "cuda"
         self._strategy: Any = None

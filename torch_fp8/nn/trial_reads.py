@@ -120,7 +120,8 @@ class Recorder:
         twins = {k: v.twin if isinstance(v, Recorder) else v for k, v in given.items()}
         cls = _recording(self.cls, self._names)
         self.twin: Any = cls.__new__(cls)
-        object.__setattr__(self.twin, "__dict__", {**self._own, **twins})
+        # Without the children, whose hooks would run.
+        object.__setattr__(self.twin, "__dict__", {**self._own, "_modules": {}, **twins})
 
     def give(self, name: str, value: Any) -> None:
         """Set one of the attributes that are not noted."""

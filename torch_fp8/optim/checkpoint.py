@@ -85,7 +85,10 @@ def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str,
         bits = state_dict[OPTIONS_KEY]["residual_bits"]
     parameters = [p for group in param_groups for p in group["params"]]
     states = state_dict["state"]
-    for saved_id, parameter, entry in entries(_checked_states(states, state_dict), parameters):
+    for saved_id in itertools.chain.from_iterable(group["params"] for group in groups):
+        if not isinstance(states.get(saved_id, {}), Mapping | None):
+            raise ValueError(f"state[{saved_id!r}] is not a dict: {states[saved_id]!r:.80}")
+    for saved_id, parameter, entry in entries(state_dict, parameters):
         where = f"state[{saved_id!r}]"
         if states.get(saved_id):
             _check_entry(parameter, entry, where)
@@ -101,15 +104,6 @@ def has_residual(entry: Mapping[str, Any]) -> bool:
     """
     saved = entry.get("residual")
     return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())
-
-
-def _checked_states(states: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    for group in state_dict["param_groups"]:
-        for saved_id in group["params"]:
-            state = states.get(saved_id)
-            if state is not None and not isinstance(state, Mapping):
-                raise ValueError(f"state[{saved_id!r}] is not a dict: {state!r:.80}")
-    return state_dict
 
 
 def _check_group(group: Mapping[str, Any], where: str) -> None:

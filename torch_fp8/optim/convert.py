@@ -100,7 +100,9 @@ def convert_optimizer(
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
     for _, _, parameter in optimizer.indexed_parameters():
-        _quantize_state(optimizer, parameter)
+        state: State = optimizer.state.get(parameter, {})
+        if "exp_avg" in state:  # of steps before the conversion
+            settle_moments(parameter, state)
     split = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,
@@ -300,10 +302,3 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
             "float32's is below 0.995); with split_weights=True it is negligible",
             stacklevel=3,
         )
-
-
-def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
-    """Quantize the moments that a parameter has from steps before the conversion."""
-    state: State = optimizer.state.get(parameter, {})
-    if "exp_avg" in state:
-        settle_moments(parameter, state)

@@ -2,7 +2,7 @@
 
 A weight takes 2 + 1 bytes, its BF16 gradient 2 and its momentum 1.03: 6.03, and 4.03 with gradient
 release. While Muon steps a weight, the state contains a float32 momentum. It is encoded again
-afterwards, so this step's update uses a momentum that XX
+afterwards, so the update of a step uses the momentum before it is rounded.
 
 ``torch.optim.Muon`` is supported, and classes named ``Muon`` or ``SingleDeviceMuon`` with the same
 state. States that such a class keeps for other weights, for example Adam's beside Muon, stay as

@@ -15,15 +15,6 @@ from torch.optim import Optimizer
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.converted import ConvertedOptimizer
 
-_OF_ADAMW = {
-    "maximize": False,
-    "amsgrad": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
 _OF_OPTIMI = (
     "decouple_lr",
     "max_lr",
@@ -58,11 +49,12 @@ def adopt_stable_adamw(optimizer: Optimizer, config: FP8Config) -> FP8Config:
 
 
 def _become_adamw(optimizer: Optimizer) -> None:
+    of_adamw = torch.optim.AdamW([torch.zeros(1, dtype=torch.float32, device="cpu")]).defaults
     for group in [*optimizer.param_groups, optimizer.defaults]:
         group["betas"] = (group.pop("beta1"), group.pop("beta2"))
         for name in _OF_OPTIMI:
             group.pop(name, None)
-        group.update(_OF_ADAMW)
+        group.update({name: value for name, value in of_adamw.items() if name not in group})
     handle = optimizer.register_load_state_dict_post_hook(lambda _: None)
     hooks: Any = handle.hooks_dict_ref()
     handle.remove()

@@ -127,7 +127,8 @@ class WeightGather:
         granularity = self.spec.granularity
         if granularity in ("tensorwise", "block_1x32"):
             return (1,) if granularity == "tensorwise" else (0,)
-        return scale_shape(*self.fsdp_param._orig_size, granularity)
+        rows, cols = self.fsdp_param._orig_size
+        return scale_shape(rows, cols, granularity)
 
     def write_amax(self, target: Tensor) -> None:
         """Write the amaxes of this rank's rows into `target`, zeros of shape `amax_shape`."""
