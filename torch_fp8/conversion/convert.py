@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
+from torch_fp8.conversion.detect_gated_mlp import down_projections
 from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
@@ -32,7 +33,6 @@ from torch_fp8.conversion.output_layers import convert_output_layers, revert_out
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.revert import keep_scaling_local, to_float8, to_stock
 from torch_fp8.conversion.selection import Product, first_reasons, select
-from torch_fp8.conversion.smooth_layers import down_projections
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import QUANTIZED, is_ligers, is_linear, matches

@@ -7,7 +7,7 @@ matter. gate and up are two layers, or the halves (in either order) of the last 
 layer's output. `torch_fp8.nn.trial_reads` notes what the forward reads in the trial.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.nn.gated_mlp import GatedMLPSpec
+from torch_fp8.config import FP8Config
+from torch_fp8.nn.class_swap import own_child
+from torch_fp8.nn.gated_mlp import Float8GatedMLP, GatedMLPSpec
+from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.trial_reads import Recorder, TrialReads, computes_alike
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -135,3 +138,34 @@ def _is(product: Product, formula: Product) -> bool:
 def _width(child: nn.Module) -> int:
     """Return the output features of a linear layer, or of an adapter around one; 0: neither."""
     return max((m.out_features for m in child.modules() if isinstance(m, nn.Linear)), default=0)
+
+
+def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:
+    """Return the down projections of the gated MLPs of a model, with the names of the MLPs.
+
+    If an adapter wraps such a layer, this is the base layer, PEFT's ``base_layer``.
+
+    Args:
+        model: any model.
+        configs: configurations of the layers; the result is empty unless one has Smooth-SwiGLU.
+    """
+    names: dict[nn.Module, str] = {}
+    if not any(config.smooth_swiglu for config in configs):
+        return names
+    for name, module, spec in gated_mlps(model):
+        layer = getattr(module, spec.down)
+        layer = own_child(layer, "base_layer") or layer
+        if layer is not None and is_linear(layer):
+            names[layer] = name
+    return names
+
+
+def gated_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatedMLPSpec]]:
+    """Yield (name, module, names of its layers) of the gated MLPs, with any activation."""
+    for name, module in model.named_modules():
+        if isinstance(module, Float8GatedMLP):
+            yield name, module, module.fp8.spec
+        else:
+            spec = find_gated_layers(module)
+            if spec is not None:
+                yield name, module, spec

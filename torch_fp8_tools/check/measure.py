@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
+from torch_fp8.conversion.detect_gated_mlp import gated_mlps
 from torch_fp8.conversion.expert_layers import is_batched
-from torch_fp8.conversion.smooth_layers import gated_mlps
 from torch_fp8.nn.experts import expert_recipe
 from torch_fp8.nn.layer_filter import features, is_linear
 from torch_fp8.ops.quantize import dequantize, quantize
