@@ -78,7 +78,7 @@ MERGED = "an adapter is merged into its weight; unmerge it before the weight is 
 BY_TENSOR = "its weight is sharded by tensor parallelism"
 NOT_BY_FSDP = "ranks hold different experts, and FSDP2 does not gather them"
 
-NOTHING = FreezeReport((), (), None, 0, 0, 0)
+NOTHING: FreezeReport = FreezeReport((), (), None, 0, 0, 0)
 
 
 def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool]:
