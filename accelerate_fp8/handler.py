@@ -19,8 +19,8 @@ class FP8Kwargs(KwargsHandler):
     ``TORCH_FP8_CONFIG`` and the launcher's flags.
 
     Args:
-        config: the configuration; None: that of ``TORCH_FP8_CONFIG`` and the launcher's flags, as
-            without a handler.
+        config: the configuration, or None for that of ``TORCH_FP8_CONFIG`` and the launcher's
+            flags, as without a handler.
         options: fields of FP8Config instead of `config`.
     Raises:
         TypeError: `config` is not an FP8Config.
@@ -28,7 +28,7 @@ class FP8Kwargs(KwargsHandler):
     """
 
     config: FP8Config | None = None
-    """The configuration; None: that of ``TORCH_FP8_CONFIG`` and the launcher's flags."""
+    """The configuration, or None for that of ``TORCH_FP8_CONFIG`` and the launcher's flags."""
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         self.config = given_config(config, options, "FP8Kwargs")

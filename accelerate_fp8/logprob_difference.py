@@ -52,7 +52,7 @@ class SampledLogprobs:
 
         Args:
             model: a transformers model, possibly inside PEFT wrappers.
-            batching: the trainer's configuration of ``generate_batch``; None: it has none.
+            batching: the trainer's configuration of ``generate_batch``, or None if it has none.
         """
         asks = getattr(batching, "return_logprobs", None)
         original = getattr(model, "generate_batch", None)
@@ -148,7 +148,7 @@ class Measured:
     Attributes:
         mean: the mean of ``|log p - log q|`` per token.
         tokens: the average number of tokens of a sequence.
-        dropped: the share of sequences with importance ratio zero; None: there are no ratios.
+        dropped: the share of sequences with importance ratio zero, or None if there are no ratios.
     """
 
     mean: float

@@ -75,7 +75,7 @@ class Preparation:
 
         Args:
             model: the model given to ``prepare``; its Parameters stay the same objects.
-            device: the device on which it will run; None: its present device.
+            device: the device on which it will run, or None for its present device.
             evaluation_mode: whether the model is prepared only for evaluation.
             sharded: whether FSDP2 shards it next.
         Raises:

@@ -45,7 +45,8 @@ class RolloutState:
     """The state of one trainer's measurements.
 
     Attributes:
-        sampled: the rollout that is being scored; None: it was not watched, or is not available.
+        sampled: the rollout that is being scored, or None if it was not watched, or is not
+            available.
         scored: the log-probabilities that the trainer has computed in `scoring`.
         differences: the differences by mode, "train" and "eval".
     """

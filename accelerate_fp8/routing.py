@@ -155,7 +155,7 @@ class RoutingReplay:
         """Return the share (0 to 1) of choices that differ; this synchronizes with the device.
 
         Args:
-            name: qualified name of a router; None: all routers.
+            name: qualified name of a router, or None for all routers.
         """
         names = list(self.differing) if name is None else [name]
         different, of_all = (

@@ -50,8 +50,8 @@ class FP8FSDPStrategy(Request):
         cpu_offload: whether shards, gradients and optimizer states are kept in CPU memory.
         save_distributed_checkpoint: whether a checkpoint is a folder with the shards of each rank;
             if False, it is one file with the full weights.
-        process_group_backend: the backend of the process group; None: the device's default.
-        timeout: the timeout of collectives; None: torch's default.
+        process_group_backend: the backend of the process group, or None for the device's default.
+        timeout: the timeout of collectives, or None for torch's default.
     """
 
     def __init__(

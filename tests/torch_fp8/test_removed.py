@@ -41,3 +41,6 @@ def test_a_removed_flag_of_the_command_is_refused(capsys):
         main(["plan", "llama-3.1-8b", "--save-attention", "qkv"])
     message = f"no longer takes --save-attention: {REMOVED['save_attention']}"
     assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", "run", "--beside", "other"])
+    assert "no longer takes --beside: it is --compare now" in capsys.readouterr().err

@@ -219,7 +219,8 @@ def saves_nothing() -> bool:
 
 
 def _enclosed(function: Any, name: str) -> Any:
-    """Return the value of a variable in a function's closure; None: it has no such variable."""
+    """Return the value of a variable in a function's closure, or None if it has no such
+    variable."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if name not in names:
         return None

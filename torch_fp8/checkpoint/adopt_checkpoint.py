@@ -143,7 +143,7 @@ def take_over(
 
     Args:
         model, config: see `adopt_checkpoints`.
-        device: the device on which the model will run; None: its present device.
+        device: the device on which the model will run, or None for its present device.
         trained: whether an optimizer will use residuals; a model for evaluation needs none.
         sharded: whether ``fully_shard`` comes next. It replaces the Parameters to which residuals
             are attached, so none are created; a model that is already sharded gets none either.

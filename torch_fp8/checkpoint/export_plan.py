@@ -84,7 +84,7 @@ class ModelTensors:
         Args:
             key: the tensor's name.
             tensor: the tensor of the model.
-            layer: the FP8 layer whose weight it is; None: it belongs to no FP8 layer.
+            layer: the FP8 layer whose weight it is, or None if it belongs to no FP8 layer.
         Raises:
             ValueError: the tensor has no values on this rank.
         """
@@ -113,7 +113,7 @@ class FoldedTensor(TensorGroup):
         tensor: the tensor.
         module: the module that it belongs to.
         parts: the checkpoint's tensors for it.
-        layer: the FP8 layer whose weight it is; None: it belongs to no FP8 layer.
+        layer: the FP8 layer whose weight it is, or None if it belongs to no FP8 layer.
         form: FP8 in a format, BF16 with FP8's values, or a plain dtype.
         source: the source of its values.
         fold: the adapters that are folded into it.
@@ -235,7 +235,7 @@ class ExportPlan:
     """The tensors to write.
 
     Attributes:
-        format: the format, with its recipe; None: all tensors are plain.
+        format: the format, with its recipe, or None if all tensors are plain.
         groups: the tensors, in the order of the model.
         fp8: the names of the layers that are in FP8.
         kept: (name, reason) of layers that run in FP8 but are written in BF16.
@@ -265,9 +265,9 @@ def plan_export(
     Args:
         model: the converted model; its tensors may be on the meta device if `source` has the
             values.
-        name: the name of the format; None: all tensors are plain.
+        name: the name of the format, or None if all tensors are plain.
         fold: the adapters to fold into weights or to leave out.
-        source: the source of the tensors' values; None: the model.
+        source: the source of the tensors' values, or None for the model.
         in_bf16: the form of the weights that the format holds, for an engine that casts them to it
             itself, and experts in its own way; None: FP8.
         paused: whether paused layers count as FP8, as they must for an engine that stays up.

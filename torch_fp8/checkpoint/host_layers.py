@@ -59,8 +59,8 @@ def take_over_layers(
         config: the configuration; level O1, ``frozen_weights="keep"`` and another backend leave the
             layers as they are.
         spec: the cast of frozen weights.
-        scale_of: a function that returns the float32 scales of a layer in its checkpoint; None:
-            they are not available.
+        scale_of: a function that returns the float32 scales of a layer in its checkpoint, or None
+            if they are not available.
         trained: whether weights that require gradients are trained.
         residuals: whether their bits below BF16 are kept for an optimizer.
     Returns:

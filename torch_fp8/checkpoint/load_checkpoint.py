@@ -67,7 +67,7 @@ def load_trainable(
             `torch_fp8.checkpoint.formats`), BF16 or another dtype. Tensors that are not
             FP8 keep their dtype.
         config: the configuration; only `opt_level` and `split_weights` matter here.
-        device: the model's device; None: the CPU.
+        device: the model's device, or None for the CPU.
     Returns:
         The model in evaluation mode, as from ``from_pretrained``; all parameters require gradients.
     Raises:
@@ -110,7 +110,7 @@ def load_frozen(
     Args:
         cls, path: see `load_trainable`.
         config: the configuration for the layers; None: as in `torch_fp8.convert_to_float8`.
-        device: the model's device; None: the CPU.
+        device: the model's device, or None for the CPU.
     Returns:
         The model in evaluation mode; no parameter requires gradients.
     Raises:

@@ -22,7 +22,7 @@ class QuantizedFiles(SafetensorsFiles):
     Args:
         path: see `SafetensorsFiles`.
     Attributes:
-        format: the FP8 format; None: the configuration names no quantization.
+        format: the FP8 format, or None if the configuration names no quantization.
         fp8: the key of its scales and the block that shares one, for the key of each FP8 weight.
     Raises:
         ValueError: see `SafetensorsFiles` and `torch_fp8.checkpoint.formats.read_format`; an FP8

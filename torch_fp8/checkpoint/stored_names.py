@@ -27,7 +27,7 @@ class StoredPart(NamedTuple):
 
     Attributes:
         name: the name in the checkpoint.
-        expert: the expert whose matrix it is; None: it is the whole tensor.
+        expert: the expert whose matrix it is, or None if it is the whole tensor.
         begin, end: the rows of the expert's matrix in the fused weight.
     """
 

@@ -77,7 +77,7 @@ class RecipeChoice:
         speedups: time of all layers in BF16 divided by their time with a recipe, by the recipe's
             name, with slower layers in BF16; empty if nothing was measured.
         left: reasons why layers stay in BF16, by qualified name.
-        not_measured: reason why nothing was measured; None: there was a measurement.
+        not_measured: reason why nothing was measured, or None if there was a measurement.
         alone: whether this process, one of several in the job, measured for itself because there
             was no process group yet.
         experts: measurements of fused experts.
@@ -233,7 +233,7 @@ def agreed_times(
 
     Args:
         device: device to time on.
-        options: all options, beside the shapes, on which the times depend.
+        options: everything else the times depend on.
         shapes: shapes to time.
         time: function that returns the times of a shape.
         texts: three parts of the warning: the noun before a shape, what ``auto`` runs without

@@ -46,7 +46,7 @@ _norms: dict[Hashable, list[FoundNorm]] = {}
 
 
 def find_rms_norm(module: nn.Module) -> FoundNorm | None:
-    """Return the formula of an RMSNorm; None: the module is not one."""
+    """Return the formula of an RMSNorm, or None if the module is not one."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1:
         return None
@@ -69,7 +69,7 @@ def find_rms_norm(module: nn.Module) -> FoundNorm | None:
 
 @functools.cache
 def takes_input_alone(cls: type[nn.Module]) -> bool:
-    """Return whether a class's forward has one argument beside ``self``, apart from ``*args``."""
+    """Return whether a class's forward has one argument besides ``self``, apart from ``*args``."""
     try:
         _, *arguments = inspect.signature(cls.forward).parameters.values()
     except ValueError:  # written in C

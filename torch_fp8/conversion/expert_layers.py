@@ -31,7 +31,7 @@ ROUTER = "router of experts"
 def expert_reason(
     name: str, module: nn.Module, config: FP8Config, recipe_name: str, device: torch.device
 ) -> str | None:
-    """Return why the 3-D weights of a module stay in high precision; None: they run in FP8.
+    """Return why the 3-D weights of a module stay in high precision, or None if they run in FP8.
 
     Args:
         name: qualified name of the module.
@@ -71,7 +71,8 @@ def is_batched(module: nn.Module) -> bool:
 
 
 def _implementation_reason(module: Any) -> str | None:
-    """Return why the experts function of the model cannot be replaced by ours; None: it can."""
+    """Return why the experts function of the model cannot be replaced by ours, or None if it
+    can."""
     if is_batched(module):
         replaced = "forward" in vars(module)
         return "its forward was replaced on the instance" if replaced else None

@@ -47,7 +47,8 @@ def freeze(
 
     Args:
         model: any module that `torch_fp8.convert_to_float8` accepts.
-        config: see `torch_fp8.convert_to_float8`; None: the model's configuration, if it has one.
+        config: see `torch_fp8.convert_to_float8`, or None for the model's configuration, if it has
+            one.
         device: see `torch_fp8.convert_to_float8`.
     Returns:
         A report of the frozen layers, and of the others with the reasons.

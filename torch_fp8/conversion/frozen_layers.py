@@ -43,7 +43,7 @@ class FreezeReport:
     Attributes:
         frozen: qualified names of the layers and expert weights that are stored as FP8 only.
         kept: (name, reason) pairs of the other weights that were meant.
-        recipe: recipe of the frozen layers; None: nothing is frozen.
+        recipe: recipe of the frozen layers, or None if nothing is frozen.
         num_params: number of elements of the frozen weights, on this rank.
         bytes_before, bytes_after: bytes of the frozen weights, with scales, on this rank.
         num_merge_aware: number of LoRA layers that multiply by merged weights.
@@ -244,7 +244,7 @@ def thaw_weights(model: nn.Module) -> int:
 
 
 def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:
-    """Return a function from a module to the reason why it cannot be frozen; None: it can.
+    """Return a function from a module to the reason why it cannot be frozen, or None if it can.
 
     Modules below merged adapters cannot, because unmerging would change their weights.
     """

@@ -154,7 +154,7 @@ def convert_rms_norm(
         module: any module.
         name: qualified name of the module.
         config: options of the norm.
-        quantizer: quantizer of the FP8 layers that read its output; None: there are none.
+        quantizer: quantizer of the FP8 layers that read its output, or None if there are none.
     """
     if _holds(module, Float8RMSNorm):
         module.fp8 = NormFP8(name, config, module.fp8.spec, module.fp8.reads, quantizer)

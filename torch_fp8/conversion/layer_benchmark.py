@@ -31,7 +31,7 @@ LONGEST_LAUNCH = 0.02
 
 
 class LayerShape(NamedTuple):
-    """All properties of a linear layer on which its time depends, beside the number of tokens.
+    """What the time of a linear layer depends on, besides the number of tokens.
 
     Attributes:
         out_features, in_features: N and K, on this rank.

@@ -94,7 +94,7 @@ def memory_report(
         model: module whose parameters, gradients and scaling state are counted.
         optimizer: optimizer or optimizers whose states are counted, except 0-d counters.
         parameters: the only parameters to count, with their gradients and states but without
-            buffers and caches; None: all parameters of `model`, with both.
+            buffers and caches, or None for all parameters of `model`, with both.
     Returns:
         The bytes by category.
     Raises:

@@ -45,7 +45,7 @@ class Product(NamedTuple):
     Attributes:
         name: qualified name of the linear layer, or of the fused expert weight.
         module: linear layer, or the module that holds the fused experts.
-        reason: reason why the product stays in high precision; None: it can run in FP8.
+        reason: reason why the product stays in high precision, or None if it can run in FP8.
     """
 
     name: str

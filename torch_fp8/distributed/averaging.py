@@ -33,7 +33,7 @@ def all_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool 
     Args:
         output: contiguous, world size times as many elements as `input`.
         input: contiguous, the same number of elements on every rank.
-        group: the process group; None: the default one.
+        group: the process group, or None for the default one.
         async_op: whether to return at once, with a ``Work`` to wait for.
     """
     return _all_gather(output.view(-1), input.view(-1), group=group, async_op=async_op)

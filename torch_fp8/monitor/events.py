@@ -104,7 +104,7 @@ class Events:
         Args:
             step: the step.
             names: the names of the numbers of a measured step.
-            series: the numbers by name; None: the step was not measured.
+            series: the numbers by name, or None if the step was not measured.
             losses: pairs of step and loss.
         """
         if self.file is None or self.has_failed:

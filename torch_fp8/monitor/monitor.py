@@ -58,8 +58,8 @@ class Monitor:
         folder: the folder in which rank zero writes `fp8_monitor.jsonl`; None: no file.
         log: a function called on every rank with a dict from name to number, and the step.
         say: a function called on every rank with the text of an event.
-        ddp: a function that returns the DistributedDataParallel around the model; None: there is
-            none.
+        ddp: a function that returns the DistributedDataParallel around the model, or None if there
+            is none.
         bounds: the bounds of the alarm.
         name: the model's name if a run trains several; part of messages and of the file's name.
     Raises:

@@ -222,7 +222,8 @@ def logit_sharpness(logits: Tensor, grad: Tensor) -> Tensor:
 
 
 def _rows(rows: int, cols: int) -> list[slice] | None:
-    """Return the rows of a sample of at most `SAMPLE` elements, evenly spread; None: all rows."""
+    """Return the rows of a sample of at most `SAMPLE` elements, evenly spread, or None for all
+    rows."""
     groups = max(SAMPLE // (max(cols, 1) * _GROUP), 1)
     total = -(-rows // _GROUP)
     if total <= groups:

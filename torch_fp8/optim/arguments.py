@@ -66,7 +66,7 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None) -> None:
 
     Args:
         optimizer: the optimizer, converted or not.
-        model: the model that gives the parameters' names; None: the error numbers them.
+        model: the model that gives the parameters' names, or None if the error numbers them.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -108,8 +108,8 @@ class ConvertedOptimizer(Optimizer):
         return _rebuild, (type(self).__mro__[1], self._fp8_base), self.__getstate__()
 
 
-def begin_step(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
-    """Run a closure with gradients enabled and return its result; None without a closure.
+def run_closure(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+    """Run the closure, if any, with gradients enabled, and return the loss.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -134,7 +134,7 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     # If a compiled function calls step, the graph breaks there and the step runs eagerly.
     step: Any = torch.compiler.disable(outside_inference_mode(ours.step))
-    step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `begin_step` notes the call
+    step._wrapped_by_lr_sched = True  # schedulers need no wrapper: `run_closure` notes the call
     load = outside_inference_mode(ours.load_state_dict)
     # Python accepts a class if its first base has the layout of the old class, which may be that of
     # another base than Optimizer, such as ABC. Methods are still found in `ours` first.

@@ -5,7 +5,7 @@ release. While Muon steps a weight, the state contains a float32 momentum. It is
 afterwards, so the update of a step uses the momentum before it is rounded.
 
 ``torch.optim.Muon`` is supported, and classes named ``Muon`` or ``SingleDeviceMuon`` with the same
-state. States that such a class keeps for other weights, for example Adam's beside Muon, stay as
+state. States that such a class keeps for other weights, for example Adam's, stay as
 they are.
 
 A weight that FSDP2 has sharded by rows is stepped here, with a single int8 collective.
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, unhooked
+from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.split_optimizer import SplitOptimizer, widen_gradient
 from torch_fp8.optim.state import is_large
@@ -50,7 +50,7 @@ class MuonOptimizer(SplitOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run a closure, then the user's Muon's step, on float32 momenta."""
-        loss = begin_step(self, closure)
+        loss = run_closure(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         step = self._next_step()
         stepped = set(self.fp8_released)

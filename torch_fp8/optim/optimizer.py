@@ -25,7 +25,7 @@ from torch_fp8.optim.checkpoint import (
     entries,
     has_residual,
 )
-from torch_fp8.optim.converted import ConvertedOptimizer, begin_step
+from torch_fp8.optim.converted import ConvertedOptimizer, run_closure
 from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
@@ -62,7 +62,7 @@ class Float8Optimizer(ConvertedOptimizer):
 
     Attributes:
         fp8_payloads: whether weights keep their payloads under ``cache_weights="auto"``, decided
-            once; None: not yet.
+            once, or None if not yet.
     """
 
     fp8_payloads: bool | None = None
@@ -70,7 +70,7 @@ class Float8Optimizer(ConvertedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
-        loss = begin_step(self, closure)
+        loss = run_closure(self, closure)
         self.fp8_hooks_restored += attach_hooks(self)
         finish_release(self)
         self.step_parameters(self.indexed_parameters())

@@ -16,7 +16,8 @@ class OptimizerReport:
         reason: the reason why the optimizer keeps its own states; None if they are 8-bit.
         num_split: the number of float32 weights now stored as BF16 and a residual.
         num_float32: the number of large weights that stay float32.
-        why_float32: the reasons why they do, with the number of weights for each; None: none do.
+        why_float32: the reasons why they do, with the number of weights for each, or None if none
+            do.
         num_fp8_gradients: the number of weights whose gradients are 8-bit.
         why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
         num_hooks_restored: the number of gradient hooks that were lost (to ``fully_shard``,

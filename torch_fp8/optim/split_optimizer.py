@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
-from torch_fp8.optim.converted import ConvertedOptimizer, begin_step, stock_name, unhooked
+from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, stock_name, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
@@ -70,7 +70,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the user's optimizer's step, then round the weights that it has written."""
-        begin_step(self, None)
+        run_closure(self, None)
         self.fp8_hooks_restored += attach_hooks(self)
         step = self._next_step()
         own_step = unhooked(self._fp8_base.step)

@@ -39,7 +39,7 @@ _HEAD = "lm_head"
 
 
 def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | None]:
-    """Explain for each parameter of a model why it cannot be split; None: it can.
+    """Explain for each parameter of a model why it cannot be split, or None if it can.
 
     Args:
         model: the model, after its conversion if it is converted at all.
@@ -67,7 +67,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
                 reason = of_adapters or _reason(name, module, parents.get(module), config)
             own = module.fp8_weights if isinstance(module, Float8Experts) else ()
             if reason is None and key != "weight" and not any(w is parameter for w in own):
-                reason = f"of {type(module).__name__}, beside its weight"
+                reason = f"of {type(module).__name__}, besides its weight"
             if reasons.get(parameter) is None:  # one owner with a reason is enough
                 reasons[parameter] = reason
     return reasons

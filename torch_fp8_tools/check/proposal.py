@@ -26,7 +26,8 @@ class LayerProposal:
 
     Attributes:
         found: the measurements it is based on.
-        options: an entry of `FP8Config.overrides`; empty: the model's recipe; None: high precision.
+        options: an entry of `FP8Config.overrides`; empty: the model's recipe, or None for high
+            precision.
         reasons: sentences without a full stop.
     """
 

@@ -12,7 +12,7 @@ _LARGEST = 0.3
 
 
 class Advice(NamedTuple):
-    """A sentence, and the variant that it recommends; None: BF16."""
+    """A sentence, and the variant that it recommends, or None for BF16."""
 
     sentence: str
     variant: VariantOutcome | None

@@ -29,7 +29,7 @@ def machine(command: Sequence[str], environment: Mapping[str, str]) -> str | Non
         command: the user's command, which starts the ranks of one machine or of all.
         environment: environment variables.
     Returns:
-        ``machine-`` and its number, or its host name; None: the command starts all ranks.
+        ``machine-`` and its number, or its host name, or None if the command starts all ranks.
     Raises:
         ValueError: the command only queues a program, or torch-fp8 compare itself runs once for
             each rank.

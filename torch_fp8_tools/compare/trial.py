@@ -28,7 +28,7 @@ class Trial:
         folder: folder of the records, and of what the program writes.
         steps: number of optimizer steps after which it is stopped.
         seed: number of the seed; 0 leaves the seeds of the program as they are.
-        options: fields of FP8Config that the variant sets; None: BF16.
+        options: fields of FP8Config that the variant sets, or None for BF16.
         fast_cpu: whether BF16 products are computed in float32.
         is_repeat: whether it repeats an earlier trial, to measure the noise.
     """

@@ -22,7 +22,7 @@ class Variant:
 
     Attributes:
         name: name, as the user wrote it.
-        options: fields of FP8Config that it sets; None: BF16.
+        options: fields of FP8Config that it sets, or None for BF16.
     """
 
     name: str

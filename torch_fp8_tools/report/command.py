@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     report.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")
     report.add_argument("--output", type=Path, metavar="FOLDER",
                         help="where to write (default: RUN/fp8_report)")  # fmt: skip
-    report.add_argument("--beside", type=Path, nargs="+", default=[], metavar="RUN",
+    report.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN",
                         help="other runs, whose losses are drawn and compared too")  # fmt: skip
     report.set_defaults(run=_report, mistakes=(), failures=(ValueError, ImportError))
 
@@ -47,7 +47,7 @@ def _named(file: Path) -> Path:
 
 
 def _report(options: argparse.Namespace) -> int:
-    record, *others = map(read_run, (options.path, *options.beside))
+    record, *others = map(read_run, (options.path, *options.compare))
     name, *names = names_of([_named(run.path.resolve()) for run in (record, *others)])
     model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
     folder = options.output or record.path.parent / f"fp8_report{model}"

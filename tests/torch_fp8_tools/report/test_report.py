@@ -48,7 +48,7 @@ def _report(folder, capsys, *options):
 def test_figures_are_written_and_tables_say_what_happened(tmp_path, capsys):
     other = _write(tmp_path / "other")
     run = _write(tmp_path / "run")
-    status, out, err = _report(run, capsys, "--beside", other)
+    status, out, err = _report(run, capsys, "--compare", other)
     assert (status, err) == (0, "")
     files = {"loss.png", "sqnr.png", "underflow.png", "alignment.png"}
     assert {path.name for path in (run / "fp8_report").iterdir()} == files
@@ -85,7 +85,7 @@ def test_runs_beside_are_told_apart_and_compared_with_the_first(tmp_path, capsys
     assert names_of(folders) == ["a/fp8", "b/fp8", "b/bf16"]
     assert names_of([folders[0], folders[0], folders[2]]) == ["fp8", "fp8, again", "bf16"]
     (folders[1] / FILE_NAME).write_text((folders[1] / FILE_NAME).read_text()[:-30])
-    status, out, err = _report(folders[0], capsys, "--beside", *folders[1:])
+    status, out, err = _report(folders[0], capsys, "--compare", *folders[1:])
     assert status == 0
     assert out.startswith("a/fp8: ")
     assert (

@@ -53,8 +53,10 @@ class QuantizedAllReduce:
 
     Args:
         group: DDP's process group, of more than one rank.
-        beside: the reducer of this DDP's other gradients, which goes first; None: there is none.
-        exchanges: the choice whether gradients travel in 8 bits or in their dtype; None: 8 bits.
+        beside: the reducer of this DDP's other gradients, which goes first, or None if there is
+            none.
+        exchanges: the choice whether gradients travel in 8 bits or in their dtype, or None for 8
+            bits.
     """
 
     def __init__(

@@ -176,7 +176,7 @@ class DDPConnection:
     Args:
         ddp: the DistributedDataParallel of several ranks.
         exchanges: the choice whether gradients travel in 8 bits or in their dtype.
-        reducer: the reducer of the gradients that DDP ignores; None: there are none.
+        reducer: the reducer of the gradients that DDP ignores, or None if there are none.
         averages: whether our hook averages DDP's buckets, unless the first forward finds another.
         optimizers: the optimizers that train it, whose residuals a rank shares after a join.
     """

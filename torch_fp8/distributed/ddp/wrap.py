@@ -124,7 +124,7 @@ def connect_ddp(
         config: the configuration; None: that of the optimizers, ``TORCH_FP8_CONFIG`` or
             ``FP8Config()``.
         reason: a reason not to register our hook, for example a user's hook that the host has
-            dropped; None: there is none.
+            dropped, or None if there is none.
     Returns:
         A report on how gradients are averaged.
     Raises:

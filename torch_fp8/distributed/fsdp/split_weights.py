@@ -75,7 +75,7 @@ def _split(parameter: DTensor, param: Any) -> None:
 
     Args:
         parameter: the float32 parameter.
-        param: FSDP2's record of it; None: tensor parallelism has sharded it.
+        param: FSDP2's record of it, or None if tensor parallelism has sharded it.
     """
     shard = parameter._local_tensor
     padded = torch.zeros(

@@ -145,8 +145,8 @@ class GatheredInput(SavedInput):
 
     Args:
         spec: the cast of the input.
-        shards: the distribution of the parts if the rank's own message was saved; None: the whole
-            payload was saved.
+        shards: the distribution of the parts if the rank's own message was saved, or None if the
+            whole payload was saved.
     """
 
     def __init__(self, spec: CastSpec, shards: Shards | None) -> None:

@@ -83,7 +83,7 @@ def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | N
         name: the layer's qualified name.
         recipe: the layer's recipe.
         placement: the placement of the tensor to be gathered.
-        ndim: the tensor's number of dimensions; None: not known yet.
+        ndim: the tensor's number of dimensions, or None if not known yet.
     """
     way_out = "or give this layer torch's own parallel style, which gathers in 16 bits"
     if recipe.wgrad is None:

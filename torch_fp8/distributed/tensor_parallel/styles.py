@@ -149,7 +149,8 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
 
     Args:
         module: the layer, converted or not; it remembers `gathered` for its conversion.
-        gathered: the placement of the tensor that the style gathers; None: that of an earlier call.
+        gathered: the placement of the tensor that the style gathers, or None for that of an earlier
+            call.
     """
     if gathered is not None:
         if isinstance(module, TransformerEngineLinear):
