@@ -5,6 +5,34 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/conversion"
 FAULTS = [
     Fault(
+        "a gated MLP may give its layers other inputs than its own",
+        "torch_fp8/conversion/detect_gated_mlp.py",
+        "is_input = [value is x for _, value in on_input]",
+        "is_input = [True for _ in on_input]",
+        f"{_TESTS}/test_detect_gated_mlp.py",
+    ),
+    Fault(
+        "a trial with float32 stands for code that asks for a dtype",
+        "torch_fp8/conversion/detect_gated_mlp.py",
+        'if func.__name__ == "__get__" and',
+        "if not func and",
+        f"{_TESTS}/test_detect_gated_mlp.py",
+    ),
+    Fault(
+        "any product is linear in up",
+        "torch_fp8/conversion/detect_gated_mlp.py",
+        "torch.ones_like(u)) * u) and not _is(",
+        "torch.ones_like(u)) * u) or not _is(",
+        f"{_TESTS}/test_detect_gated_mlp.py",
+    ),
+    Fault(
+        "a trial calls the layers of the module itself",
+        "torch_fp8/nn/trial_reads.py",
+        '{**self._own, "_modules": {}, **twins}',
+        "{**self._own, **twins}",
+        f"{_TESTS}/test_detect_gated_mlp.py",
+    ),
+    Fault(
         "of two patterns the earlier one wins",
         "torch_fp8/conversion/layer_options.py",
         "options = {} if is_high_precision(given) else {**options, **given}",

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
+from torch_fp8.conversion.detect_gated_mlp import find_gated_layers, find_gated_mlp
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 
 
@@ -211,6 +211,21 @@ def test_an_activation_that_is_almost_silu(activation):
             self.act = Almost()
 
     assert _form(GATE_FIRST["chunk"], Uses) is None
+
+
+def test_layers_of_other_activations():
+    def module(self, x):
+        return self.d(self.v(x) * self.gelu(self.w(x)))
+
+    def of_both(self, x):
+        return self.d(self.w(x) * self.v(x))
+
+    def of_sum(self, x):
+        return self.d(self.gelu(self.w(x)) + self.v(x))
+
+    specs = [find_gated_layers(type("MLP", (Pair,), {"forward": f})()) for f in (module, of_both)]
+    assert specs == [GatedMLPSpec(("w", "v"), "d"), None]
+    assert find_gated_layers(type("MLP", (Pair,), {"forward": of_sum})()) is None
 
 
 OF_TWO_LAYERS = {
