@@ -228,7 +228,13 @@ def test_layers_of_other_activations():
     assert find_gated_layers(type("MLP", (Pair,), {"forward": of_sum})()) is None
 
 
+def _chained(self, x):
+    gate = self.w(x)
+    return self.d(self.act(gate) * self.v(gate))
+
+
 OF_TWO_LAYERS = {
+    "one after the other": _chained,
     "halves": lambda self, x: self.d(
         self.act(self.w(x).chunk(2, -1)[0]) * self.v(x).chunk(2, -1)[1]
     ),
