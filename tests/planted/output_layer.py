@@ -129,8 +129,8 @@ FAULTS = [
     Fault(
         "logits leave a part of a graph as if they left the graph",
         "torch_fp8/nn/deferred_logits.py",
-        "functions_of_trace() == (DEFERRING,)",
-        "functions_of_trace()[0] == DEFERRING",
+        "_frames_from(*DEFERRING) == 1",
+        "_frames_from(*DEFERRING) > 0",
         _GRAPHS,
     ),
     Fault(
@@ -164,8 +164,8 @@ FAULTS = [
     Fault(
         "a function around a model, and what follows a break, have logits and a loss without them",
         "torch_fp8/nn/deferred_logits.py",
-        "    if functions[0] == DEFERRING:\n",
-        "    if functions:\n",
+        "_frames_from(*DEFERRING) > 0 or",
+        "True or",
         _GRAPHS,
     ),
     Fault(
@@ -185,8 +185,8 @@ FAULTS = [
     Fault(
         "the rest of a step after a graph break has logits",
         "torch_fp8/nn/deferred_logits.py",
-        "f == step[0] and step[1] in name",
-        "f == step[0] and step[1] == name",
+        "frame.filename == file and name in frame.name",
+        "frame.filename == file and name == frame.name",
         _BREAKS,
     ),
 ]

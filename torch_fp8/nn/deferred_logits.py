@@ -110,10 +110,7 @@ def fuses(step: tuple[str, str] | None) -> bool:
         step: file and name of a function whose graphs return no logits, with or without a rest of
             it after a graph break; None: no such function is known.
     """
-    functions = functions_of_trace()
-    if functions[0] == DEFERRING:
-        return True
-    return step is not None and any(f == step[0] and step[1] in name for f, name in functions)
+    return _frames_from(*DEFERRING) > 0 or (step is not None and _is_within(*step))
 
 
 def defer_logits(model: nn.Module) -> None:
@@ -123,13 +120,13 @@ def defer_logits(model: nn.Module) -> None:
         model: a model with converted output layers. Its modules whose forward something has
             replaced since the last call get the new one wrapped.
     """
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
+    for module in model.modules():
         contains = any(layer is not module for layer, _ in _heads(module))
-        if contains and without_compiler(module) is module and not _is_deferring(module):
-            if getattr(module.forward, "__self__", None) is module:
-                function = module.forward.__func__
-                module.forward = MethodType(_deferring(module, function), module)
+        forward: Any = module.forward
+        own = getattr(forward, "__self__", None) is module and not _is_deferring(module)
+        if contains and own and without_compiler(module) is module:
+            deferring: Any = MethodType(_deferring(module, forward.__func__), module)
+            module.forward = deferring
 
 
 def restore_forwards(model: nn.Module) -> None:
@@ -155,7 +152,7 @@ def _deferring(module: nn.Module, forward: Any) -> Any:
     def deferring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function: Any = forward if is_own else type(self).forward  # programs may replace the latter
         output = function(self, *args, **kwargs)
-        leaves = torch.compiler.is_compiling() and functions_of_trace() == (DEFERRING,)
+        leaves = torch.compiler.is_compiling() and _frames_from(*DEFERRING) == 1
         return _leaving(output) if leaves else output
 
     return deferring
@@ -172,12 +169,20 @@ def _heads(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 @torch.compiler.assume_constant_result
-def functions_of_trace() -> tuple[tuple[str, str], ...]:
-    """Return file and name of the functions on the stack of a trace, the first one first.
+def _frames_from(file: str, name: str) -> int:
+    """Return the number of functions on the stack of a trace if it began with this one, or 0.
 
     What comes after a graph break is traced by itself, without its caller, and has another name.
     """
-    return tuple((frame.filename, frame.name) for frame in TracingContext.extract_stack())
+    stack = TracingContext.extract_stack()
+    return len(stack) if (stack[0].filename, stack[0].name) == (file, name) else 0
+
+
+@torch.compiler.assume_constant_result
+def _is_within(file: str, name: str) -> bool:
+    """Return whether a function, or its rest after a graph break, is on the stack of a trace."""
+    stack = TracingContext.extract_stack()
+    return any(frame.filename == file and name in frame.name for frame in stack)
 
 
 def _leaving(output: Any) -> Any:
