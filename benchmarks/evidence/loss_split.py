@@ -319,6 +319,7 @@ HOW, WHERE, FIELD, CURE = "how it rounds", "where it rounds", "the field", "cure
 LAYERS = "values in BF16"
 OPTION, OTHERS = "the last steps' forward in BF16", "other options of this package"
 RULES = "layers in BF16, eight blocks"
+HEAD, FROZEN_HEAD = "output layer of 4,096 classes", "frozen output layer of 4,096 classes"
 
 Rows = dict[tuple[str, str, int], dict]
 Run = Rounding | Change | tuple[Any, ...]
@@ -401,9 +402,21 @@ DEEP_RUNS: dict[str, Run] = {
     "all v_proj in BF16 (4.8 %)": Rounding(other="v_proj"),
     "all k_proj in BF16 (4.8 %)": Rounding(other="k_proj"),
 }
+_FP8_HEAD = FP8Config(loss_head="fp8")
+HEAD_RUNS: dict[str, Run] = {
+    small.BASELINE: (None, None),
+    "O2": (FP8Config(), FP8Config()),
+    "O2, output layer in FP8": (_FP8_HEAD, _FP8_HEAD),
+}
+OTHER_MODELS: dict[str, tuple[dict[str, Callable[..., nn.Module]], dict[str, Run]]] = {
+    RULES: (small.DEEP, DEEP_RUNS),
+    HEAD: (small.LARGE, HEAD_RUNS),
+    FROZEN_HEAD: (small.FROZEN, HEAD_RUNS),
+}
+"""Models and runs of groups that have models of their own."""
 CONTROLS = {
     **dict.fromkeys((LEFT_OUT, CURE, HOW, FIELD, WHERE, RULES), "all six"),
-    **dict.fromkeys((OPTION, OTHERS, LAYERS), "O2"),
+    **dict.fromkeys((OPTION, OTHERS, LAYERS, HEAD, FROZEN_HEAD), "O2"),
 }
 """The run to which a group's runs are compared."""
 SIX_SEEDS = (
@@ -424,12 +437,13 @@ NOT_OF = {
     ),
 }
 """Runs that are BF16 or `all six` in these models."""
+GROUPS = [*RUNS, *OTHER_MODELS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", nargs="+", choices=[*RUNS, RULES], default=[*RUNS, RULES])
-    parser.add_argument("--models", nargs="+", choices=list(small.MODELS), default=None)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("--models", nargs="+", default=None)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     parser.add_argument("--table", action="store_true", help="print what docs/loss.md has")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no run later")
@@ -448,8 +462,7 @@ def main() -> None:
     for first, last, left in ((0, 3, ()), (3, 6, ()), (6, 10, SIX_SEEDS)):
         seeds = arguments.seeds[first:last]
         for group in arguments.groups:
-            runs = DEEP_RUNS if group == RULES else RUNS[group]
-            models = list(small.DEEP if group == RULES else small.MODELS)
+            models, runs = _of_group(group)
             models = [m for m in models if m in (arguments.models or models)]
             for run, how in runs.items():
                 if group in left or run in left:
@@ -462,6 +475,12 @@ def main() -> None:
                             measure(arguments.csv, group, run, how, model, seed)
     if arguments.csv == RESULTS:
         draw(RESULTS)
+
+
+def _of_group(group: str) -> tuple[list[str], dict[str, Run]]:
+    """Return the names of a group's models, and its runs."""
+    models, runs = OTHER_MODELS.get(group) or (small.MODELS, RUNS[group])
+    return list(models), runs
 
 
 def measure(path: Any, group: str, run: str, how: Run, model: str, seed: int) -> None:
@@ -505,7 +524,7 @@ def table(rows: Rows, group: str, control: str = "") -> str:
         group: key of RUNS, or RULES.
         control: run to which the last column has the difference, seed by seed; empty: no column.
     """
-    models = list(small.DEEP if group == RULES else small.MODELS)
+    models, _ = _of_group(group)
     runs = dict.fromkeys(run for (_, run, _), row in rows.items() if row["group"] == group)
     runs.pop(small.BASELINE, None)
     lines = []

@@ -131,7 +131,7 @@ def train(
             the evaluation.
     """
     torch.manual_seed(seed)
-    model = (MODELS | DEEP)[name]()
+    model = (MODELS | DEEP | LARGE | FROZEN)[name]()
     layers, states = RUNS.get(run, RUNS[BASELINE])
     if run in (PERTURBED, MUON_PERTURBED):
         perturb(model, seed)
@@ -145,7 +145,8 @@ def train(
     for optimizer in optimizers if states is not None else ():
         convert_optimizer(optimizer, states, model=model)
     data = torch.Generator().manual_seed(1000 + seed)
-    tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=data)
+    classes = CLASSES if name in LARGE | FROZEN else VOCABULARY
+    tokens = torch.randint(2, classes, (ROWS, LENGTH), generator=data)
     hidden = torch.rand(tokens.shape, generator=data) < 0.15
     torch.manual_seed(seed)  # of dropout
     for left in range(steps, 0, -1):
@@ -284,7 +285,8 @@ def _config(name: str, **options: object) -> object:
     import transformers
 
     config = getattr(transformers, f"{name}Config")
-    return config(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=1, **options)
+    options = {"vocab_size": VOCABULARY} | options
+    return config(pad_token_id=0, bos_token_id=1, eos_token_id=1, **options)
 
 
 def _llama(**changes: int) -> nn.Module:
@@ -293,39 +295,41 @@ def _llama(**changes: int) -> nn.Module:
     return LlamaForCausalLM(_config("Llama", **_DECODER | changes))
 
 
-def _gemma3() -> nn.Module:
+def _gemma3(**changes: int) -> nn.Module:
     from transformers import Gemma3ForCausalLM
 
-    return Gemma3ForCausalLM(_config("Gemma3Text", head_dim=16, **_DECODER))
+    return Gemma3ForCausalLM(_config("Gemma3Text", head_dim=16, **_DECODER | changes))
 
 
-def _mamba() -> nn.Module:
+def _mamba(**changes: int) -> nn.Module:
     from transformers import MambaForCausalLM
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
-    return MambaForCausalLM(_config("Mamba", **sizes))
+    return MambaForCausalLM(_config("Mamba", **sizes | changes))
 
 
-def _t5() -> nn.Module:
+def _t5(**changes: int) -> nn.Module:
     from transformers import T5ForConditionalGeneration
 
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_heads": 4}
-    config = _config("T5", decoder_start_token_id=0, **sizes)
+    config = _config("T5", decoder_start_token_id=0, **sizes | changes)
     return T5ForConditionalGeneration(config)
 
 
-def _distilbert() -> nn.Module:
+def _distilbert(**changes: int) -> nn.Module:
     from transformers import DistilBertForMaskedLM
 
     sizes = {"dim": 64, "hidden_dim": 160, "n_layers": 2, "n_heads": 4}
-    return DistilBertForMaskedLM(_config("DistilBert", max_position_embeddings=64, **sizes))
+    return DistilBertForMaskedLM(
+        _config("DistilBert", max_position_embeddings=64, **sizes | changes)
+    )
 
 
-def _qwen3_moe() -> nn.Module:
+def _qwen3_moe(**changes: int) -> nn.Module:
     from transformers import Qwen3MoeForCausalLM
 
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-    config = _config("Qwen3Moe", mlp_only_layers=[], head_dim=16, **sizes, **_DECODER)
+    config = _config("Qwen3Moe", mlp_only_layers=[], head_dim=16, **sizes, **_DECODER | changes)
     return Qwen3MoeForCausalLM(config)
 
 
@@ -337,7 +341,7 @@ _DECODER = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": _llama,
     "gemma3": _gemma3,
     "mamba": _mamba,
@@ -347,7 +351,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 DEEP = {"llama8": functools.partial(_llama, num_hidden_layers=8)}
 """Models in which a rule for some of the blocks leaves others."""
-MASKED = ("distilbert",)
+CLASSES = 4096
+"""The least number of classes whose loss is computed without logits."""
+
+
+def _frozen(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    model.get_output_embeddings().weight.requires_grad_(False)
+    return model
+
+
+LARGE = {
+    f"{name}, 4,096 classes": functools.partial(build, vocab_size=CLASSES)
+    for name, build in MODELS.items()
+}
+FROZEN = {f"{name}, frozen": functools.partial(_frozen, build) for name, build in LARGE.items()}
+"""Models whose output layer, and embedding if they are tied, is not trained."""
+MASKED = ("distilbert", "distilbert, 4,096 classes", "distilbert, 4,096 classes, frozen")
 
 
 def as_columns(model: str, run: str, seed: int, steps: int, loss: float, rows: dict) -> dict:

@@ -275,10 +275,7 @@ class ConversionReport:
             )
 
     def _loss_head_lines(self) -> Iterator[str]:
-        ours = (
-            "cross entropy in chunks, products in {}, without logits in memory, except in a model "
-            "that your own loop compiles after this conversion"
-        )
+        ours = "cross entropy in chunks, products in {}, without logits in memory"
         for name, kind in self.loss_heads.items():
             liger = "as Liger Kernel computes it"
             yield f"  loss head {name}: {liger if kind == 'liger' else ours.format(kind.upper())}"

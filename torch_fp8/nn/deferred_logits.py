@@ -5,10 +5,10 @@ saves (`torch_fp8.nn.graph_logits`). Two kinds of graphs compute losses without 
 
 * those that return no logits. Only their host can know (`return_losses`): Lightning's Trainer
   compiles ``training_step``;
-* those of a compiled module whose wrapper is known (`defer_logits`). The model then returns hidden
-  states in place of its logits, and a hook of the wrapper makes uncomputed logits of them.
+* those of the forward of a module (`defer_logits`), and of nothing else. They return tensors
+  without memory in place of logits, which become uncomputed logits outside.
 
-If a graph of the model breaks, its parts are other graphs, and have plain logits (`is_graph_of`).
+If a graph of the model breaks, its parts are other graphs, and have plain logits.
 
 Legend: H hidden features, V classes.
 """
@@ -22,29 +22,72 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.graph_logits import GraphLogits
+from torch_fp8.nn.lazy_logits import LazyLogits
 from torch_fp8.tensor.base import map_tensors
 
 
-class Deferred:
-    """Logits that leave a graph: what `LazyLogits` need, without a tensor of all classes."""
+class _Origin:
+    """Attribute whose assignment makes uncomputed logits of a tensor without memory.
 
-    # Dynamo keeps the arguments as long as the object: they may not refer to the logits.
-    def __init__(
-        self, layer: Any, hidden: Tensor, autocast: dict[str, Any], steps: tuple[Any, ...]
-    ) -> None:
-        self.layer, self.hidden, self.autocast, self.steps = layer, hidden, autocast, steps
+    Dynamo repeats assignments outside for the tensors that leave a graph. The value consists of the
+    output layer, hidden states (..., H), the state of autocast, and the steps after the layer.
+    """
 
-    def logits(self) -> Tensor:
-        """Return uncomputed logits outside of graphs, and plain ones in a graph around this one."""
-        logits: Tensor = self.layer.logits_of(self.hidden, self.autocast)
-        for (func, args, options), grad_mode in self.steps:
+    @torch._disable_dynamo  # no graph contains this assignment
+    def __set__(self, x: "Departed", value: tuple[Any, ...]) -> None:
+        layer, hidden, autocast, steps = value
+        logits: Any = layer.logits_of(hidden, autocast)
+        for (func, args, options), grad_mode in steps:
             with torch.set_grad_enabled(grad_mode):
                 logits = func(logits, *args, **options)
-        return logits
+        x.__class__ = LazyLogits
+        logits.recorded.move_to(x)
+
+
+class Departed(Tensor):
+    """Logits (..., V, ...) that leave a graph: a shape without memory and without gradient.
+
+    AOTAutograd passes such a subclass out of a graph as its inner tensor, which is empty.
+    """
+
+    origin = _Origin()
+    inner: Tensor
+
+    @staticmethod
+    def of(inner: Tensor, sizes: Any, strides: Any) -> "Departed":
+        self: Departed = torch.Tensor._make_wrapper_subclass(
+            Departed, sizes, strides=strides, dtype=inner.dtype, device=inner.device
+        )
+        self.inner = inner
+        return self
+
+    def __repr__(self, **options: Any) -> str:
+        return f"Departed({tuple(self.shape)})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, sizes: Any, strides: Any) -> Tensor:
+        return Departed.of(inner["inner"], sizes, strides)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            raise AssertionError(f"a graph computes {func} of logits that leave it")
+        x: Departed = args[0]
+        return Departed.of(func(x.inner), x.size(), x.stride())
+
+
+@torch.compiler.allow_in_graph
+def _departed(hidden: Tensor, dtype: torch.dtype, sizes: Any, strides: Any) -> Tensor:
+    with torch.no_grad():
+        return Departed.of(hidden.detach().new_empty(0, dtype=dtype), sizes, strides)
 
 
 def return_losses(model: nn.Module, step: Any) -> None:
@@ -60,103 +103,102 @@ def return_losses(model: nn.Module, step: Any) -> None:
         head.step = None if code is None else (code.co_filename, code.co_name)
 
 
-def defer_logits(compiled: nn.Module) -> None:
-    """Let a compiled model compute losses without logits, and return its logits uncomputed.
+def fuses(step: tuple[str, str] | None) -> bool:
+    """Return whether the graph of this trace computes losses without logits.
 
     Args:
-        compiled: a module that torch.compile returned. Other modules are left unchanged.
+        step: file and name of a function whose graphs return no logits, with or without a rest of
+            it after a graph break; None: no such function is known.
     """
-    model = without_compiler(compiled)
-    heads = [head for _, head in _heads(compiled) if compiled not in head.compiled]
-    if model is compiled or not heads:
-        return
-    if isinstance(model, DistributedDataParallel):  # its forward is no graph
-        model = model.module
-    before, function = vars(model).get("forward"), getattr(model.forward, "__func__", None)
-    if function is None or model.forward.__self__ is not model:
-        return  # some function in place of the method, which a copy of the model would share
-
-    # Only graphs of this wrapper have such logits: nothing else turns them into tensors.
-    def begin(module: Any, args: Any) -> None:
-        for head in heads:  # a hook of the model would see what its graph returns
-            head.is_deferred = not model._forward_hooks
-
-    def end(module: Any, args: Any, output: Any) -> Any:
-        for head in heads:
-            head.is_deferred = False
-        return _mapped(output, _undeferred)
-
-    # A hook would be a graph of its own.
-    model.forward = MethodType(_deferring(function), model)
-    hooks = [
-        compiled.register_forward_pre_hook(begin),
-        compiled.register_forward_hook(end, always_call=True),
-    ]
-    for head in heads:
-        head.compiled[compiled] = functools.partial(_restore, model, before, hooks)
+    return _frames_from(*DEFERRING) > 0 or (step is not None and _is_within(*step))
 
 
-def _restore(model: Any, forward: Any, hooks: list[Any]) -> None:
+def defer_logits(model: nn.Module) -> None:
+    """Let graphs of each module that contains an output layer return its logits uncomputed.
+
+    Args:
+        model: a model with converted output layers. Its modules whose forward something has
+            replaced since the last call get the new one wrapped.
+    """
+    for module in model.modules():
+        contains = any(layer is not module for layer, _ in _heads(module))
+        forward: Any = module.forward
+        own = getattr(forward, "__self__", None) is module and not _is_deferring(module)
+        if contains and own and without_compiler(module) is module:
+            deferring: Any = MethodType(_deferring(module, forward.__func__), module)
+            module.forward = deferring
+
+
+def restore_forwards(model: nn.Module) -> None:
     """Undo `defer_logits`, unless others have replaced the forward since."""
-    for hook in hooks:
-        hook.remove()
-    wrapper = vars(model).get("forward")
-    if getattr(wrapper, "__module__", None) == __name__:
-        del model.forward
-        if forward is not None:
-            model.forward = forward
+    for module in model.modules():
+        if _is_deferring(module):
+            forward: Any = module.forward
+            del module.forward
+            if forward.__wrapped__ is not getattr(module.forward, "__func__", None):
+                module.forward = MethodType(forward.__wrapped__, module)
 
 
-def _heads(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def _is_deferring(module: nn.Module) -> bool:
+    code = getattr(getattr(vars(module).get("forward"), "__func__", None), "__code__", None)
+    return code is not None and (code.co_filename, code.co_name) == DEFERRING
+
+
+def _deferring(module: nn.Module, forward: Any) -> Any:
+    """Return a forward whose graphs return uncomputed logits."""
+    is_own = "forward" in vars(module)
+
+    @functools.wraps(forward)
+    def deferring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function: Any = forward if is_own else type(self).forward  # programs may replace the latter
+        output = function(self, *args, **kwargs)
+        leaves = torch.compiler.is_compiling() and _frames_from(*DEFERRING) == 1
+        return _leaving(output) if leaves else output
+
+    return deferring
+
+
+DEFERRING = __file__, "deferring"
+"""File and name of the forward of models whose graphs return uncomputed logits."""
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     for module in model.modules():
         if "loss_head" in vars(module):
             yield module, module.loss_head
 
 
 @torch.compiler.assume_constant_result
-def is_graph_of(file: str, name: str) -> bool:
-    """Return whether a trace is that of a function, or of its rest after a graph break.
+def _frames_from(file: str, name: str) -> int:
+    """Return the number of functions on the stack of a trace if it began with this one, or 0.
 
-    If what the function calls breaks, this is traced by itself, without its caller on the stack.
+    What comes after a graph break is traced by itself, without its caller, and has another name.
     """
+    stack = TracingContext.extract_stack()
+    return len(stack) if (stack[0].filename, stack[0].name) == (file, name) else 0
+
+
+@torch.compiler.assume_constant_result
+def _is_within(file: str, name: str) -> bool:
+    """Return whether a function, or its rest after a graph break, is on the stack of a trace."""
     stack = TracingContext.extract_stack()
     return any(frame.filename == file and name in frame.name for frame in stack)
 
 
-def _deferring(forward: Any) -> Any:
-    @functools.wraps(forward)
-    def deferring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
-        return _mapped(output, _deferred) if torch.compiler.is_compiling() else output
-
-    deferring.__module__ = __name__
-    return deferring
-
-
-DEFERRING = __file__, "deferring"
-"""File and name of the forward of models whose graphs return hidden states."""
-
-
-def _deferred(x: Any) -> Any:
-    if isinstance(x, GraphLogits) and not x.recorded.call.is_read:
-        call: Any = x.recorded.call
-        return Deferred(call.layer, call.hidden, call.autocast, x.recorded.steps)
-    return x
-
-
-def _undeferred(x: Any) -> Any:
-    return x.logits() if isinstance(x, Deferred) else x
-
-
-def _mapped(output: Any, function: Any) -> Any:
-    """Return an output with `function` applied to it, or to the items of a container.
+def _leaving(output: Any) -> Any:
+    """Return an output in a graph in which logits are such that they leave it uncomputed.
 
     A container is another one, because Dynamo keeps the old items of one that changes.
     """
     if isinstance(output, dict) and dataclasses.is_dataclass(output):  # transformers' ModelOutput
-        items = {name: function(value) for name, value in output.items()}
-        in_graph = torch.compiler.is_compiling()
-        if not in_graph and all(items[name] is value for name, value in output.items()):
-            return output
-        return type(output)(**items)
-    return map_tensors(output, function)
+        return type(output)(**{name: _departing(value) for name, value in output.items()})
+    return map_tensors(output, _departing)
+
+
+def _departing(x: Any) -> Any:
+    if not isinstance(x, GraphLogits) or x.recorded.call.is_read:
+        return x
+    call: Any = x.recorded.call
+    departed: Any = _departed(call.hidden, x.dtype, x.size(), x.stride())
+    departed.origin = call.layer, call.hidden, call.autocast, x.recorded.steps
+    return departed

@@ -18,6 +18,7 @@ Legend: H hidden features, V classes.
 """
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -93,6 +94,13 @@ class Recorded:
             result: Tensor = func(logits, *args, **options)
         return result
 
+    def move_to(self, logits: "LazyLogits") -> None:
+        """Give a tensor without origin these logits, and their node in the graph."""
+        logits.recorded, call = self, self.call
+        if self.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                _Handle.apply(self, call.hidden, call.weight, call.bias, logits)
+
     def replay(self, *inputs: Any) -> Tensor:
         """Return the logits for other hidden states, weight and bias of the layer's call."""
         logits = self.call.multiply(*inputs)
@@ -119,7 +127,7 @@ class LazyLogits(Tensor):
         call.logits.add(recorded)
         if not recorded.requires_grad:
             return LazyLogits.bare(recorded)
-        result: LazyLogits = _Handle.apply(recorded, call.hidden, call.weight, call.bias)
+        result: LazyLogits = _Handle.apply(recorded, call.hidden, call.weight, call.bias, None)
         return result
 
     @staticmethod
@@ -203,6 +211,12 @@ returns NotImplemented if it needs the plain logits.
 """
 
 
+for _name, _method in vars(Tensor).items():
+    # Dynamo, which knows this class as an object, fails in torch's methods in Python.
+    if isinstance(_method, FunctionType) and _name not in vars(LazyLogits):
+        setattr(LazyLogits, _name, torch._disable_dynamo(_method))
+
+
 def to_plain(x: Any) -> Any:
     """Return plain logits with their gradient; other values unchanged."""
     if not isinstance(x, LazyLogits):
@@ -264,18 +278,26 @@ class _Handle(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorded: Recorded, hidden: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        recorded: Recorded,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        logits: LazyLogits | None,
     ) -> LazyLogits:
         ctx.set_materialize_grads(False)
         ctx.recorded, ctx.name = recorded, recorded.call.name
-        return LazyLogits.bare(recorded)
+        if logits is None:
+            return LazyLogits.bare(recorded)
+        ctx.mark_dirty(logits)
+        return logits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, needs = ctx.recorded.call, ctx.needs_input_grad[1:]
+        call, needs = ctx.recorded.call, ctx.needs_input_grad[1:4]
         if grad is None:  # from `Touched`
-            return None, None, None, None
+            return None, None, None, None, None
         call.check()
         inputs = [
             None if t is None else t.detach().requires_grad_(needed)
@@ -285,7 +307,7 @@ class _Handle(torch.autograd.Function):
             logits = ctx.recorded.replay(*inputs)
         wanted = [t for t in inputs if t is not None and t.requires_grad]
         grads = iter(torch.autograd.grad(logits, wanted, to_plain(grad)))
-        return None, *(next(grads) if needed else None for needed in needs)
+        return None, *(next(grads) if needed else None for needed in needs), None
 
 
 class _Through(torch.autograd.Function):

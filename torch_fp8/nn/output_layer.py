@@ -7,7 +7,6 @@ transforms and tracers, and within `torch_fp8.high_precision`.
 
 import warnings
 import weakref
-from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch_fp8.autograd import current_pass
 from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transformed
 from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
-from torch_fp8.nn.deferred_logits import DEFERRING, is_graph_of
+from torch_fp8.nn.deferred_logits import fuses
 from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
 from torch_fp8.nn.head_call import HeadCall, autocast_state
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
@@ -47,18 +46,14 @@ class HeadFP8:
         reads: number of forwards whose logits were computed.
         step: file and name of a function whose graphs return no logits; see
             `torch_fp8.nn.deferred_logits`.
-        is_deferred: whether a compiled model that returns uncomputed logits runs now.
-        compiled: compiled modules that return uncomputed logits, and functions that undo it.
     """
 
     step: tuple[str, str] | None = None
-    is_deferred = False
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, weakref.ref(model)
         self.fused = self.reads = 0
         self.warned = False
-        self.compiled: MutableMapping[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
 
     def note(self, num_bytes: int, reader: str) -> None:
         """Count a fused loss, or logits of `num_bytes` that `reader` needs; warn of large ones."""
@@ -78,12 +73,6 @@ class HeadFP8:
         """Whether logits are worth waiting with: a loss has used them, or may."""
         return self.fused > 0 or self.reads < _MOST_READS
 
-    @property
-    def fuses_in_graph(self) -> bool:
-        """Whether the graph of this trace computes losses without logits."""
-        function = DEFERRING if self.is_deferred else self.step
-        return function is not None and is_graph_of(*function)
-
     def gather(self, weight: Tensor) -> bool:
         """Gather a weight that FSDP2 has freed; return False if no module has it."""
         model = self.model()
@@ -98,7 +87,7 @@ class HeadFP8:
         return {"name": self.name, "fused": 0, "reads": 0, "warned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, model=lambda: None, compiled=weakref.WeakKeyDictionary())
+        vars(self).update(state, model=lambda: None)
 
 
 def add_loss_head(module: Any, name: str, model: nn.Module) -> None:
@@ -124,7 +113,7 @@ class OutputLayer(nn.Module):
     def _uncomputed(self, input: Tensor) -> Any:
         """Return logits that are not computed yet; None: this forward computes them."""
         head, in_graph = self.loss_head, torch.compiler.is_compiling()
-        waits = head.fuses_in_graph if in_graph else head.waits
+        waits = fuses(head.step) if in_graph else head.waits
         if not (self.training and torch.is_grad_enabled() and waits):
             return None
         if current_pass.requested or is_exporting() or (not in_graph and is_transformed()):

@@ -1,6 +1,7 @@
 """Loss heads in graphs of torch.compile: the loss is an operator, and logits are not computed."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.torch_fp8.loss_head.logits_cases import (
     step,
 )
 from torch_fp8 import FP8Config, convert_to_float8, revert
+from torch_fp8.nn import logit_losses
 from torch_fp8.nn.deferred_logits import defer_logits, return_losses
 from torch_fp8.nn.lazy_logits import LazyLogits
 from torch_fp8.quantization.metrics import sqnr_db
@@ -185,28 +187,92 @@ def test_an_output_without_logits_stays_the_same_object():
         assert compiled(batch()[0]) is model.output
 
 
-def test_a_model_that_is_compiled_without_its_wrapper_being_known_returns_plain_logits():
-    stock, fused = map(WithLoss, pair())
-    tokens, labels = batch()
+def _in_place(graphs, model):
+    model.compile(backend=graphs.backend, fullgraph=True)
+    return model
+
+
+def _forward_alone(graphs, model):
+    model.forward = graphs.compile(model.forward)
+    return model
+
+
+def _unpickled(graphs, model):
+    return graphs.compile(pickle.loads(pickle.dumps(model)))
+
+
+WAYS = {
+    "torch.compile": Graphs.compile,
+    "Module.compile": _in_place,
+    "the forward": _forward_alone,
+    "of a copy": lambda graphs, model: graphs.compile(copy.deepcopy(model)),
+    "of a shallow copy": lambda graphs, model: graphs.compile(copy.copy(model)),
+    "of a pickled model": _unpickled,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_of_its_own_that_compiles_after_the_conversion(way):
+    stock, fused = pair()
+    graphs = Graphs()
+    compiled, data = WAYS[way](graphs, fused), batch()
+    want = _run(stock, lambda x, y: LOSSES["float"](stock(x), y), *data)
+    got = _run(compiled, lambda x, y: LOSSES["float"](compiled(x), y), *data)
+    _assert_alike(got, want)
+    assert graphs.count == 1
+    assert is_fused(graphs.numel) == (way != "of a pickled model")
+
+
+def test_a_method_that_replaces_the_forward_after_the_conversion_runs():
+    _, fused = pair()
+
+    class Halving(type(fused)):
+        def forward(self, tokens):
+            return super().forward(tokens) / 2
+
     with torch.autocast("cpu", torch.bfloat16):
-        _compiled(fused)[1](tokens, labels)  # another wrapper
-        want = stock(tokens, labels)
-        got = Graphs().compile(fused)(tokens, labels)
-        eager = fused(tokens, labels)
+        whole = fused(batch()[0])
+        fused.__class__ = Halving
+        for call in (fused, Graphs().compile(fused)):
+            assert torch.equal(call(batch()[0]), whole / 2)
+
+
+def test_a_model_around_a_converted_one_returns_plain_logits(monkeypatch):
+    monkeypatch.setattr(logit_losses, "linear_cross_entropy", None)
+    stock, fused = map(WithLoss, pair())
+    graphs = Graphs()
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = stock(*batch()), graphs.compile(fused)(*batch())
     assert type(got["logits"]) is torch.Tensor
-    assert type(eager["logits"]) is LazyLogits
     assert torch.equal(got["logits"], want["logits"])
     assert torch.equal(got["loss"], want["loss"])
 
 
-def test_a_part_that_is_compiled_alone_returns_plain_logits():
+def test_a_part_that_is_compiled_alone_returns_uncomputed_logits():
     stock, fused = map(WithLoss, pair())
-    fused.model = Graphs().compile(fused.model)
+    graphs = Graphs()
+    fused.model = graphs.compile(fused.model)
     return_losses(fused, WithLoss.forward)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, want = fused(*batch()), stock(*batch())
-    assert type(got["logits"]) is torch.Tensor
-    assert torch.equal(got["loss"], want["loss"])
+    want = _run(stock, lambda *data: stock(*data)["loss"], *batch())
+    _assert_alike(_run(fused, lambda *data: fused(*data)["loss"], *batch()), want)
+    assert is_fused(graphs.numel)
+
+
+def test_a_program_s_function_gets_a_gradient_of_logits_that_left_a_graph():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits):
+            return logits * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    stock, fused = pair()
+    compiled = Graphs().compile(fused)
+    want = _run(stock, lambda x, y: LOSSES["float"](Double.apply(stock(x)), y), *batch())
+    got = _run(fused, lambda x, y: LOSSES["float"](Double.apply(compiled(x)), y), *batch())
+    _assert_alike(got, want)
 
 
 def test_a_graph_around_a_compiled_model():
@@ -224,7 +290,6 @@ def test_a_graph_around_a_compiled_model():
 def test_revert_takes_everything_back():
     _, fused = pair()
     compiled = torch.compile(fused, backend="eager")
-    defer_logits(compiled)
     assert "forward" in vars(fused)
     revert(fused)
     assert "forward" not in vars(fused)

@@ -2,9 +2,11 @@
 
 import copy
 
+import lightning.fabric
 import lightning.pytorch
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader
@@ -166,3 +168,39 @@ def test_lightning(graphs, compiled):
     torch.testing.assert_close(run("bf16"), want, rtol=5e-4, atol=0)
     assert is_fused(graphs.numel)
     assert graphs.count == 2 * count
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before setup", "after setup"])
+def test_fabric(graphs, early, monkeypatch):
+    # Fabric's own torch.compile remembers its arguments, which it repeats after setup.
+    monkeypatch.setattr(
+        "lightning.fabric.wrappers._to_compiled", lambda module, kwargs: torch.compile(module)
+    )
+
+    def run(loss_head):
+        fabric = lightning.fabric.Fabric(
+            accelerator="cpu",
+            plugins=FP8Precision(FP8Config("tensorwise", loss_head=loss_head)),
+        )
+        model = _llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model = torch.compile(model) if early else model
+        model, optimizer = fabric.setup(model, optimizer)
+        model = model if early else torch.compile(model)
+        losses = []
+        graphs.numel = 0
+        for seed in range(2):
+            tokens, labels = batch(seed)
+            logits = model(input_ids=tokens).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    want = run("off")
+    assert not is_fused(graphs.numel)
+    torch.testing.assert_close(run("bf16"), want, rtol=5e-4, atol=0)
+    assert is_fused(graphs.numel) == early  # else the graph is that of Fabric's own module
+    assert graphs.count > 1

@@ -146,26 +146,43 @@ def test_the_rest_of_a_step_after_a_break_has_no_logits():
 def test_a_step_that_is_no_function_changes_nothing(step):
     _, fused = pair()
     return_losses(fused, step)
-    logits = torch.compile(fused, backend="aot_eager")(batch()[0])
+    logits = torch.compile(lambda tokens: fused(tokens), backend="aot_eager")(batch()[0])
     assert type(logits) is torch.Tensor
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_hooks_of_a_compiled_model_see_logits(early):
+def test_hooks_of_a_compiled_model_see_logits():
     results = []
     for model in pair():
-
-        def halve(module, args, output):
-            return output * 0.5
-
-        if early:
-            model.register_forward_hook(halve)
+        model.register_forward_hook(lambda module, args, output: output * 0.5)
         compiled = torch.compile(model, backend="aot_eager")
-        defer_logits(compiled)
-        if not early:
-            model.register_forward_hook(halve)
-        results.append(_run(model, lambda x, y, call=compiled: _cross_entropy(call(x), y)))
+        results.append(_run(model, lambda x, y, call=compiled: _cross_entropy(call(x), y))[:2])
+    _assert_alike(*((*result, 1) for result in reversed(results)))  # ours runs the hook eagerly
+
+
+def test_a_hook_of_a_compiled_model_s_backward():
+    results = []
+    for model in pair():
+        compiled, grads = torch.compile(model, backend="aot_eager"), []
+
+        def compute(tokens, labels, call=compiled, grads=grads):
+            logits = call(tokens)
+            logits.register_hook(grads.append)
+            return _cross_entropy(logits, labels)
+
+        results.append(_run(model, compute))
+        results[-1][1].append(grads[0].float())
     _assert_alike(*reversed(results))
+
+
+def test_a_function_that_is_compiled_registers_a_hook_of_uncomputed_logits():
+    _, fused = pair()
+    grads = []
+    register = torch.compile(lambda x: x.register_hook(grads.append), backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = fused(batch()[0])
+        register(logits)
+        _cross_entropy(logits, batch()[1]).backward()
+    assert grads[0].shape == logits.shape
 
 
 def test_logits_of_a_graph_are_plain_for_the_next_graph():
