@@ -61,11 +61,11 @@ class FP8Config:
         cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
             writes it, to the next, instead of casting it in every forward and backward: one more
             byte per parameter (8.1 at O2), the same bits. Graphs of torch.compile take it as an
-            input. ``"auto"`` keeps payloads that serve both passes (``tensorwise``, ``blockwise``)
-            if they are at most an eighth of the memory that is free for activations when the
-            optimizer is converted; never on the CPU. True also keeps others, for forward alone. It
-            needs float32 weights stored in two halves, because these notice each write, and no
-            delayed scaling. Default: ``"auto"``.
+            input. ``"auto"`` keeps payloads that serve both passes (``tensorwise``, ``delayed``,
+            ``blockwise``) if they are at most an eighth of the memory that is free for activations
+            when the optimizer is converted; never on the CPU. True also keeps others, for forward
+            alone. It needs float32 weights stored in two halves, because these notice each write.
+            Default: ``"auto"``.
         keep_eval_weights (bool): keep the FP8 payload of a weight between forwards without
             gradients: one byte per parameter, while no gradients exist. In evaluation mode this
             covers weights stored in two halves. Within `torch_fp8.rollout` and transformers'

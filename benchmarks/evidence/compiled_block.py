@@ -33,7 +33,10 @@ BLOCKS = {"8B": (LLAMA_3_1_8B, 8192), "1B": (LLAMA_3_2_1B, 16384)}
 BF16 = "BF16"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 PAYLOADS = " with payloads"
-O2 = ("tensorwise O2", f"tensorwise O2{PAYLOADS}", f"blockwise O2{PAYLOADS}")
+O2 = (
+    "tensorwise O2",
+    *(f"{recipe} O2{PAYLOADS}" for recipe in ("tensorwise", "delayed", "blockwise")),
+)
 """Recipes with float32 weights in two halves, which bring their amax, or their payload."""
 VARIANTS = (BF16, *RECIPES, *O2, "torchao tensorwise", "torchao rowwise")
 COUNTS = ("opaque", "launches", "assertions", "gb", "skip_reason")

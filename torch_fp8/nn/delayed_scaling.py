@@ -15,6 +15,9 @@ Histories, scales and slots are non-persistent buffers of the layer. They are no
 and move with the layer by ``Module.to`` and FSDP2, which only moves parameters and buffers.
 `LayerScaling` holds the objects derived from them. The operands are input (0), weight (1) and
 gradient of the output (2).
+
+A weight in two halves has its current amax from the optimizer's step, and is scaled by that
+(`torch_fp8.tensor.halves.Halves.amax`).
 """
 
 import itertools
@@ -34,6 +37,7 @@ from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.scale_source import ScaleSource
+from torch_fp8.tensor.split_weight import SplitWeight
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_input_amax", "fp8_weight_amax", "fp8_grad_amax")
@@ -190,9 +194,21 @@ class LayerScaling:
 
 def pushed_history(layer: Any) -> Tensor:
     """Return the histories (3, H), with the amaxes since the optimizer's last step in front."""
-    history, _, slots = scaling_buffers(layer)
-    recorded = torch.stack(slots).view(torch.float32)  # (3,)
+    recorded = torch.stack(_recorded(layer))  # (3,)
+    history = scaling_buffers(layer)[0]
     return push_amax(history, recorded, layer.fp8.config.amax_compute_algo)
+
+
+def _recorded(layer: Any) -> list[Tensor]:
+    """Return the amaxes of the three operands since the optimizer's last step, () float32 each.
+
+    Casts record none of a weight in two halves that keeps its amax: they scale by it.
+    """
+    amaxes = [slot.view(torch.float32) for slot in scaling_buffers(layer)[2]]
+    if isinstance(layer.weight, SplitWeight):
+        current = layer.weight.halves.current_amax()
+        amaxes[WEIGHT] = amaxes[WEIGHT] if current is None else current
+    return amaxes
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -268,7 +284,7 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
     buffers = [scaling_buffers(layer) for layer in layers]
     histories = [history for history, _, _ in buffers]
     slots = [slot for _, _, of_layer in buffers for slot in of_layer]
-    recorded = torch.stack(slots).view(torch.float32).view(-1, 3)  # (L, 3)
+    recorded = torch.stack(list(itertools.chain.from_iterable(map(_recorded, layers)))).view(-1, 3)
     for dim in range(0 if mesh is None else mesh.ndim):
         # Backends disagree on max(number, NaN), but not on max(number, infinity).
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)

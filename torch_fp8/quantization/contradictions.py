@@ -22,7 +22,6 @@ and the value to suggest.
 """
 _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...] = (
     ("recipe", E4M3_ONLY, "grad_format", ("e5m2",), "it takes gradients in E4M3 only"),
-    ("recipe", ("delayed",), "cache_weights", (True,), "every forward changes the scales"),
     ("opt_level", ("O1",), "cache_weights", (True,), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "frozen_weights", ("fp8",), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),
