@@ -47,6 +47,12 @@ class FP8Config:
             its ``most_recent`` entry. Default: ``"max"``.
         margin (int): headroom of recipe ``delayed`` in powers of two, 0 to 8; the scale is
             multiplied by 2^margin. Default: ``0``.
+        graph_scales (str): ``last_step``: in graphs of torch.compile, layers with recipe
+            ``tensorwise`` cast inputs and gradients with the last step's amax times a margin of 4
+            (inputs) or 8 (gradients), so that no cast reads its tensor for an amax first. What is
+            beyond saturates and is seen a step later; the step after that casts with current
+            scales, as the first one does. Eager code computes scales from the current tensors.
+            Default: ``"current"``.
         tokens (int): number of tokens with which recipe ``auto`` measures, at least 1. Set it to
             the tokens of one rank's micro-batch. Default: ``8192``.
         opt_level (str): ``O1``: FP8 GEMMs only; weights, gradients and optimizer states stay as you
@@ -179,6 +185,7 @@ class FP8Config:
         why="E4M3 has 17 powers of two, and the margin takes as many of them",
         of="layer delayed",
     )
+    graph_scales: str = option("current", choices=("current", "last_step"), of="torch")
     tokens: int = option(8192, least=1, of="auto")
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")

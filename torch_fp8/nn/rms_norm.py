@@ -206,16 +206,15 @@ class _RMSNormFunction(torch.autograd.Function):
         if keep:
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if options.on_read is None and options.quantizer is not None and is_traced():
-            unread = _Unread(inputs, save)
+            ctx.unread = unread = _Unread(inputs, save)
             if keep:
                 ctx.save_for_backward(*((weight,) if save else (weight, x)))
-                ctx.unread = unread
             rstd, *_ = rms_norm_statistics(inputs, False)  # removed if nobody reads y
             y = reshaped(rms_norm(inputs.with_rstd(rstd)), x.shape)  # (R, C) -> (..., C)
             return with_source(y, LazySource(options.name, inputs[:2], unread))
         produced = _Produced(inputs, options, save and not dropped, col)
         if keep:
-            of_x: tuple[Any, ...] = (x,)
+            of_x: Sequence[Tensor | None] = (x,)
             if save:
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
@@ -227,11 +226,10 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.unread is None:
-            weight, rstd, x, *scale = ctx.saved_tensors
-        else:  # traced together with forward, which has read the result by now
-            rstd = ctx.unread.norm.rstd
-            weight, x, *scale = *ctx.saved_tensors, *ctx.unread.saved
+        weight, *saved = ctx.saved_tensors
+        if ctx.unread is not None:  # traced together with forward, which has read the result by now
+            saved = [ctx.unread.norm.rstd, *saved, *ctx.unread.saved]
+        rstd, x, *scale = saved
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         # (..., C) -> (R, C)
         grad, x = (t.reshape(-1, ctx.shape[-1]) for t in (plain(grad), x))
@@ -263,17 +261,9 @@ def _norm_in_graph(
 
 
 class _Unread(Producer):
-    """An output of a norm that computes nothing before it is read.
+    """An output of a norm that computes nothing before it is read, nor `saved`: x in FP8."""
 
-    Args:
-        inputs: inputs of the operators.
-        save: whether to save x in FP8, for a backward in the same graph.
-
-    Attributes:
-        saved: x in FP8 and its scales, after the first read; empty unless `save`.
-    """
-
-    saved: tuple[Tensor | None, ...] = ()
+    saved: Sequence[Tensor | None] = ()
 
     def __init__(self, inputs: NormInputs, save: bool = False) -> None:
         self._inputs, self._save = inputs, save
@@ -285,11 +275,8 @@ class _Unread(Producer):
         """Arguments of the operators that need rstd, which is computed at first use."""
         if self._norm is None:
             rstd, self._amax, *saved = rms_norm_statistics(self._inputs, self._save)
-            self._norm, self.saved = self._inputs.with_rstd(rstd), self._of_x(saved)
+            self._norm, self.saved = self._inputs.with_rstd(rstd), saved
         return self._norm
-
-    def _of_x(self, saved: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        return tuple(saved) if self._save else ()
 
     def dense(self) -> Tensor:
         return rms_norm(self.norm)
@@ -309,7 +296,7 @@ class _Unread(Producer):
         if self._norm is not None or (self._save and not known):
             return self._later(options)
         results = rms_norm_quantize_once(self._inputs, options, self._save)
-        self._norm, self.saved = self._inputs.with_rstd(results[4]), self._of_x(results[5:7])
+        self._norm, self.saved = self._inputs.with_rstd(results[4]), results[5:7]
         return as_layouts(results[:4], options)
 
     def _later(self, options: CastOptions) -> Payloads:
@@ -348,7 +335,7 @@ class _Produced(_Unread):
             results = rms_norm_quantize_once(inputs, cast, save)
             self.made = as_layouts(results[:4], cast)
             rstd, *saved = results[4:7]
-        self.saved = self._of_x(saved)
+        self.saved = saved
         self._norm = inputs.with_rstd(rstd)
 
     def production(self) -> LazySource:
