@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tests.steps import adamw, through_a_file
-from torch_fp8 import FP8Config, load_scaling_state_dict, scaling_state_dict
+from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT
 
 E4M3, E5M2 = 448.0, 57344.0
@@ -204,3 +204,19 @@ def test_copies_of_a_model_share_nothing():
 def test_other_recipes_refuse_it():
     with pytest.raises(ValueError, match="excludes graph_scales='last_step'"):
         FP8Config(recipe="blockwise", graph_scales="last_step")
+
+
+def test_layers_with_frozen_weights_train_in_two_graphs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+    model[0].requires_grad_(False)
+    convert_to_float8(model, FP8Config(recipe="tensorwise", graph_scales="last_step"))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(model, backend=counter)
+    for seed in range(3):
+        forward(_x(seed)).square().mean().backward()
+        optimizer.step()
+    assert counter.frame_count == 2
+    assert float(model[2].fp8_amax_history[GRAD_OUTPUT]) > 0
