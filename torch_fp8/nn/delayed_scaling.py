@@ -203,13 +203,13 @@ class LayerScaling:
 
 def pushed_history(layer: Any) -> Tensor:
     """Return the histories (3, H), with the amaxes since the optimizer's last step in front."""
-    recorded = torch.stack(_recorded(layer))  # (3,)
-    history = scaling_buffers(layer)[0]
+    history, _, slots = scaling_buffers(layer)
+    recorded = torch.stack(slots).view(torch.float32)  # (3,)
     return push_amax(history, recorded, layer.fp8.scaling.rule.algorithm)
 
 
 def _recorded(layer: Any) -> list[Tensor]:
-    """Return the amaxes of the three operands since the optimizer's last step, () float32 each.
+    """Return the amaxes of the three operands in the last step, () float32 each.
 
     Casts record none of a weight in two halves that keeps its amax: they scale by it.
     """

@@ -228,7 +228,7 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
         if ctx.unread is not None:  # traced together with forward, which has read the result by now
-            saved = [ctx.unread.norm.rstd, *saved, *ctx.unread.saved]
+            saved = [ctx.unread.norm.rstd, *(saved or ctx.unread.saved)]
         rstd, x, *scale = saved
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         # (..., C) -> (R, C)

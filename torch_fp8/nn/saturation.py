@@ -75,7 +75,7 @@ class Saturation:
         """Restore a `state`."""
         assert number is not None
         jumped, later = state.tolist()
-        self._pending[number] = torch.tensor(int(later), device="cpu"), None
+        self._pending[number] = torch.tensor(int(later), dtype=torch.int64, device="cpu"), None
         self._set(number, bool(jumped))
 
     def __reduce__(self) -> Any:  # the layers of a copy have other numbers
