@@ -112,6 +112,14 @@ def test_a_step_after_a_jump_has_current_scales_and_no_new_graph(factor):
     assert run.amax() == _amax(7)
 
 
+def test_nothing_saturates_in_a_step_with_current_scales():
+    run, returned = Run(), []
+    for step in range(9):
+        returned.append(run.saturation.returns)
+        run.step(step, factor=64 if step in (3, 5) else 1)
+    assert returned == [step == 5 for step in range(9)]
+
+
 def test_a_checkpoint_and_an_evaluation_change_no_scale():
     def through(model, x):
         return checkpoint(model, x, use_reentrant=False)
