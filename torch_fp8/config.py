@@ -47,6 +47,12 @@ class FP8Config:
             its ``most_recent`` entry. Default: ``"max"``.
         margin (int): headroom of recipe ``delayed`` in powers of two, 0 to 8; the scale is
             multiplied by 2^margin. Default: ``0``.
+        graph_scales (str): ``last_step``: in graphs of torch.compile, layers with recipe
+            ``tensorwise`` cast inputs and gradients with the last step's amax times a margin of 4
+            (inputs) or 8 (gradients), so that no cast reads its tensor for an amax first. What is
+            beyond saturates and is seen a step later; the step after that casts with current
+            scales, as the first one does. Eager code computes scales from the current tensors.
+            Default: ``"current"``.
         tokens (int): number of tokens with which recipe ``auto`` measures, at least 1. Set it to
             the tokens of one rank's micro-batch. Default: ``8192``.
         opt_level (str): ``O1``: FP8 GEMMs only; weights, gradients and optimizer states stay as you
@@ -61,11 +67,11 @@ class FP8Config:
         cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
             writes it, to the next, instead of casting it in every forward and backward: one more
             byte per parameter (8.1 at O2), the same bits. Graphs of torch.compile take it as an
-            input. ``"auto"`` keeps payloads that serve both passes (``tensorwise``, ``blockwise``)
-            if they are at most an eighth of the memory that is free for activations when the
-            optimizer is converted; never on the CPU. True also keeps others, for forward alone. It
-            needs float32 weights stored in two halves, because these notice each write, and no
-            delayed scaling. Default: ``"auto"``.
+            input. ``"auto"`` keeps payloads that serve both passes (``tensorwise``, ``delayed``,
+            ``blockwise``) if they are at most an eighth of the memory that is free for activations
+            when the optimizer is converted; never on the CPU. True also keeps others, for forward
+            alone. It needs float32 weights stored in two halves, because these notice each write.
+            Default: ``"auto"``.
         keep_eval_weights (bool): keep the FP8 payload of a weight between forwards without
             gradients: one byte per parameter, while no gradients exist. In evaluation mode this
             covers weights stored in two halves. Within `torch_fp8.rollout` and transformers'
@@ -179,6 +185,7 @@ class FP8Config:
         why="E4M3 has 17 powers of two, and the margin takes as many of them",
         of="layer delayed",
     )
+    graph_scales: str = option("current", choices=("current", "last_step"), of="torch")
     tokens: int = option(8192, least=1, of="auto")
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")

@@ -33,9 +33,14 @@ BLOCKS = {"8B": (LLAMA_3_1_8B, 8192), "1B": (LLAMA_3_2_1B, 16384)}
 BF16 = "BF16"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 PAYLOADS = " with payloads"
-O2 = ("tensorwise O2", f"tensorwise O2{PAYLOADS}", f"blockwise O2{PAYLOADS}")
+LAST_STEP = "tensorwise last_step"
+"""With ``graph_scales="last_step"``."""
+O2 = (
+    "tensorwise O2",
+    *(f"{recipe} O2{PAYLOADS}" for recipe in ("tensorwise", LAST_STEP, "delayed", "blockwise")),
+)
 """Recipes with float32 weights in two halves, which bring their amax, or their payload."""
-VARIANTS = (BF16, *RECIPES, *O2, "torchao tensorwise", "torchao rowwise")
+VARIANTS = (BF16, *RECIPES, LAST_STEP, *O2, "torchao tensorwise", "torchao rowwise")
 COUNTS = ("opaque", "launches", "assertions", "gb", "skip_reason")
 COLUMNS = ("block", "variant", *COUNTS, "torch", "triton", "commit", "date", "command")
 
@@ -52,6 +57,11 @@ def cudnn_attention(
 AttentionInterface.register("cudnn", cudnn_attention)
 
 
+def _options(variant: str, **options: object) -> FP8Config:
+    scales = "last_step" if LAST_STEP in variant else "current"
+    return FP8Config(recipe=variant.split()[0], graph_scales=scales, **options)
+
+
 class Block(nn.Module):
     """A decoder layer that takes cosines and sines of the rotary angles as inputs."""
 
@@ -64,7 +74,7 @@ class Block(nn.Module):
             layer.input_layernorm.to(torch.bfloat16)
             layer.post_attention_layernorm.to(torch.bfloat16)
             if self.mixed:
-                options = FP8Config(recipe=variant.split()[0], cache_weights=PAYLOADS in variant)
+                options = _options(variant, cache_weights=PAYLOADS in variant)
                 convert_to_float8(layer, options)
                 optimizer = torch.optim.AdamW(layer.parameters())
                 convert_optimizer(optimizer, options, model=layer)
@@ -75,7 +85,7 @@ class Block(nn.Module):
             with mock.patch.object(torch.cuda, "is_available", return_value=True):  # no emulation
                 self.layer = peers.torchao(self.layer, variant.removeprefix("torchao "))
         elif variant != BF16 and not self.mixed:
-            convert_to_float8(self.layer, FP8Config(recipe=variant))
+            convert_to_float8(self.layer, _options(variant))
         for module in self.layer.modules():  # as after an optimizer's step
             if isinstance(module, Float8Linear) and module.fp8.scaling is not None:
                 history, scales = module.scaling_state

@@ -39,7 +39,7 @@ def launched_kernels(code):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["BF16", "tensorwise", "tensorwise O2 with payloads"])
+@pytest.mark.parametrize("variant", ["BF16", "tensorwise", "tensorwise last_step O2 with payloads"])
 def test_a_block_needs_no_more_than_recorded(variant):
     codes = compiled_block.compiled("8B", variant)
     with mock.patch.object(compiled_block, "compiled", return_value=codes):

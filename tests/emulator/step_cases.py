@@ -36,8 +36,7 @@ def _cases() -> dict[str, Case]:
         for level in LEVELS:
             cases[f"{recipe} {level}"] = Case("llama", {"recipe": recipe, "opt_level": level})
         for name, options in OPTIONS.items():
-            if (recipe, name) != ("delayed", "cached weights"):  # refused: scales move
-                cases[f"{recipe} {name}"] = Case("llama", {"recipe": recipe, **options})
+            cases[f"{recipe} {name}"] = Case("llama", {"recipe": recipe, **options})
     for level in LEVELS:
         options = {"recipe": "mxfp8", "opt_level": level}
         cases[f"mxfp8 {level}"] = Case("llama", options, (10, 0))

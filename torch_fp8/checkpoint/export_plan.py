@@ -197,7 +197,12 @@ class FoldedTensor(TensorGroup):
         does not include.
         """
         is_folded = self.smooth is not None and layer in self.smooth
-        known = layer.fp8.scales_known and not is_folded and not weight.is_meta
+        known = (
+            layer.fp8.recipe.delayed
+            and layer.fp8.scales_known
+            and not is_folded
+            and not weight.is_meta
+        )
         scale = scaling_buffers(layer)[1][WEIGHT, 0] if known else None
         quantizer = Quantizer(layer.fp8.recipe.weight, ScaleSource(scale))
         return WeightQuantizer(quantizer, transposed=layer.fp8.transposed).for_fprop(weight)

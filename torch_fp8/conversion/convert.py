@@ -31,7 +31,12 @@ from torch_fp8.conversion.fused_layers import (
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
 from torch_fp8.conversion.output_layers import convert_output_layers, revert_output_layers
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
-from torch_fp8.conversion.revert import keep_scaling_local, to_float8, to_stock
+from torch_fp8.conversion.revert import (
+    keep_scaling_local,
+    share_saturation,
+    to_float8,
+    to_stock,
+)
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
@@ -217,6 +222,7 @@ def _finish(
     place_regions(model)
     take_adapters(model)
     keep_scaling_local(model)
+    share_saturation(model)
     watch_first_steps(model)
     return frozen, fused
 

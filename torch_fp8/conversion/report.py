@@ -154,8 +154,9 @@ class ConversionReport:
 
     @property
     def delayed(self) -> bool:
-        """Whether any layer computes its scales from a history of amaxes."""
-        return any(recipe.delayed for recipe in (self.recipe, *self.overridden.values()))
+        """Whether any layer computes its scales from amaxes of past steps."""
+        delayed = any(recipe.delayed for recipe in (self.recipe, *self.overridden.values()))
+        return delayed or self.config.graph_scales == "last_step"
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -93,6 +93,15 @@ def keep_scaling_local(model: nn.Module) -> None:
         del model._ddp_params_and_buffers_to_ignore
 
 
+def share_saturation(model: nn.Module) -> None:
+    """Let the layers of a model return to current scales together: two graphs are enough then."""
+    layers = (m for m in model.modules() if isinstance(m, Float8Layer))
+    scalings = [layer.fp8.scaling for layer in layers if layer.fp8.scaling is not None]
+    for scaling in scalings:
+        scaling.saturation = scalings[0].saturation
+        scaling.saturation.members.add(scaling)
+
+
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 
 
@@ -137,6 +146,7 @@ def to_stock(module: Float8Layer) -> None:
 
 
 _SCALING = ("amax_history", "last_scale")
+_SATURATION = "saturation"
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -149,6 +159,10 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
       first; negative where an outlier was left out;
     * ``<name>.last_scale`` (2,): scales of input and weight computed from the history.
 
+    ``graph_scales="last_step"`` adds them, too, and for one layer of the model, or several,
+    ``<name>.saturation`` (2,): whether the next step casts with current scales, and how many
+    operands the last step has saturated.
+
     ``fp8_communication`` is the choice that ``communication="auto"`` measured for this job's links.
 
     Args:
@@ -160,6 +174,10 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, module in _delayed_modules(model):
         for key, value in zip(_SCALING, module.scaling_state, strict=True):
             state[f"{name}.{key}"] = value.detach().cpu().clone()
+        scaling = module.fp8.scaling
+        saturation = None if scaling is None else scaling.saturation.state(scaling.number)
+        if saturation is not None:
+            state[f"{name}.{_SATURATION}"] = saturation
     return state
 
 
@@ -179,6 +197,7 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     check_arguments(load_scaling_state_dict, locals())
     state = {unwrapped_name(key): value for key, value in state.items()}
     exchanges = state.pop(STATE_KEY, None)
+    saturations = {key: state.pop(key) for key in list(state) if key.endswith(f".{_SATURATION}")}
     modules = dict(_delayed_modules(model)) if state else {}
     targets = {
         f"{name}.{key}": value
@@ -200,6 +219,9 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
             module.load_scaling_state(history, last_scale)
+            saturation = saturations.get(f"{name}.{_SATURATION}")
+            if saturation is not None and module.fp8.scaling is not None:
+                module.fp8.scaling.saturation.load(module.fp8.scaling.number, saturation)
     restore_scales(layer for layer in modules.values() if layer.fp8.scales_known)
     if exchanges is not None:
         load_exchanges_state(model, exchanges)
@@ -207,5 +229,7 @@ def load_scaling_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     for name, module in model.named_modules():
-        if isinstance(module, Float8Layer) and module.fp8.recipe.delayed:
+        if not isinstance(module, Float8Layer):
+            continue
+        if module.fp8.recipe.delayed or module.fp8.scaling is not None:
             yield unwrapped_name(name), module

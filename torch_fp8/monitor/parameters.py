@@ -69,7 +69,7 @@ def _leaves_out(layer: nn.Module) -> bool:
     """Return whether a layer has guarded histories; it may have been reverted meanwhile."""
     if not isinstance(layer, Float8Layer):
         return False
-    return layer.fp8.scaling is not None and layer.fp8.config.amax_compute_algo == "max"
+    return layer.fp8.scaling is not None and layer.fp8.scaling.rule.algorithm == "max"
 
 
 def look_at_updates(

@@ -15,6 +15,9 @@ Histories, scales and slots are non-persistent buffers of the layer. They are no
 and move with the layer by ``Module.to`` and FSDP2, which only moves parameters and buffers.
 `LayerScaling` holds the objects derived from them. The operands are input (0), weight (1) and
 gradient of the output (2).
+
+A weight in two halves has its current amax from the optimizer's step, and is scaled by that
+(`torch_fp8.tensor.halves.Halves.amax`).
 """
 
 import itertools
@@ -30,10 +33,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_fp8.autograd.current_pass import ran_in_graph
 from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.nn.saturation import Saturation
+from torch_fp8.nn.scaling_rule import ScalingRule
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.scale_source import ScaleSource
+from torch_fp8.tensor.split_weight import SplitWeight
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_input_amax", "fp8_weight_amax", "fp8_grad_amax")
@@ -68,22 +74,28 @@ def graph_buffers(layer: Any) -> tuple[Tensor, ...]:
 class LayerScaling:
     """Delayed scaling of one layer. All numbers are in the layer's buffers.
 
+    Args:
+        rule: how scales are computed.
+
     Attributes:
-        ready: whether the scales are known.
+        known: whether the scales are known.
+        ready: whether the next casts use them; graphs guard on it.
+        saturation: what the layers of a model share if eager code casts with current scales.
         recorded: whether an eager forward in training mode has recorded amaxes since the last step
             of an optimizer.
         number: place of the layer in an order that is equal on all ranks; None: steps do not renew
             its scales.
     """
 
-    def __init__(self) -> None:
-        self.ready = self.recorded = False
+    def __init__(self, rule: ScalingRule) -> None:
+        self.rule, self.saturation = rule, Saturation()
+        self.known = self.ready = self.recorded = False
         self.number: int | None = None
         self._sources: tuple[ScaleSource, ...] | None = None
 
     def start(self, layer: Any) -> None:
         """Create the layer's buffers with empty histories."""
-        shapes = (3, layer.fp8.config.amax_history_len), (3, 4), *[()] * 3
+        shapes = (3, self.rule.history_len), (3, 4), *[()] * 3
         dtypes = *[torch.float32] * 2, *[torch.int32] * 3
         for name, shape, dtype in zip(BUFFERS, shapes, dtypes, strict=True):
             empty = torch.empty(shape, dtype=dtype, device=layer.weight.device)
@@ -95,7 +107,7 @@ class LayerScaling:
         """Empty the histories and forget the scales."""
         for name in BUFFERS:
             local(getattr(layer, name)).zero_()
-        self.ready = self.recorded = False
+        self.known = self.ready = self.recorded = False
         self.forget(layer)
 
     def stop(self, layer: Any) -> None:
@@ -114,6 +126,7 @@ class LayerScaling:
         if self.number is None:
             self.number = next(_numbers)
         _layers[self.number] = layer
+        self.saturation.members.add(self)
 
     def sources(self, layer: Any) -> tuple[ScaleSource, ...]:
         """Return the scale sources of input, weight and gradient, for eager code.
@@ -132,7 +145,7 @@ class LayerScaling:
                         setattr(layer, name, buffer.clone())
                 _, scales, slots = scaling_buffers(layer)
                 self._sources = tuple(ScaleSource(None, slot) for slot in (*slots, None, None))
-                if self.ready:
+                if self.known:
                     self.take(layer, scales.clone())
         return self._sources
 
@@ -157,7 +170,7 @@ class LayerScaling:
                 source.scale.copy_(scale)  # a CUDA graph of a whole step reads this memory
             else:
                 source.scale = scale
-        self.ready = True
+        self.known, self.ready = True, not self.saturation.returns
         layer.fp8.payloads.forget()
 
     def forget(self, layer: Any) -> None:
@@ -192,7 +205,19 @@ def pushed_history(layer: Any) -> Tensor:
     """Return the histories (3, H), with the amaxes since the optimizer's last step in front."""
     history, _, slots = scaling_buffers(layer)
     recorded = torch.stack(slots).view(torch.float32)  # (3,)
-    return push_amax(history, recorded, layer.fp8.config.amax_compute_algo)
+    return push_amax(history, recorded, layer.fp8.scaling.rule.algorithm)
+
+
+def _recorded(layer: Any) -> list[Tensor]:
+    """Return the amaxes of the three operands in the last step, () float32 each.
+
+    Casts record none of a weight in two halves that keeps its amax: they scale by it.
+    """
+    amaxes = [slot.view(torch.float32) for slot in scaling_buffers(layer)[2]]
+    if isinstance(layer.weight, SplitWeight):
+        current = layer.weight.halves.current_amax()
+        amaxes[WEIGHT] = amaxes[WEIGHT] if current is None else current
+    return amaxes
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -208,7 +233,11 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         layer
         for layer in list(_layers.values())
         if layer.fp8.scaling.recorded
-        or (layer.training and (id(layer.weight) in held or _is_frozen_in_graph(layer.weight)))
+        or (
+            layer.training
+            and (layer.fp8.scaling.rule.eager or ran_in_graph())
+            and (id(layer.weight) in held or _is_frozen_in_graph(layer.weight))
+        )
     )
 
 
@@ -252,10 +281,10 @@ def _by_kind(layers: Iterable[Any]) -> dict[Any, list[Any]]:
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
-    history, config, recipe = scaling_buffers(layer)[0], layer.fp8.config, layer.fp8.recipe
+    history, rule, recipe = scaling_buffers(layer)[0], layer.fp8.scaling.rule, layer.fp8.recipe
     mesh = layer.weight.device_mesh if isinstance(layer.weight, DTensor) else None
     formats = recipe.input.format, recipe.weight.format, recipe.grad_output.format
-    return mesh, history.device, history.shape, formats, config.amax_compute_algo, config.margin
+    return mesh, history.device, formats, rule, rule.eager or id(layer.fp8.scaling.saturation)
 
 
 def _renew(layers: Sequence[Any], mesh: Any) -> None:
@@ -268,16 +297,31 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
     buffers = [scaling_buffers(layer) for layer in layers]
     histories = [history for history, _, _ in buffers]
     slots = [slot for _, _, of_layer in buffers for slot in of_layer]
-    recorded = torch.stack(slots).view(torch.float32).view(-1, 3)  # (L, 3)
+    recorded = torch.stack(list(itertools.chain.from_iterable(map(_recorded, layers)))).view(-1, 3)
     for dim in range(0 if mesh is None else mesh.ndim):
         # Backends disagree on max(number, NaN), but not on max(number, infinity).
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    algorithm = layers[0].fp8.config.amax_compute_algo
+    algorithm = layers[0].fp8.scaling.rule.algorithm
+    if not layers[0].fp8.scaling.rule.eager and not _see_saturation(layers, recorded):
+        return
     pushed = push_amax(torch.stack(histories), recorded, algorithm)  # (L, 3, H)
     zero = torch.zeros((), dtype=torch.int32, device=recorded.device)
     torch._foreach_copy_([*histories, *slots], [*pushed.unbind(), *[zero] * len(slots)])
     _take_scales(layers, scales_of(layers[0], pushed))
+
+
+def _see_saturation(layers: Sequence[Any], recorded: Tensor) -> bool:
+    """Compare amaxes (L, 3) with the scales that casts had; return whether graphs recorded any."""
+    scaling, recipe = layers[0].fp8.scaling, layers[0].fp8.recipe
+    activations = recorded[:, [INPUT, GRAD_OUTPUT]]  # (L, 2)
+    if not any(layer.fp8.scaling.known for layer in layers):  # before the first compiled step
+        return not is_capturing(recorded.device) and bool(activations.any())
+    largest = activations.new_tensor([recipe.input.format.max, recipe.grad_output.format.max])
+    scales = torch.stack([scaling_buffers(layer)[1] for layer in layers])[..., 0]  # (L, 3)
+    limits = scales[:, [INPUT, GRAD_OUTPUT]] * largest
+    scaling.saturation.see(scaling.number, activations, limits)
+    return True
 
 
 def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
@@ -296,9 +340,9 @@ def scales_of(layer: Any, histories: Tensor) -> Tensor:
         layer: one of these layers, for its options.
         histories: (L, 3, H) float32, the newest amax first.
     """
-    config, recipe = layer.fp8.config, layer.fp8.recipe
-    past = past_amax(histories, config.amax_compute_algo)  # (L, 3)
+    rule, recipe = layer.fp8.scaling.rule, layer.fp8.recipe
+    past = past_amax(histories, rule.algorithm)  # (L, 3)
     past = torch.where(past > 0, past, past.amax(0))  # only zeros so far: the largest elsewhere
     formats = recipe.input.format, recipe.weight.format, recipe.grad_output.format
-    columns = zip(past.unbind(1), formats, strict=True)
-    return torch.stack([delayed_scale(column, of, config.margin) for column, of in columns], 1)
+    columns = zip(past.unbind(1), formats, rule.margins, strict=True)
+    return torch.stack([delayed_scale(*column) for column in columns], 1)

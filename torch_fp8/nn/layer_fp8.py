@@ -24,6 +24,7 @@ from torch_fp8.nn.delayed_scaling import LayerScaling
 from torch_fp8.nn.dtensor_layout import Parts, local_operands
 from torch_fp8.nn.frozen_storage import FrozenState
 from torch_fp8.nn.linear_function import LinearOptions
+from torch_fp8.nn.scaling_rule import ScalingRule
 from torch_fp8.ops.registry import is_watched
 from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
 from torch_fp8.quantization.formats import CAST_DTYPES
@@ -90,9 +91,9 @@ class LayerFP8:
     ) -> None:
         self.name, self.config, self.recipe = name, config, recipe
         self.transposed, self.frozen = transposed, frozen
-        own = config.backend == "torch"
-        self.scaling = LayerScaling() if own and recipe.delayed else None
-        self.payloads = PayloadCache(own and config.keep_eval_weights)
+        rule = ScalingRule.of(config, recipe)
+        self.scaling = LayerScaling(rule) if rule else None
+        self.payloads = PayloadCache(config.backend == "torch" and config.keep_eval_weights)
         self.channels = ChannelMaxima() if recipe.smooth else None
         self.observer: Any = None
         self.served: tuple[Tensor, Tensor, str] | None = None
@@ -106,6 +107,11 @@ class LayerFP8:
         self.emulate = emulate
         self.casts = as_text((self.recipe, self.transposed, emulate))
         self.forget_quantizers()
+
+    @property
+    def delayed(self) -> LayerScaling | None:
+        """The state of delayed scaling if eager code uses it, too."""
+        return self.scaling if self.scaling is not None and self.scaling.rule.eager else None
 
     @property
     def scales_known(self) -> bool:
@@ -132,8 +138,8 @@ class LayerFP8:
             self.called = True
         recipe = self.recipe
         sources: tuple[Any, ...] = (OF_TENSOR,) * 3
-        if self.scaling is not None and not compiling:
-            sources = self.scaling.sources(layer)
+        if self.delayed is not None and not compiling:
+            sources = self.delayed.sources(layer)
         of_input, of_weight, of_gradient = sources
         quantizers = Quantizers(
             Quantizer(recipe.input, of_input, group),
@@ -150,11 +156,11 @@ class LayerFP8:
 
     def _records(self, layer: Any) -> bool:
         """Return whether casts record amaxes; first take scales from shared memory, if they are."""
-        if self.scaling is None:
+        if self.delayed is None:
             return False
         scales, training = layer.fp8_scales, layer.training
         if scales.device.type == "cpu" and not torch.compiler.is_compiling() and scales.is_shared():
-            self.scaling.follow(layer)
+            self.delayed.follow(layer)
         return training
 
     def quantizer(self, layer: Any, operand: int, group: Any = None) -> Quantizer:
@@ -201,8 +207,8 @@ class LayerFP8:
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget()
-        if self.scaling is not None and self._records(layer):
-            self.scaling.recorded = True
+        if self.delayed is not None and self._records(layer):
+            self.delayed.recorded = True
         if operands.parts is not None:
             return self.new_options(layer, operands)
         key = operands.dtype, autocast_dtype(operands.weight.device.type), layer.training

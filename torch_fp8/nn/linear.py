@@ -211,7 +211,7 @@ class Float8Layer(FrozenStorage):
         scaling_buffers(self)[0].copy_(history)
         if history.any():
             assert self.fp8.scaling is not None
-            self.fp8.scaling.ready = True
+            self.fp8.scaling.known = self.fp8.scaling.ready = True
             restore_scales([self])
 
     # ---- what torch asks of a module -------------------------------------------------------------

@@ -10,7 +10,7 @@ The result is computed in float32 and rounded once, even if the original module 
 normalized x before it multiplies by the weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_fp8.autograd.current_pass import (
     RunsFP8,
     is_plain,
+    is_traced,
     is_transformed,
     saves_nothing,
 )
@@ -201,13 +202,22 @@ class _RMSNormFunction(torch.autograd.Function):
         col = options.keep and not dropped
         offset, out_dtype = options.offset, options.out_dtype
         inputs = NormInputs(matrix.detach(), weight.detach(), eps, offset, out_dtype)
+        ctx.unread = None
+        if keep:
+            ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
+        if options.on_read is None and options.quantizer is not None and is_traced():
+            ctx.unread = unread = _Unread(inputs, save)
+            if keep:
+                ctx.save_for_backward(*((weight,) if save else (weight, x)))
+            rstd, *_ = rms_norm_statistics(inputs, False)  # removed if nobody reads y
+            y = reshaped(rms_norm(inputs.with_rstd(rstd)), x.shape)  # (R, C) -> (..., C)
+            return with_source(y, LazySource(options.name, inputs[:2], unread))
         produced = _Produced(inputs, options, save and not dropped, col)
         if keep:
-            of_x: tuple[Any, ...] = (x,)
+            of_x: Sequence[Tensor | None] = (x,)
             if save:
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
-            ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if options.on_read is None:  # in a graph, or with a weight that FSDP2 frees
             y = reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
             return y if options.quantizer is None else with_source(y, produced.production())
@@ -216,7 +226,10 @@ class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, rstd, x, *scale = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
+        if ctx.unread is not None:  # traced together with forward, which has read the result by now
+            saved = [ctx.unread.norm.rstd, *(saved or ctx.unread.saved)]
+        rstd, x, *scale = saved
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         # (..., C) -> (R, C)
         grad, x = (t.reshape(-1, ctx.shape[-1]) for t in (plain(grad), x))
@@ -248,10 +261,12 @@ def _norm_in_graph(
 
 
 class _Unread(Producer):
-    """An output of a norm that computes nothing before it is read."""
+    """An output of a norm that computes nothing before it is read, nor `saved`: x in FP8."""
 
-    def __init__(self, inputs: NormInputs) -> None:
-        self._inputs = inputs
+    saved: Sequence[Tensor | None] = ()
+
+    def __init__(self, inputs: NormInputs, save: bool = False) -> None:
+        self._inputs, self._save = inputs, save
         self._norm: NormWithRstd | None = None
         self._amax: Tensor | None = None
 
@@ -259,8 +274,8 @@ class _Unread(Producer):
     def norm(self) -> NormWithRstd:
         """Arguments of the operators that need rstd, which is computed at first use."""
         if self._norm is None:
-            rstd, self._amax, *_ = rms_norm_statistics(self._inputs, False)
-            self._norm = self._inputs.with_rstd(rstd)
+            rstd, self._amax, *saved = rms_norm_statistics(self._inputs, self._save)
+            self._norm, self.saved = self._inputs.with_rstd(rstd), saved
         return self._norm
 
     def dense(self) -> Tensor:
@@ -277,10 +292,11 @@ class _Unread(Producer):
         return tensor_amax(rms_norm(norm)) if self._amax is None else self._amax
 
     def layouts(self, options: CastOptions) -> Payloads:
-        if self._norm is not None:
+        known = options.scale is not None or options.granularity.startswith("block")
+        if self._norm is not None or (self._save and not known):
             return self._later(options)
-        results = rms_norm_quantize_once(self._inputs, options, False)
-        self._norm = self._inputs.with_rstd(results[4])
+        results = rms_norm_quantize_once(self._inputs, options, self._save)
+        self._norm, self.saved = self._inputs.with_rstd(results[4]), results[5:7]
         return as_layouts(results[:4], options)
 
     def _later(self, options: CastOptions) -> Payloads:
@@ -303,7 +319,7 @@ class _Produced(_Unread):
     """
 
     def __init__(self, inputs: NormInputs, options: _Options, save: bool, col: bool) -> None:
-        super().__init__(inputs)
+        super().__init__(inputs, save)
         self.options = options
         self.made: Payloads | None = None
         quantizer = options.quantizer
@@ -319,7 +335,7 @@ class _Produced(_Unread):
             results = rms_norm_quantize_once(inputs, cast, save)
             self.made = as_layouts(results[:4], cast)
             rstd, *saved = results[4:7]
-        self.saved: tuple[Tensor | None, ...] = tuple(saved)
+        self.saved = saved
         self._norm = inputs.with_rstd(rstd)
 
     def production(self) -> LazySource:

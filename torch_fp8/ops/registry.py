@@ -58,6 +58,7 @@ def operator(
     cuda: Callable[..., Any] | None = None,
     writes: str = "",
     opaque: bool = False,
+    fuses: bool = False,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Define ``torch.ops.torch_fp8.<name>`` from its reference; return its caller.
 
@@ -75,6 +76,8 @@ def operator(
         writes: the name of the argument that the operator overwrites; graphs keep such an operator.
         opaque: whether the reference runs on every device, because it only calls other operators,
             in loops whose results must not all live at once, as they would in a recorded call.
+        fuses: whether graphs for CUDA have the reference in place of kernels, because Inductor
+            joins it with its neighbours.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -93,7 +96,8 @@ def operator(
         # The same in graphs and in eager code.
         replayed = reference if opaque else Replayed(cuda or launch)
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, replayed, fake))
-        traced = None if cuda or writes or opaque else _unflattened(launch, parameters)
+        in_graph = reference if fuses else launch
+        traced = None if cuda or writes or opaque else _unflattened(in_graph, parameters)
         call = define(schema, *of_flat, eager=replayed, traced=traced)
         functools.update_wrapper(call, reference)
         call.reference = reference

@@ -75,7 +75,7 @@ def _casts(optimizer: Float8Optimizer, model: nn.Module | None) -> dict[Halves, 
             continue
         cast = PayloadCast.of(module.fp8.recipe.weight, transposed)
         for weight in weights:
-            if isinstance(weight, SplitWeight) and weight in stepped and not cast.spec.delayed:
+            if isinstance(weight, SplitWeight) and weight in stepped:
                 casts.setdefault(weight.halves, cast)
     return casts
 

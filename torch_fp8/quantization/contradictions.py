@@ -10,6 +10,7 @@ from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
 PROBES = ("clip_search", "logit_sharpness")
 ON_ALARM = ("warn", "bf16", *RECIPES)
 _TE = ("transformer-engine",)
+_OTHERS = tuple(name for name in RECIPES if name != "tensorwise")
 _OWNERS: tuple[tuple[str, str, Container[object], object], ...] = (
     ("auto", "recipe", ("auto",), "auto"),
     ("delayed", "recipe", ("delayed",), "delayed"),
@@ -22,7 +23,7 @@ and the value to suggest.
 """
 _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...] = (
     ("recipe", E4M3_ONLY, "grad_format", ("e5m2",), "it takes gradients in E4M3 only"),
-    ("recipe", ("delayed",), "cache_weights", (True,), "every forward changes the scales"),
+    ("recipe", _OTHERS, "graph_scales", ("last_step",), "it is for layers with tensorwise"),
     ("opt_level", ("O1",), "cache_weights", (True,), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "frozen_weights", ("fp8",), "O1 leaves weights unchanged"),
     ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),

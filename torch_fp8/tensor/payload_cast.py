@@ -38,8 +38,11 @@ class PayloadCast(NamedTuple):
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the scale comes from the weight's amax, which takes a read of its own."""
-        return self.spec.granularity == "tensorwise" and not self.spec.delayed
+        """Whether the scale comes from the weight's amax, which takes a read of its own.
+
+        With delayed scaling, too: the optimizer knows the amax of the weight that it writes.
+        """
+        return self.spec.granularity == "tensorwise"
 
     @property
     def serves_backward(self) -> bool:

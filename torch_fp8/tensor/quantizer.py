@@ -256,7 +256,9 @@ class Quantizers(NamedTuple):
         known = scales.clone()[:, 0].unbind() if ready else (None,) * 3
         recorded = slots if training else (None, None, slots[2])
         of_input, of_weight, of_gradient = map(ScaleSource, known, recorded)
-        weight = self.weight.quantizer._replace(source=of_weight)
+        weight = self.weight.quantizer
+        if weight.spec.delayed:
+            weight = weight._replace(source=of_weight)
         return self._replace(
             input=self.input._replace(source=of_input),
             weight=self.weight._replace(quantizer=weight),

@@ -25,3 +25,9 @@ def test_a_graph_for_each_bucket_of_ddp(cases):
         assert compiled_losses == pytest.approx(losses, rel=1e-3)
         assert worst > 20
     assert cases["ddp_in_parts"][0][-1] > 2
+
+
+def test_ranks_that_share_weights_agree_on_the_last_steps_scales(cases):
+    first, second = cases["last_step"]
+    assert first == second
+    assert all(scale > 0 for scales in first for scale in scales)

@@ -208,11 +208,6 @@ def test_goes_through_json_environment_copies_and_repr(monkeypatch):
             "takes gradients in E4M3 only",
         ),
         (
-            {"overrides": {"a": {"recipe": "delayed"}}, "cache_weights": True},
-            ValueError,
-            "recipe='delayed' excludes cache_weights=True",
-        ),
-        (
             {"overrides": {"a": {"recipe": "rowwise"}}, "save_format": "fine-grained"},
             ValueError,
             "cannot express recipe='rowwise'",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 from torch_fp8.nn.delayed_scaling import BUFFERS, renew_scales
 from torch_fp8.ops import quantize
@@ -159,3 +160,21 @@ def test_a_layer_follows_the_optimizer_when_a_shallow_copy_of_it_is_gone():
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert not model[0].fp8.scaling.recorded
     assert model[0].fp8.scales_known
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_weight_in_two_halves_is_scaled_by_its_current_amax(cached):
+    """The optimizer's step brings it, so that no cast records it and no history makes it wait."""
+    model = nn.Sequential(nn.Linear(128, 192))
+    config = FP8Config(recipe="delayed", amax_history_len=4, cache_weights=cached)
+    optimizer, _ = adamw(model, config, lr=0.1)
+    layer, amaxes = model[0], []
+    for _ in range(3):
+        layer(torch.randn(16, 128)).sum().backward()
+        assert not layer.fp8_weight_amax
+        optimizer.step()
+        amaxes.insert(0, layer.weight.halves.high.abs().max().float())
+        payload = layer.fp8.quantizers(layer).weight.for_fprop(layer.weight)
+        assert payload.scale == amaxes[0] / 448
+    assert torch.equal(layer.fp8_amax_history[1, :3], torch.stack(amaxes))
+    assert torch.equal(layer.scaling_state[0][1, :3], torch.stack(amaxes))

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.models import llama
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.tensor.dtensor import local
 
 
 def case_ddp_in_parts():
@@ -31,6 +32,17 @@ def case_ddp_whole():
 def case_fsdp():
     """One graph for each layer, as without FP8."""
     return _compared(_under_fsdp, FP8Config(opt_level="O1"))
+
+
+def case_last_step():
+    """Shards of a layer cast with the scales of all ranks, of which rank 1 has larger inputs."""
+    model = _sharded(FP8Config(opt_level="O1", graph_scales="last_step"), "aot_eager")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.to_local().mul_(1 + RANK)
+    _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
+    assert all(layer.fp8.scales_known for layer in layers)
+    return [local(layer.fp8_scales)[:, 0].tolist() for layer in layers]
 
 
 def _compared(train, config):
@@ -64,6 +76,11 @@ def _under_ddp(config, backend):
 
 
 def _under_fsdp(config, backend):
+    model = _sharded(config, backend)
+    return _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def _sharded(config, backend):
     model = _llama()
     convert_to_float8(model, config)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -73,7 +90,7 @@ def _under_fsdp(config, backend):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     connect_fsdp(model, config)
-    return _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return model
 
 
 def _train(model, optimizer):

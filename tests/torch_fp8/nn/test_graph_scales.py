@@ -1,0 +1,232 @@
+"""``graph_scales="last_step"``: graphs cast with the last step's amaxes, whatever a loop does."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from tests.steps import adamw, through_a_file
+from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
+from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
+
+E4M3, E5M2 = 448.0, 57344.0
+
+
+class Run:
+    """A compiled model and its optimizer."""
+
+    def __init__(self, scales="last_step", compiled=True, through=None, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+        self.config = FP8Config(recipe="tensorwise", graph_scales=scales, **options)
+        self.optimizer, _ = adamw(self.model, self.config, lr=1e-3)
+        torch._dynamo.reset()
+        self.counter = CompileCounterWithBackend("aot_eager")
+        forward = self.model if through is None else lambda x: through(self.model, x)
+        self.forward = torch.compile(forward, backend=self.counter) if compiled else forward
+
+    @property
+    def first(self):
+        return self.model[0]
+
+    @property
+    def saturation(self):
+        return self.first.fp8.scaling.saturation
+
+    def batch(self, seed, factor=1.0):
+        y = self.forward(factor * _x(seed))
+        y.square().mean().backward()
+        return y.detach()
+
+    def step(self, *seeds, factor=1.0):
+        outputs = [self.batch(seed, factor) for seed in seeds]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(outputs)
+
+    def amax(self):
+        return float(self.first.fp8_amax_history[INPUT])
+
+
+def _x(seed):
+    return torch.randn(16, 128, generator=torch.Generator().manual_seed(seed))
+
+
+def _amax(*seeds):
+    return max(float(_x(seed).abs().max()) for seed in seeds)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_scales_are_the_largest_of_the_last_step(level):
+    run = Run(opt_level=level)
+    run.step(0)
+    for seeds in ((1, 2), (3, 4), (5,)):
+        run.step(*seeds)
+        input, gradient = run.first.fp8_amax_history[[INPUT, GRAD_OUTPUT], 0].tolist()
+        assert input == _amax(*seeds)
+        scales = run.first.fp8_scales[[INPUT, GRAD_OUTPUT], 0].tolist()
+        assert scales == pytest.approx([4 * input / E4M3, 8 * gradient / E5M2])
+        assert level != "O1" or not run.first.fp8_amax_history[WEIGHT]  # its scale is current
+    assert run.counter.frame_count == 2  # the first step has current scales
+    assert run.saturation.count == 0
+
+
+def test_the_first_step_has_current_scales_and_the_second_one_has_not():
+    run, current = Run(), Run("current")
+    assert torch.equal(run.step(0), current.step(0))
+    assert not torch.equal(run.step(1), current.step(1))
+    assert (run.counter.frame_count, current.counter.frame_count) == (2, 1)
+
+
+def test_eager_code_keeps_its_scales():
+    run, current = Run(compiled=False), Run("current", compiled=False)
+    for seed in range(3):
+        assert torch.equal(run.step(seed), current.step(seed))
+    assert not run.first.fp8_amax_history.any()
+
+
+def test_what_a_graph_casts_saturates():
+    run, twin = Run(), Run()
+    for each in (run, twin):
+        each.step(0)
+    limit = 4 * _amax(0)
+    got = run.forward(64 * _x(1))
+    want = twin.forward((64 * _x(1)).clamp(-limit, limit))
+    assert torch.equal(got, want)
+    assert (64 * _x(1)).abs().max() > limit
+
+
+@pytest.mark.parametrize("factor", [8, 64, 1000])
+def test_a_step_after_a_jump_has_current_scales_and_no_new_graph(factor):
+    run, returned = Run(), []
+    for step in range(8):
+        returned.append(run.saturation.returns)
+        run.step(step, factor=factor if step == 3 else 1)
+    # Step 3 saturates, step 4 has its amaxes, after which the host has read of it.
+    assert returned == [step == 5 for step in range(8)]
+    assert run.counter.frame_count == 2
+    assert run.saturation.count >= 1
+    assert run.amax() == _amax(7)
+
+
+def test_nothing_saturates_in_a_step_with_current_scales():
+    run, returned = Run(), []
+    for step in range(9):
+        returned.append(run.saturation.returns)
+        run.step(step, factor=64 if step in (3, 5) else 1)
+    assert returned == [step == 5 for step in range(9)]
+
+
+def test_a_checkpoint_and_an_evaluation_change_no_scale():
+    def through(model, x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    run, twin = Run(), Run(through=through)
+    for seed in range(3):
+        assert torch.equal(run.step(seed), twin.step(seed))
+        run.model.eval()
+        with torch.no_grad():
+            run.forward(100 * _x(seed))
+        run.model.train()
+    buffers = zip(run.model.buffers(), twin.model.buffers(), strict=True)
+    assert all(torch.equal(a, b) for a, b in buffers)
+
+
+def test_evaluation_before_the_first_step_has_current_scales():
+    run, current = Run(), Run("current")
+    for each in (run, current):
+        each.model.eval()
+    with torch.no_grad():
+        assert torch.equal(run.forward(_x(0)), current.forward(_x(0)))
+    run.model.train()
+    run.optimizer.step()  # of a step in eager code, which records nothing
+    assert not run.first.fp8.scales_known
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_never_becomes_a_scale(value):
+    run = Run(opt_level="O1")
+    run.step(0)
+    run.forward(torch.full((16, 128), value))  # a loop skips this step
+    run.step(1)
+    assert run.amax() == _amax(0)
+    run.step(2)
+    assert run.amax() == _amax(2)
+    assert run.saturation.count == 0
+
+
+def test_steps_in_eager_code_and_layers_that_did_not_run_leave_scales_alone():
+    run = Run()
+    run.step(0)
+    run.optimizer.step()
+    run.model(_x(1)).sum().backward()
+    run.optimizer.step()
+    assert run.amax() == _amax(0)
+    assert run.saturation.count == 0
+
+
+def test_several_foreign_optimizers_return_to_current_scales_together():
+    run = Run(opt_level="O1")
+    layers = (run.model[0], run.model[2])
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in layers]
+    returned = []
+    for step in range(6):
+        returned.append([layer.fp8.scaling.ready for layer in layers])
+        run.batch(step, 64 if step == 2 else 1)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert returned == [[step not in (0, 4)] * 2 for step in range(6)]
+    assert run.counter.frame_count == 2
+
+
+@pytest.mark.parametrize("saved_after", [2, 4, 5])
+def test_a_resumed_run_goes_on_bit_for_bit(saved_after):
+    run, again = Run(), Run()
+    for step in range(saved_after):
+        run.step(step, factor=64 if step == 3 else 1)
+    state = through_a_file(
+        [run.model.state_dict(), run.optimizer.state_dict(), scaling_state_dict(run.model)], True
+    )
+    again.model.load_state_dict(state[0])
+    again.optimizer.load_state_dict(state[1])
+    load_scaling_state_dict(again.model, state[2])
+    for step in range(saved_after, 8):
+        factor = 64 if step == 3 else 1
+        assert torch.equal(run.step(step, factor=factor), again.step(step, factor=factor)), step
+        assert run.saturation.returns == again.saturation.returns
+
+
+def test_copies_of_a_model_share_nothing():
+    run = Run()
+    run.step(0)
+    twin = copy.deepcopy(run.model)
+    assert twin[0].fp8.scaling.saturation is twin[2].fp8.scaling.saturation
+    assert twin[0].fp8.scaling.saturation is not run.saturation
+    run.saturation.load(run.first.fp8.scaling.number, torch.tensor([1.0, 0.0]))
+    assert twin[0].fp8.scales_known
+    assert not run.first.fp8.scales_known
+
+
+def test_other_recipes_refuse_it():
+    with pytest.raises(ValueError, match="excludes graph_scales='last_step'"):
+        FP8Config(recipe="blockwise", graph_scales="last_step")
+
+
+def test_layers_with_frozen_weights_train_in_two_graphs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+    model[0].requires_grad_(False)
+    convert_to_float8(model, FP8Config(recipe="tensorwise", graph_scales="last_step"))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    forward = torch.compile(model, backend=counter)
+    for seed in range(3):
+        forward(_x(seed)).square().mean().backward()
+        optimizer.step()
+    assert counter.frame_count == 2
+    assert float(model[2].fp8_amax_history[GRAD_OUTPUT]) > 0

@@ -1,0 +1,38 @@
+"""`ScalingRule`: how a layer's scales follow from the amaxes of past steps."""
+
+from typing import NamedTuple
+
+from torch_fp8.config import FP8Config
+from torch_fp8.quantization.recipe import Recipe
+
+
+class ScalingRule(NamedTuple):
+    """How scales follow from recorded amaxes.
+
+    Attributes:
+        history_len, algorithm: length of the histories, and the amax that a scale takes from one.
+        margins: headroom of input, weight and gradient in powers of two.
+        eager: whether eager code uses the scales, too; else graphs of torch.compile alone, which
+            cast the weight with its current scale.
+    """
+
+    history_len: int
+    algorithm: str
+    margins: tuple[int, int, int]
+    eager: bool = True
+
+    @staticmethod
+    def of(config: FP8Config, recipe: Recipe) -> "ScalingRule | None":
+        """Return the rule of a layer, or None if its scales come from the current tensors."""
+        if config.backend != "torch":
+            return None
+        if recipe.delayed:
+            margins = config.margin, config.margin, config.margin
+            return ScalingRule(config.amax_history_len, config.amax_compute_algo, margins)
+        if config.graph_scales == "last_step" and recipe.name == "tensorwise" and not recipe.smooth:
+            return LAST_STEP
+        return None
+
+
+LAST_STEP = ScalingRule(1, "most_recent", (2, 0, 3), eager=False)
+"""The rule of ``FP8Config(graph_scales="last_step")``; margins by `known_scales.csv`."""
