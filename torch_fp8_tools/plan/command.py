@@ -65,22 +65,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from torch_fp8_tools.plan.plan import plan
+    from torch_fp8_tools.plan.plan import checkpointed, plan
 
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
         return _scaling(options, levels)
-    arguments = {"gpus": options.gpus[0], **_arguments(options)}
-    result = plan(options.model, levels=levels, **arguments)
+    result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
     if not result.fits and not options.checkpointing:
-        arguments["checkpointing"] = True
         smallest = tuple(level for level in levels if level in ("O2", "O3")) or levels
-        checkpointed = plan(options.model, levels=smallest, **arguments)
-        if checkpointed.fits:
+        again = checkpointed(result, smallest)
+        if again.fits:
             print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
-            result = checkpointed
+            result = again
         else:
-            peak = min(level.peak for level in checkpointed.levels.values())
+            peak = min(level.peak for level in again.levels.values())
             print(f"With --checkpointing nothing fits either: {peak / 2**30:.1f} GiB at the peak.",
                   file=sys.stderr)  # fmt: skip
     if options.json:

@@ -175,6 +175,15 @@ def plan_beside(
         return _plan(make_setup(model, **options), levels, counted)
 
 
+def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
+    """Plan a run again with activation checkpointing, at some levels."""
+    setup = dataclasses.replace(planned.setup, checkpointing=True)
+    vars(setup).update(layers=planned.setup.layers)  # takes seconds to make again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _plan(setup, levels, {})
+
+
 def _plan(
     setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
 ) -> Plan:

@@ -6,7 +6,7 @@ import re
 import pytest
 from transformers import AutoConfig
 
-from torch_fp8_tools.plan import steps
+from torch_fp8_tools.plan import kernel_functions, steps
 from torch_fp8_tools.plan.plan import plan
 from torch_fp8_tools.plan.setup import make_setup
 from torch_fp8_tools.plan.steps import step_bytes
@@ -57,6 +57,31 @@ def test_loops_over_chunks_are_counted(monkeypatch):
     monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
     assert step_bytes(setups[1], "policy", "bf16-mixed") == counted
     assert counted.lengths == ()
+
+
+_KDA = {"linear_attn_config": {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4}}
+_FUNCTIONS = [
+    ("qwen3_next", _CHUNKS, {}),
+    ("qwen3_next", _CHUNKS, {"gpus": 4}),
+    ("qwen3_next", _CHUNKS, {"checkpointing": True}),
+    ("jamba", _JAMBA, {}),
+    ("jamba", _JAMBA, {"gpus": 4, "checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize("level", ["bf16-mixed", "O2"])
+@pytest.mark.parametrize(("kind", "more", "options"), _FUNCTIONS)
+def test_functions_with_kernels_are_followed_once(kind, more, options, level, monkeypatch):
+    """Each layer at each level ran their loops: 29 s for `kimi_linear`, 33 s for another."""
+    operators = {}
+    monkeypatch.setattr(kernel_functions.KernelFunctions, "_known", {})
+    for fewest in (10**9, 100):
+        monkeypatch.setattr(kernel_functions, "FEWEST_OPERATORS", fewest)
+        setup = make_setup(config_of(kind, **more), sequence=130, **options)
+        operators[fewest] = step_bytes(setup, "policy", level)
+    whole, once = operators.values()
+    assert dataclasses.replace(once, saved=whole.saved) == whole
+    assert options.get("checkpointing") or once.saved == whole.saved
 
 
 def test_a_plan_says_that_it_extrapolates(monkeypatch):

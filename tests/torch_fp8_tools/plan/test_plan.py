@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_planned_again_with_checkpointing(
     calls = []
 
     class Made:
-        def __init__(self, model, *, levels, checkpointing, **others):
+        def __init__(self, model, levels, *, checkpointing=True, **others):
             calls.append((levels, checkpointing))
             self.fits = checkpointing in fits
             self.checkpointing = checkpointing
@@ -318,7 +318,8 @@ def test_what_does_not_fit_is_planned_again_with_checkpointing(
         def __str__(self):
             return f"checkpointing {self.checkpointing}\n"
 
-    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", Made)
+    for name in ("plan", "checkpointed"):
+        monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], name, Made)
     assert cli.main(["plan", "llama-3.1-8b", *options]) == status
     assert calls == tried
     printed = capsys.readouterr()
