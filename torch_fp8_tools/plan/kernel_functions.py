@@ -92,7 +92,10 @@ class KernelFunctions:
         return once
 
     def _follow(self, call: Callable[[list[Any]], Any], like: list[Any]) -> _Bytes | None:
-        """Run a call forward and backward on new tensors; None if it cannot stand for others."""
+        """Run a call forward and backward on new tensors; None if it cannot stand for others.
+
+        The peak of backward counts all inputs, as if the caller held them.
+        """
         step = self._step
         peak, calls, begun = step.peak, step.calls, step.begun
         inputs = [step.new(t, layout_of(t)).requires_grad_(t.requires_grad) for t in like]
@@ -100,7 +103,7 @@ class KernelFunctions:
         # Not the hooks of activation checkpointing, which drop what backward needs.
         with torch.autograd.graph.saved_tensors_hooks(step.save, lambda tensor: tensor):
             start = step.reset_peak()
-            returned = call([t.view_as(t) for t in inputs])  # autocast keeps what it casts of leaves
+            returned = call([t.view_as(t) for t in inputs])  # autocast caches casts of leaves
             forward = step.beyond(start), step.calls - calls
             is_tuple = isinstance(returned, tuple)
             results = [*returned] if is_tuple else [returned]
@@ -171,7 +174,10 @@ class _SameBytes(torch.autograd.Function):
         held = ctx.saved_tensors[0]
         step.add_call(*known.backward)
         step.free(held)
-        return None, None, *(each and step.new(held, each) for each in known.gradients)
+        peak = step.peak  # the call's; torch frees inputs and gradients of outputs at its end
+        gradients = [each and step.new(held, each) for each in known.gradients]
+        step.peak = peak
+        return None, None, *gradients
 
 
 def _are_plain(tensors: list[Any]) -> bool:
