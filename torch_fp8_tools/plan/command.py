@@ -65,27 +65,36 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from torch_fp8_tools.plan.plan import checkpointed, plan
+    from torch_fp8_tools.plan.plan import plan
 
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
         return _scaling(options, levels)
     result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
     if not result.fits and not options.checkpointing:
-        smallest = tuple(level for level in levels if level in ("O2", "O3")) or levels
-        again = checkpointed(result, smallest)
-        if again.fits:
-            print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
-            result = again
-        else:
-            peak = min(level.peak for level in again.levels.values())
-            print(f"With --checkpointing nothing fits either: {peak / 2**30:.1f} GiB at the peak.",
-                  file=sys.stderr)  # fmt: skip
+        result = _checkpointed(result, tuple(n for n in levels if n in ("O2", "O3")) or levels)
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
         print(result, end="")
     return 0 if result.fits else 1
+
+
+def _checkpointed(planned: Any, levels: tuple[str, ...]) -> Any:
+    """Plan again with --checkpointing if that can fit, and say what came of it."""
+    from torch_fp8_tools.plan.plan import checkpointed, left_of
+
+    standing = min(planned.levels[level].standing for level in levels)
+    alone = ", of weights and states alone"
+    if left_of(planned.setup.memory * 2**30, standing) >= 0:
+        again = checkpointed(planned, levels)
+        if again.fits:
+            print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
+            return again
+        standing, alone = min(level.peak for level in again.levels.values()), " at the peak"
+    print(f"With --checkpointing nothing fits either: {standing / 2**30:.1f} GiB{alone}.",
+          file=sys.stderr)  # fmt: skip
+    return planned
 
 
 def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:

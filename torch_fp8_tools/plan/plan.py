@@ -59,6 +59,11 @@ class LevelPlan:
     wire: int
     config: str
 
+    @property
+    def standing(self) -> int:
+        """The bytes of weights and states, which no option of a run's steps changes."""
+        return sum(self.bytes[name] for name in CATEGORIES if name != "gradients")
+
 
 @dataclass(frozen=True)
 class Plan:
