@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         "a known result of a step has the dtype of the operator's first tensor",
         "torch_fp8_tools/plan/known_results.py",
-        "results = tuple([_empty(first, *layout) for layout in layouts])",
-        "results = tuple([_empty(first, *layout[:2], first.dtype) for layout in layouts])",
+        "results = tuple([empty(first, *layout) for layout in layouts])",
+        "results = tuple([empty(first, *layout[:2], first.dtype) for layout in layouts])",
         f"{_TESTS}/plan/test_plan.py::test_known_results_are_those_of_the_operators",
     ),
     Fault(

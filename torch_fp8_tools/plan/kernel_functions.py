@@ -116,7 +116,7 @@ class KernelFunctions:
             held = step.total - sum(start.values())
             held -= sum(t.untyped_storage().nbytes() for t in tensors)
             saved = [i for i, tensor in enumerate(inputs) if step.saves(tensor)]
-            found: dict[int, Any] = {}
+            of_inputs: dict[int, Any] = {}
             backward = dict.fromkeys(start, 0), 0
             if roots := [tensor for tensor in tensors if tensor.requires_grad]:
                 before = step.begun = step.calls
@@ -125,12 +125,13 @@ class KernelFunctions:
                 with torch.autocast("cpu", enabled=False):
                     grads = torch.autograd.grad(root, needing, allow_unused=True)
                 backward = step.beyond(step.begin_of_root), step.calls - before
-                found = {id(t): g for t, g in zip(needing, grads, strict=True) if g is not None}
-                is_plain = is_plain and _are_plain([*inputs, *found.values()])
+                pairs = zip(needing, grads, strict=True)
+                of_inputs = {id(t): g for t, g in pairs if g is not None}
+                is_plain = is_plain and _are_plain([*inputs, *of_inputs.values()])
         step.peak, step.calls, step.begun = peak, calls, begun
         if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
             return None
-        gradients = [layout_of(found[id(t)]) if id(t) in found else None for t in inputs]
+        gradients = [layout_of(of_inputs[id(t)]) if id(t) in of_inputs else None for t in inputs]
         return _Bytes(forward, backward, outputs, is_tuple, held, saved, gradients)
 
 
