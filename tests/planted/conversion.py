@@ -109,4 +109,18 @@ FAULTS = [
         "",
         "tests/torch_fp8/nn/test_bf16_forward.py",
     ),
+    Fault(
+        "conversion forgets the buffers that the user keeps from broadcasts",
+        "torch_fp8/conversion/revert.py",
+        "model, [*others, *sorted(ours)]",
+        "model, [*sorted(ours)]",
+        "tests/torch_fp8/conversion/test_scaling_state.py",
+    ),
+    Fault(
+        "a gradient of a weight that is not split stays in 8 bits after revert",
+        "torch_fp8/conversion/revert.py",
+        "            parameter.grad = plain(parameter.grad)\n",
+        "            pass\n",
+        "tests/torch_fp8/conversion/test_revert.py",
+    ),
 ]

@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         "a known result of a step has the dtype of the operator's first tensor",
         "torch_fp8_tools/plan/known_results.py",
-        "results = tuple([_empty(first, *layout) for layout in layouts])",
-        "results = tuple([_empty(first, *layout[:2], first.dtype) for layout in layouts])",
+        "results = tuple([empty(first, *layout) for layout in layouts])",
+        "results = tuple([empty(first, *layout[:2], first.dtype) for layout in layouts])",
         f"{_TESTS}/plan/test_plan.py::test_known_results_are_those_of_the_operators",
     ),
     Fault(
@@ -110,6 +110,27 @@ FAULTS = [
         "if len(few) == len(places):",
         "if few:",
         f"{_TESTS}/plan/test_loops.py::test_layouts_that_are_planned",
+    ),
+    Fault(
+        "a function that is followed once keeps its memory until the step ends",
+        "torch_fp8_tools/plan/kernel_functions.py",
+        "        step.free(held)\n",
+        "",
+        f"{_TESTS}/plan/test_loops.py::test_functions_with_kernels_are_followed_once",
+    ),
+    Fault(
+        "the backward of a function that is followed once has no peak",
+        "torch_fp8_tools/plan/kernel_functions.py",
+        "        step.add_call(*known.backward)\n",
+        "",
+        f"{_TESTS}/plan/test_loops.py::test_functions_with_kernels_are_followed_once",
+    ),
+    Fault(
+        "functions with kernels are followed at each call",
+        "torch_fp8_tools/plan/kernel_functions.py",
+        "if key is not None and key not in self._known:",
+        "if key is not None:",
+        f"{_TESTS}/plan/test_loops.py::test_functions_with_kernels_are_followed_once",
     ),
     Fault(
         "the engine imports its tools",

@@ -10,10 +10,10 @@ values, which are then quantized again; so does ``p.data = x``. To train the wei
 ``requires_grad_(True)`` does so, with a warning, if a layer owns it.
 
 No change is silently lost: writes are checked. A copy rounds its source to FP8. A change (``add_``,
-``mul_``, ...) may be smaller than the steps of E4M3, which are 6 to 12 % of a value, and then
-leaves the weight as it was. An adapter's delta is such a change, and subtracting it again would not
-restore the bytes. So is the sum of several changes that are large by themselves:
-``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
+``mul_``, ..., or a copy of almost the same values) may be smaller than the steps of E4M3, which are
+6 to 12 % of a value, and then leaves the weight as it was. An adapter's delta is such a change, and
+subtracting it again would not restore the bytes. So is the sum of several changes that are large by
+themselves: ``p.mul_(0.9).add_(0.1 * other)`` rounds twice.
 """
 
 import warnings
@@ -211,6 +211,10 @@ _WRITES, _SAMPLE = 4, 1024
 """Number of consecutive writes that are summed, and of elements that are compared for that."""
 
 
+_ROUNDING = 0.01
+"""A bound below the relative change by rounding to E4M3, which is 0.026 of most weights."""
+
+
 class Change(NamedTuple):
     """A change of a weight by one or more writes, in all elements or in a sample of them.
 
@@ -240,18 +244,23 @@ def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
     Args:
         payload: payload to write to.
         values: (R, C) float32, new values.
-        func: operator that computed `values` from the weight; copies are not checked.
+        func: operator that computed `values` from the weight. A copy is checked if it differs from
+            the weight by less than FP8's rounding does, as an average that moves in small steps.
     """
-    if values.is_meta or "copy" in func.__name__:
+    if values.is_meta:
         payload.write(values)
         return
     wanted, changes = values - payload.dequantize(torch.float32), payload.changes
     payload.write(values)
     error = payload.dequantize(torch.float32).sub_(values)
     change = Change((func.overloadpacket.__name__,), wanted, error)
-    payload.changes = [*changes, change.sample()][-_WRITES:]
-    candidates = [change, *_sums(payload.changes)]
-    lost = torch.stack([candidate.is_lost() for candidate in candidates]).tolist()
+    if "copy" in func.__name__:
+        is_small = wanted.square().sum() < _ROUNDING**2 * values.square().sum()
+        candidates, is_checked = [change], is_small
+    else:
+        payload.changes = [*changes, change.sample()][-_WRITES:]
+        candidates, is_checked = [change, *_sums(payload.changes)], True
+    lost = torch.stack([candidate.is_lost() & is_checked for candidate in candidates]).tolist()
     if any(lost):
         _warn_of_loss(payload, candidates[lost.index(True)].names)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
-from torch_fp8_tools.plan.known_results import KnownResults
+from torch_fp8_tools.plan.known_results import KnownResults, Layout, empty
 from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 
@@ -94,7 +94,8 @@ class FollowedStep(MemoryTracker):
         self._groups = fsdp_groups(model)
         self._results = KnownResults()
         self.calls = 0
-        self._most, self._begun = most, 0
+        self._most, self.begun = most, 0
+        self.begin_of_root: dict[str, int] = {}
         self._start()
         for block in self._blocks:  # before FSDP2 gathers its weights
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -111,7 +112,7 @@ class FollowedStep(MemoryTracker):
             return first.fake_device if type(first) is FakeTensor else func(*args)
         out = self._results.__torch_dispatch__(func, types, args, kwargs)
         self.calls += 1
-        if self.calls > self._begun + self._most and 0 < len(self.parts) <= 2 * len(self._blocks):
+        if self.calls > self.begun + self._most and 0 < len(self.parts) <= 2 * len(self._blocks):
             raise LongLoop
         if not func.is_view:
             self.created(func, args, out)
@@ -127,6 +128,22 @@ class FollowedStep(MemoryTracker):
         elif func.namespace == "c10d":
             self._count_sent(func._schema.name.rpartition("::")[2].lstrip("_"), args)
         return out
+
+    def new(self, like: FakeTensor, layout: Layout) -> FakeTensor:
+        """Allocate a tensor of a layout in the mode and on the device of `like`."""
+        tensor = empty(like, *layout)
+        self.assign(tensor, "workspace")
+        return tensor
+
+    def beyond(self, start: dict[str, int]) -> dict[str, int]:
+        """Return the bytes by category at the peak beyond those at a start."""
+        return {name: size - start[name] for name, size in self.peak.items()}
+
+    def add_call(self, beyond: dict[str, int], calls: int) -> None:
+        """Count the operators of a call, and the bytes at its peak beyond those that live now."""
+        self.calls += calls
+        if self.total + sum(beyond.values()) > self.peak_total:
+            self.peak = {name: size + beyond[name] for name, size in self.current.items()}
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
         if not name.startswith((*_GATHERS, *_SCATTERS)):
@@ -161,7 +178,7 @@ class FollowedStep(MemoryTracker):
         self._begin = {"live": self.total, "saved": saved, **self._sent}
 
     def _begin_block(self, _: Any = None) -> None:
-        self._begun = self.calls
+        self.begun = self.calls
 
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""

@@ -17,7 +17,8 @@ from torch_fp8.tensor.base import map_tensors
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _NAMESPACES = ("aten", "torch_fp8")
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype."""
 _BLANK: dict[str, None] = {}
 """The attributes of a FakeTensor without values that are None."""
 
@@ -29,7 +30,7 @@ class KnownResults(TorchDispatchMode):
     """
 
     # Whether there are several results, and the layout of each; None: run the operator.
-    _known: ClassVar[dict[Any, tuple[bool, list[_Layout]] | None]] = {}
+    _known: ClassVar[dict[Any, tuple[bool, list[Layout]] | None]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -61,11 +62,11 @@ class KnownResults(TorchDispatchMode):
         """
         if func.namespace not in _NAMESPACES or func._schema.is_mutable:
             return func(*args, **kwargs)
-        key = _key((func, *args, *kwargs.items()))
+        key = key_of((func, *args, *kwargs.items()))
         known = self._known.get(key)
         if known is not None:
             several, layouts = known
-            results = tuple([_empty(first, *layout) for layout in layouts])
+            results = tuple([empty(first, *layout) for layout in layouts])
             return results if several else results[0]
         out = func(*args, **kwargs)
         if key is not None and key not in self._known:
@@ -82,7 +83,7 @@ def _view(func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
     return map_tensors(out, lambda view: fake(view, base))
 
 
-def _key(value: Any) -> Any:
+def key_of(value: Any) -> Any:
     """Describe an argument; None if its description does not decide on the result's layout."""
     if type(value) is FakeTensor:
         if value.constant is not None:
@@ -91,14 +92,20 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None
     if isinstance(value, (list, tuple)):
-        keys = tuple([_key(each) for each in value])
+        keys = tuple([key_of(each) for each in value])
         return None if None in keys else keys
     return type(value), value  # because 1 == 1.0 == True
 
 
-def _empty(
+def layout_of(tensor: Tensor) -> Layout:
+    """Return a tensor's layout."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def empty(
     like: FakeTensor, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
 ) -> FakeTensor:
+    """Return a new tensor, unseen by modes, in the mode and on the device of `like`."""
     with torch._C._DisableTorchDispatch():
         empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return fake(empty, like)
@@ -127,16 +134,16 @@ def fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
     return new
 
 
-def _layouts(out: Any, first: FakeTensor, args: Sequence[Any]) -> tuple[bool, list[_Layout]] | None:
+def _layouts(out: Any, first: FakeTensor, args: Sequence[Any]) -> tuple[bool, list[Layout]] | None:
     """Describe results; None unless each is a new tensor, without values, on the device."""
     results = out if isinstance(out, (tuple, list)) else (out,)
     seen = [_storage(each) for each in _leaves(args) if isinstance(each, Tensor)]
-    layouts: list[_Layout] = []
+    layouts: list[Layout] = []
     for result in results:
         if type(result) is not FakeTensor or result.fake_device != first.fake_device:
             return None
-        layout = result.shape, result.stride(), result.dtype
-        again = _empty(first, *layout).untyped_storage()
+        layout = layout_of(result)
+        again = empty(first, *layout).untyped_storage()
         if result.constant is not None or result.storage_offset() or _storage(result) in seen:
             return None
         if again.nbytes() != result.untyped_storage().nbytes():

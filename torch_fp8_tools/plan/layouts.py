@@ -215,8 +215,8 @@ def _from_name(model: Any) -> Any:
             f"{error}"
         ) from error
     fields.pop("quantization_config", None)
-    missing = [name for name in ("hidden_size", "n_embd", "d_model") if name in fields]
-    if not missing:
+    text = fields.get("text_config") or fields  # a model of text and images has several parts
+    if not any(name in text for name in ("hidden_size", "n_embd", "d_model")):
         raise ValueError(f"{file} has no hidden_size, so the model's sizes are unknown")
     try:
         return transformers.AutoConfig.for_model(kind, **fields)

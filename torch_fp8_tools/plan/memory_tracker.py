@@ -46,7 +46,7 @@ class MemoryTracker(TorchDispatchMode):
         self._saving: Any = None
 
     def __enter__(self) -> "MemoryTracker":
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor)
         self._saving.__enter__()
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._gradient)
@@ -120,9 +120,10 @@ class MemoryTracker(TorchDispatchMode):
         """The live bytes at the peak."""
         return sum(self.peak.values())
 
-    def reset_peak(self) -> None:
-        """Start a new peak from the live bytes."""
+    def reset_peak(self) -> dict[str, int]:
+        """Start a new peak from the live bytes, and return them by category."""
         self.peak = dict(self.current)
+        return dict(self.current)
 
     def see_resized(self) -> None:
         """Count the storages anew that may have been resized."""
@@ -143,7 +144,19 @@ class MemoryTracker(TorchDispatchMode):
         category, num_bytes = self._known.pop(key)
         self.current[category] -= num_bytes
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def free(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as freed, though it is still there."""
+        key = id(tensor.untyped_storage())
+        category, num_bytes = self._known[key]
+        self._known[key] = category, 0
+        self.current[category] -= num_bytes
+
+    def saves(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is saved for backward."""
+        return self._known[id(tensor.untyped_storage())][0] == "saved activations"
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Count a tensor as saved for backward, as a hook of autograd, and return it."""
         for part in plain_parts(tensor):
             known = self._known.get(id(part.untyped_storage()))
             if known is None or known[0] == "workspace":

@@ -59,6 +59,11 @@ class LevelPlan:
     wire: int
     config: str
 
+    @property
+    def standing(self) -> int:
+        """The bytes of weights and states, which no option of a run's steps changes."""
+        return sum(self.bytes[name] for name in CATEGORIES if name != "gradients")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -173,6 +178,15 @@ def plan_beside(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own names
         return _plan(make_setup(model, **options), levels, counted)
+
+
+def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
+    """Plan a run again with activation checkpointing, at some levels."""
+    setup = dataclasses.replace(planned.setup, checkpointing=True)
+    vars(setup).update(layers=planned.setup.layers)  # takes seconds to make again
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _plan(setup, levels, {})
 
 
 def _plan(

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Part, StepBytes
+from torch_fp8_tools.plan.kernel_functions import KernelFunctions
 from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.models import (
     fake_ranks,
@@ -135,7 +136,8 @@ def _run_step(
                 if not trained:
                     model.unshard()  # without a backward, FSDP2 keeps what the root gathers
             step = FollowedStep(model, trained, math.inf if sequence else MOST_OPERATORS)
-            with step, grouped_in_bf16(), torch.set_grad_enabled(trained):
+            functions = KernelFunctions(step).of(model)
+            with step, functions, grouped_in_bf16(), torch.set_grad_enabled(trained):
                 tokens = torch.zeros(
                     (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
                 )

@@ -14,6 +14,21 @@ from torch_fp8 import (
 )
 
 
+@pytest.mark.parametrize("split", [True, False])
+def test_revert_leaves_gradients_as_they_read(split):
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    config = FP8Config(opt_level="O3", split_weights=split)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    model(torch.randn(8, 64)).square().mean().backward()
+    read = [p.grad.float() + 0.0 for p in model.parameters()]
+    revert(model)
+    assert {type(p.grad) for p in model.parameters()} == {torch.Tensor}
+    for p, before in zip(model.parameters(), read, strict=True):
+        assert torch.equal(p.grad.float(), before)
+
+
 def test_revert_leaves_plain_gradients():
     """At O3 too, whose hooks quantize them; the optimizer goes on, and both are converted again."""
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))

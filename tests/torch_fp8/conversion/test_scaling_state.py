@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_fp8
 from tests.tied_model import Model
 from torch_fp8 import (
     FP8Config,
     convert_to_float8,
+    revert,
 )
 from torch_fp8.distributed import links
 
@@ -88,3 +90,16 @@ def test_scaling_state_of_another_model_is_refused_whole():
     convert_to_float8(other)
     assert torch_fp8.scaling_state_dict(other) == {}
     torch_fp8.load_scaling_state_dict(other, state)
+
+
+def test_buffers_that_the_user_keeps_from_broadcasts_stay_so():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+    own = ["1.running_mean"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    for recipe in ("delayed", "delayed", "tensorwise", "delayed"):
+        convert_to_float8(model, FP8Config(recipe=recipe))
+        ignored = model._ddp_params_and_buffers_to_ignore
+        assert "1.running_mean" in ignored
+        assert any(".fp8_" in name for name in ignored) == (recipe == "delayed")
+    revert(model)
+    assert model._ddp_params_and_buffers_to_ignore == own

@@ -65,6 +65,17 @@ def test_a_stream_of_a_trained_model_has_the_residuals():
     assert torch.equal(own["1.weight"], kept), "it is a copy"
 
 
+def test_a_tied_weight_is_one_tensor_under_both_names():
+    """Writers of files store shared memory once; twice, it loads as two weights."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(128, 64), "head": nn.Linear(64, 128)})
+    model["head"].weight = model["embedding"].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, model=model)
+    merged = merged_state_dict(model, optimizer)
+    assert list(merged) == ["embedding.weight", "head.weight", "head.bias"]
+    assert merged["embedding.weight"] is merged["head.weight"]
+
+
 def test_a_stream_of_a_model_of_the_users_in_bf16_has_the_residuals():
     model = net().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -83,6 +83,14 @@ def test_what_is_not_finite_stays_visible():
     torch.testing.assert_close(value[0, 64:], torch.ones(64), rtol=2e-3, atol=0)
 
 
+def test_the_thresholds_of_two_elements_differ_otherwise_after_4096_steps():
+    """Errors of elements that always round together would be those of whole rows."""
+    index = torch.arange(512, dtype=torch.int32)
+    first, within, later = (thresholds(index, 0, step, 0).diff() % 1 for step in (7, 4000, 4103))
+    assert torch.allclose(first, within, atol=1e-6)
+    assert float((first - later).abs().mean()) > 0.2  # of independent ones a third
+
+
 def test_thresholds_are_spread_evenly_over_steps():
     """Over 32 steps the error of the mean is 0.02 of a code; random bits would leave 0.07."""
     x = torch.rand(16, 64, generator=torch.Generator().manual_seed(0))

@@ -285,6 +285,15 @@ def test_every_rounding_has_keys_of_its_own():
     assert len({*keys, *averages[0]}) == 300
 
 
+def test_a_copy_goes_on_where_the_original_is():
+    """Bits that a copy draws again would leave the error of the first rounding twice."""
+    rounding = Rounding(lambda: (1, 2))
+    drawn = [rounding.next(), rounding.next_exchanged(), rounding.next()]
+    twin = rounding.copy()
+    assert twin.next() == rounding.next() not in drawn
+    assert twin.next_exchanged() == rounding.next_exchanged() not in drawn
+
+
 def test_one_rounding_tells_nothing_of_the_next():
     """Of writes, of sums and of averages, whatever comes after whatever; and a stream repeats."""
     x = torch.full((64, 512), 1.03)

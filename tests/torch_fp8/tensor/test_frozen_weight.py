@@ -127,6 +127,7 @@ MIXES = {
     "_foreach_mul_ and _foreach_add_": _by_foreach,
     "addcmul_": lambda p, other, alpha: p.addcmul_(other - p.float(), torch.tensor(alpha)),
     "lerp_": lambda p, other, alpha: p.lerp_(other, alpha),
+    "copy_": lambda p, other, alpha: p.copy_(p.float().lerp(other, alpha)),
     "mul_ and add_ of a view": lambda p, other, alpha: mix(p.view(-1), other.view(-1), alpha),
 }
 

@@ -6,7 +6,9 @@ import re
 import pytest
 from transformers import AutoConfig
 
-from torch_fp8_tools.plan import steps
+from torch_fp8_tools.plan import kernel_functions, steps
+from torch_fp8_tools.plan.followed_step import FollowedStep
+from torch_fp8_tools.plan.kernel_functions import KernelFunctions
 from torch_fp8_tools.plan.plan import plan
 from torch_fp8_tools.plan.setup import make_setup
 from torch_fp8_tools.plan.steps import step_bytes
@@ -57,6 +59,41 @@ def test_loops_over_chunks_are_counted(monkeypatch):
     monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
     assert step_bytes(setups[1], "policy", "bf16-mixed") == counted
     assert counted.lengths == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "options", "level"),
+    [
+        ("qwen3_next", _CHUNKS, {"gpus": 4}, "O2"),
+        ("qwen3_next", _CHUNKS, {"checkpointing": True}, "bf16-mixed"),
+        ("jamba", _JAMBA, {}, "bf16-mixed"),
+    ],
+)
+def test_functions_with_kernels_are_followed_once(kind, more, options, level, monkeypatch):
+    """Each layer ran its loops at each level, which took 29 to 33 s of processor time."""
+    operators, steps_bytes = [], []
+    created = FollowedStep.created
+
+    def counted(*arguments):
+        operators[-1] += 1
+        created(*arguments)
+
+    monkeypatch.setattr(FollowedStep, "created", counted)
+    monkeypatch.setattr(KernelFunctions, "_known", {})
+    for fewest in (10**9, 100, 100):
+        monkeypatch.setattr(kernel_functions, "FEWEST_OPERATORS", fewest)
+        KernelFunctions._known = {key: v for key, v in KernelFunctions._known.items() if v}
+        operators.append(0)
+        setup = make_setup(config_of(kind, **more), sequence=130, **options)
+        steps_bytes.append(step_bytes(setup, "policy", level))
+    whole, once, again = steps_bytes
+    assert once == again
+    assert (
+        whole.backward <= once.backward < whole.backward * (1 if kind == "qwen3_next" else 1.01) + 1
+    )
+    saved = once.saved if options.get("checkpointing") else whole.saved
+    assert dataclasses.replace(whole, backward=once.backward, saved=saved) == once
+    assert operators[2] < min(1000, operators[1] * 0.8, operators[0] / 2)
 
 
 def test_a_plan_says_that_it_extrapolates(monkeypatch):

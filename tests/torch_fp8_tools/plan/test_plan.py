@@ -299,6 +299,7 @@ def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
         ([], {False, True}, [(LEVELS, False)], 0),
         ([], {True}, [(LEVELS, False), (("O2", "O3"), True)], 0),
         ([], set(), [(LEVELS, False), (("O2", "O3"), True)], 1),
+        (["--memory", "7"], {True}, [(LEVELS, False)], 1),  # below weights and states alone
         (["--level", "O1"], {True}, [(("O1",), False), (("O1",), True)], 0),
         (["--checkpointing"], set(), [(LEVELS, True)], 1),
     ],
@@ -309,21 +310,26 @@ def test_what_does_not_fit_is_planned_again_with_checkpointing(
     calls = []
 
     class Made:
-        def __init__(self, model, *, levels, checkpointing, **others):
+        def __init__(self, model, levels, *, checkpointing=True, memory=None, **others):
             calls.append((levels, checkpointing))
             self.fits = checkpointing in fits
             self.checkpointing = checkpointing
-            self.levels = {level: SimpleNamespace(peak=2**30) for level in levels}
+            self.setup = SimpleNamespace(memory=memory or 80)
+            self.levels = {n: SimpleNamespace(peak=2**33, standing=2**33) for n in levels}
 
         def __str__(self):
             return f"checkpointing {self.checkpointing}\n"
 
-    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", Made)
+    for name in ("plan", "checkpointed"):
+        monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], name, Made)
     assert cli.main(["plan", "llama-3.1-8b", *options]) == status
     assert calls == tried
     printed = capsys.readouterr()
-    assert printed.out == f"checkpointing {fits == {True} or '--checkpointing' in options}\n"
-    assert ("With --checkpointing nothing fits either" in printed.err) == (len(tried) > status == 1)
+    checkpointing = "--checkpointing" in options or (tried[-1][1] and status == 0)
+    assert printed.out == f"checkpointing {checkpointing}\n"
+    nothing = status == 1 and "--checkpointing" not in options
+    assert ("With --checkpointing nothing fits either: 8.0 GiB" in printed.err) == nothing
+    assert ("of weights and states alone" in printed.err) == ("--memory" in options)
 
 
 @pytest.mark.long
