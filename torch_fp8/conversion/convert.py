@@ -38,6 +38,7 @@ from torch_fp8.conversion.revert import (
     to_stock,
 )
 from torch_fp8.conversion.selection import Product, first_reasons, select
+from torch_fp8.nn.deferred_logits import defer_logits
 from torch_fp8.nn.expert_adapters import take_adapters
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import QUANTIZED, is_ligers, is_linear, matches
@@ -104,6 +105,7 @@ def convert_to_float8(
     layers = _swap(model, products, own, choice, config, recipe, target)
     heads = convert_output_layers(model, config)
     frozen, fused = _finish(model, config, target, bool(layers.converted))
+    defer_logits(model)  # replaces forwards, which conversion otherwise takes for the user's
     is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
         converted=tuple(layers.converted),

@@ -7,7 +7,7 @@ from torch import nn
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import remove_mixin
-from torch_fp8.nn.deferred_logits import defer_logits, restore_forwards
+from torch_fp8.nn.deferred_logits import restore_forwards
 from torch_fp8.nn.layer_filter import is_ligers, matches, output_layer, quantized_by
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
@@ -49,8 +49,6 @@ def convert_output_layers(model: nn.Module, config: FP8Config) -> dict[str, str]
             continue
         add_loss_head(module, name, model)
         heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
-    if heads:
-        defer_logits(model)
     return heads
 
 

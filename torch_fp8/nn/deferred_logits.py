@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.graph_logits import GraphLogits
 from torch_fp8.nn.lazy_logits import LazyLogits
@@ -117,14 +118,15 @@ def defer_logits(model: nn.Module) -> None:
     """Let graphs of each module that contains an output layer return its logits uncomputed.
 
     Args:
-        model: a model with converted output layers. Its modules whose forward something has
-            replaced since the last call get the new one wrapped.
+        model: a converted model. Modules whose forward something has replaced since the last call
+            get the new one wrapped; those that run in FP8 themselves are left unchanged.
     """
     for module in model.modules():
         contains = any(layer is not module for layer, _ in _heads(module))
         forward: Any = module.forward
         own = getattr(forward, "__self__", None) is module and not _is_deferring(module)
-        if contains and own and without_compiler(module) is module:
+        is_model = without_compiler(module) is module and not isinstance(module, RunsFP8)
+        if contains and own and is_model:
             deferring: Any = MethodType(_deferring(module, forward.__func__), module)
             module.forward = deferring
 
