@@ -498,7 +498,7 @@ def measure(path: Any, group: str, run: str, how: Run, model: str, seed: int) ->
         change = how
     loss = small.train(model, run, seed, change=change)
     row = small.as_columns(model, run, seed, small.STEPS, loss, rows)
-    command = f"python -m {MODULE} --groups '{group}' --models {model}"
+    command = f"python -m {MODULE} --groups '{group}' --models '{model}'"
     append_rows(path, COLUMNS, [{**row, "group": group, "command": command}])
     seconds = time.perf_counter() - start
     now = f"{datetime.datetime.now():%H:%M:%S}"
