@@ -36,7 +36,7 @@ from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.nn.saturation import Saturation
 from torch_fp8.nn.scaling_rule import ScalingRule
 from torch_fp8.ops.hardware import is_capturing
-from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
+from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax, shared_amaxes
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -303,8 +303,10 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     algorithm = layers[0].fp8.scaling.rule.algorithm
-    if not layers[0].fp8.scaling.rule.eager and not _see_saturation(layers, recorded):
-        return
+    if not layers[0].fp8.scaling.rule.eager:
+        if not _see_saturation(layers, recorded):
+            return
+        recorded[:, INPUT] = shared_amaxes(recorded[:, INPUT], recorded[:, GRAD_OUTPUT])
     pushed = push_amax(torch.stack(histories), recorded, algorithm)  # (L, 3, H)
     zero = torch.zeros((), dtype=torch.int32, device=recorded.device)
     torch._foreach_copy_([*histories, *slots], [*pushed.unbind(), *[zero] * len(slots)])

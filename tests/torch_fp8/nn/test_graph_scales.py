@@ -230,3 +230,36 @@ def test_layers_with_frozen_weights_train_in_two_graphs():
         optimizer.step()
     assert counter.frame_count == 2
     assert float(model[2].fp8_amax_history[GRAD_OUTPUT]) > 0
+
+
+class Readers(nn.Module):
+    """A norm before two layers, the result of which a third one reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(128, eps=1e-5)
+        self.first, self.second, self.third = (nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.third(self.first(y) + self.second(y))
+
+
+def test_layers_behind_one_norm_have_one_amax_and_one_slot():
+    model = Readers()
+    optimizer, _ = adamw(model, FP8Config(recipe="tensorwise", graph_scales="last_step"), lr=1e-3)
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend="aot_eager")
+    for seed in range(3):
+        y = model.norm(_x(seed)).detach()
+        forward(_x(seed)).square().mean().backward()
+        assert not model.second.fp8_input_amax.any()
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second, third = (
+            layer.fp8_amax_history[INPUT] for layer in (model.first, model.second, model.third)
+        )
+        assert float(first) == float(second) == pytest.approx(float(y.abs().max()))
+        assert torch.equal(model.first.fp8_scales[INPUT], model.second.fp8_scales[INPUT])
+        assert third != first
