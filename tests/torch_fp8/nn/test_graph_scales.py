@@ -102,15 +102,26 @@ def test_what_a_graph_casts_saturates():
 
 @pytest.mark.parametrize("factor", [8, 64, 1000])
 def test_a_step_after_a_jump_has_current_scales_and_no_new_graph(factor):
-    run, returned = Run(), []
+    run, returned, amaxes = Run(), [], []
     for step in range(8):
         returned.append(run.saturation.returns)
         run.step(step, factor=factor if step == 3 else 1)
-    # Step 3 saturates, step 4 has its amaxes, after which the host has read of it.
+        amaxes.append(run.amax())
+    # Step 3 saturates, step 4 has the scales of step 3, after which the host has read of it.
     assert returned == [step == 5 for step in range(8)]
+    assert amaxes == [_amax(2 if step == 3 else step) for step in range(8)]
     assert run.counter.frame_count == 2
     assert run.saturation.count >= 1
-    assert run.amax() == _amax(7)
+
+
+def test_values_that_stay_large_are_scaled_after_a_step_with_current_scales():
+    run, returned, amaxes = Run(), [], []
+    for step in range(9):
+        returned.append(run.saturation.returns)
+        run.step(step, factor=64 if step >= 3 else 1)
+        amaxes.append(run.amax() / _amax(step))
+    assert returned == [step in (5, 6) for step in range(9)]  # steps 3 and 4 saturate
+    assert amaxes[5:] == [64] * 4
 
 
 def test_nothing_saturates_in_a_step_with_current_scales():
