@@ -36,7 +36,7 @@ from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.nn.saturation import Saturation
 from torch_fp8.nn.scaling_rule import ScalingRule
 from torch_fp8.ops.hardware import is_capturing
-from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax
+from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax, shared_amaxes
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -303,8 +303,10 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
         recorded = recorded.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
     algorithm = layers[0].fp8.scaling.rule.algorithm
-    if not layers[0].fp8.scaling.rule.eager and not _see_saturation(layers, recorded):
-        return
+    if not layers[0].fp8.scaling.rule.eager:
+        recorded[:, INPUT] = shared_amaxes(recorded[:, INPUT], recorded[:, GRAD_OUTPUT])
+        if not _see_saturation(layers, recorded):
+            return
     pushed = push_amax(torch.stack(histories), recorded, algorithm)  # (L, 3, H)
     zero = torch.zeros((), dtype=torch.int32, device=recorded.device)
     torch._foreach_copy_([*histories, *slots], [*pushed.unbind(), *[zero] * len(slots)])
@@ -312,7 +314,7 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
 
 
 def _see_saturation(layers: Sequence[Any], recorded: Tensor) -> bool:
-    """Compare amaxes (L, 3) with the scales that casts had; return whether graphs recorded any."""
+    """Set amaxes (L, 3) beyond the casts' scales to 0; return whether graphs recorded any."""
     scaling, recipe = layers[0].fp8.scaling, layers[0].fp8.recipe
     activations = recorded[:, [INPUT, GRAD_OUTPUT]]  # (L, 2)
     if not any(layer.fp8.scaling.known for layer in layers):  # before the first compiled step
@@ -320,7 +322,7 @@ def _see_saturation(layers: Sequence[Any], recorded: Tensor) -> bool:
     largest = activations.new_tensor([recipe.input.format.max, recipe.grad_output.format.max])
     scales = torch.stack([scaling_buffers(layer)[1] for layer in layers])[..., 0]  # (L, 3)
     limits = scales[:, [INPUT, GRAD_OUTPUT]] * largest
-    scaling.saturation.see(scaling.number, activations, limits)
+    recorded[:, [INPUT, GRAD_OUTPUT]] = scaling.saturation.see(scaling.number, activations, limits)
     return True
 
 

@@ -17,7 +17,8 @@ class Saturation:
 
     Each optimizer step compares the recorded amaxes with the scales that the casts used, on the
     device. The host reads the result at the next step, when it is there, and waits for nothing. If
-    a cast has saturated, the step after that casts with current scales.
+    a cast has saturated, it keeps its scale for the next step, and the step after that casts with
+    current scales. So the jump itself scales no other step.
 
     Attributes:
         returns: whether casts use current scales now.
@@ -31,17 +32,21 @@ class Saturation:
         self._pending: dict[int, tuple[Tensor, Any]] = {}
         self._jumped: set[int] = set()
 
-    def see(self, number: int, recorded: Tensor, limits: Tensor) -> None:
+    def see(self, number: int, recorded: Tensor, limits: Tensor) -> Tensor:
         """Read the result of a group's last step, and compare this step's amaxes for the next one.
 
         Args:
             number: number of the group's first layer (`LayerScaling.number`).
             recorded, limits: amaxes and the largest numbers of the casts, float32, of one shape.
+        Returns:
+            The amaxes for the next scales: 0 for casts that have saturated, which keep their scales
+            until a step with current scales.
         """
         if is_capturing(recorded.device):
-            return
+            return recorded
         beyond = (recorded > limits * TOLERANCE) & recorded.isfinite()
-        saturated = (beyond & (not self.returns)).sum()  # with current scales nothing saturates
+        beyond = beyond & (not self.returns)  # with current scales nothing saturates
+        saturated = beyond.sum()
         result = self._read(number)
         self.count += result
         self._set(number, result > 0)
@@ -51,6 +56,7 @@ class Saturation:
             event = torch.cuda.Event()
             event.record()
         self._pending[number] = saturated, event
+        return torch.where(beyond, 0, recorded)
 
     def _read(self, number: int) -> int:
         saturated, event = self._pending.get(number, (None, None))

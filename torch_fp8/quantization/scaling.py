@@ -88,6 +88,20 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
     return torch.where((amax == 0)[..., None], history, pushed)
 
 
+def shared_amaxes(inputs: Tensor, gradients: Tensor) -> Tensor:
+    """Return the amaxes (L,) of the inputs of L layers, of which some share inputs.
+
+    Of the layers that read a norm's result, the first one has recorded its amax. The others have
+    recorded gradients alone, and get the amax of the last layer before them that has one.
+
+    Args:
+        inputs, gradients: recorded amaxes (L,) float32, in the order of the layers' conversion.
+    """
+    place = torch.arange(len(inputs), dtype=torch.int64, device=inputs.device)
+    first = torch.where(inputs == 0, 0, place).cummax(0).values
+    return torch.where((inputs == 0) & (gradients > 0), inputs[first], inputs)
+
+
 def past_amax(history: Tensor, algorithm: str) -> Tensor:
     """Return the amaxes (...,) for scaling from histories (..., H); 0 while they are empty.
 

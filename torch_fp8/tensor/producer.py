@@ -163,6 +163,7 @@ class LazySource:
 
         Args:
             quantizer: quantizer of the reader. The first reader's tensorwise scale is used for all.
+                With ``graph_scales="last_step"`` its slot alone is raised, see `shared_amaxes`.
             rowwise, columnwise: whether to return (R, C), and the transpose (C, R).
         """
         if self.written_by is not None:
@@ -180,7 +181,8 @@ class LazySource:
                 self._note(options.amax)
             old_row, old_col = old_row or made_row, old_col or made_col
             self.payloads[quantizer.spec] = old_row, old_col
-        if slot is not None and not any(raised is slot for raised in self.raised):
+        follows = not (new_row or new_col or quantizer.spec.delayed) and bool(self.raised)
+        if slot is not None and not follows and not any(raised is slot for raised in self.raised):
             quantizer.source.record(self.amax())
             self.raised.append(slot)
         return old_row if rowwise else None, old_col if columnwise else None

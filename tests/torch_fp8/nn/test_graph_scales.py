@@ -102,15 +102,26 @@ def test_what_a_graph_casts_saturates():
 
 @pytest.mark.parametrize("factor", [8, 64, 1000])
 def test_a_step_after_a_jump_has_current_scales_and_no_new_graph(factor):
-    run, returned = Run(), []
+    run, returned, amaxes = Run(), [], []
     for step in range(8):
         returned.append(run.saturation.returns)
         run.step(step, factor=factor if step == 3 else 1)
-    # Step 3 saturates, step 4 has its amaxes, after which the host has read of it.
+        amaxes.append(run.amax())
+    # Step 3 saturates, step 4 has the scales of step 3, after which the host has read of it.
     assert returned == [step == 5 for step in range(8)]
+    assert amaxes == [_amax(2 if step == 3 else step) for step in range(8)]
     assert run.counter.frame_count == 2
     assert run.saturation.count >= 1
-    assert run.amax() == _amax(7)
+
+
+def test_values_that_stay_large_are_scaled_after_a_step_with_current_scales():
+    run, returned, amaxes = Run(), [], []
+    for step in range(9):
+        returned.append(run.saturation.returns)
+        run.step(step, factor=64 if step >= 3 else 1)
+        amaxes.append(run.amax() / _amax(step))
+    assert returned == [step in (5, 6) for step in range(9)]  # steps 3 and 4 saturate
+    assert amaxes[5:] == [64] * 4
 
 
 def test_nothing_saturates_in_a_step_with_current_scales():
@@ -230,3 +241,36 @@ def test_layers_with_frozen_weights_train_in_two_graphs():
         optimizer.step()
     assert counter.frame_count == 2
     assert float(model[2].fp8_amax_history[GRAD_OUTPUT]) > 0
+
+
+class Readers(nn.Module):
+    """A norm before two layers, the result of which a third one reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(128, eps=1e-5)
+        self.first, self.second, self.third = (nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.third(self.first(y) + self.second(y))
+
+
+def test_layers_behind_one_norm_have_one_amax_and_one_slot():
+    model = Readers()
+    optimizer, _ = adamw(model, FP8Config(recipe="tensorwise", graph_scales="last_step"), lr=1e-3)
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend="aot_eager")
+    for seed in range(3):
+        y = model.norm(_x(seed)).detach()
+        forward(_x(seed)).square().mean().backward()
+        assert not model.second.fp8_input_amax.any()
+        optimizer.step()
+        optimizer.zero_grad()
+        first, second, third = (
+            layer.fp8_amax_history[INPUT] for layer in (model.first, model.second, model.third)
+        )
+        assert float(first) == float(second) == pytest.approx(float(y.abs().max()))
+        assert torch.equal(model.first.fp8_scales[INPUT], model.second.fp8_scales[INPUT])
+        assert third != first

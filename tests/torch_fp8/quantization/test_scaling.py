@@ -10,6 +10,7 @@ from torch_fp8.quantization.scaling import (
     push_amax,
     round_up_to_power_of_two,
     scale_from_amax,
+    shared_amaxes,
     tensor_amax,
 )
 
@@ -122,3 +123,9 @@ def test_ordinary_amaxes_are_recorded_as_transformer_engine_does(algorithm):
 def test_the_most_recent_amax_needs_no_bound():
     """A scale from it is the outlier's for one step only."""
     assert _pushed([2.0, 1e38], "most_recent")[0] == torch.tensor(1e38)
+
+
+def test_layers_without_an_amax_share_that_of_the_layer_before_them():
+    inputs = torch.tensor([0.0, 3.0, 0.0, 0.0, 2.0, 0.0, 1.0])
+    gradients = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    assert shared_amaxes(inputs, gradients).tolist() == [0, 3, 3, 0, 2, 2, 1]
