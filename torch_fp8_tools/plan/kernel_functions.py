@@ -127,8 +127,8 @@ class KernelFunctions:
                 backward = step.beyond(step.begin_of_root), step.calls - before
                 pairs = zip(needing, grads, strict=True)
                 of_inputs = {id(t): g for t, g in pairs if g is not None}
-                made = (*inputs, *of_inputs.values())
-                is_plain = is_plain and new_layouts(made, inputs[0], ()) is not None
+                new = (*inputs, *of_inputs.values())
+                is_plain = is_plain and new_layouts(new, inputs[0], ()) is not None
         step.peak, step.calls, step.begun = peak, calls, begun
         if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
             return None

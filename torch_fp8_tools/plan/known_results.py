@@ -126,7 +126,12 @@ def new_layouts(
     """Describe results; None unless each is a new tensor, without values, on the device."""
     results = out if isinstance(out, (tuple, list)) else (out,)
     seen: list[int] = []
-    map_tensors(args, lambda each: isinstance(each, Tensor) and seen.append(_storage(each)))
+
+    def see(value: Any) -> None:
+        if isinstance(value, Tensor):
+            seen.append(_storage(value))
+
+    map_tensors(args, see)
     layouts: list[Layout] = []
     for result in results:
         if type(result) is not FakeTensor or result.fake_device != first.fake_device:
