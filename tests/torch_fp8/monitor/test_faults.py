@@ -112,7 +112,7 @@ def _lagging_v(watched):
         (_infinite_input, ["0/input/amax"]),
         (_dead_gradient, ["2/grad_output/amax"]),
         (_larger_gradient, ["2/grad_output/saturation", "2/grad_output/direction_error"]),
-        (_one_large_weight, ["2/weight/sqnr"]),
+        (_one_large_weight, ["2/weight/underflow"]),
         (_parallel_weights, ["1/swiglu/alignment"]),
         (_flushed_v, ["1.down_proj/update/flushed"]),
         (_lagging_v, ["1.down_proj/update/rms"]),
