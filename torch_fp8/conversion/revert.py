@@ -119,7 +119,6 @@ def to_float8(
         stays = module.frozen_weight is not None and option_that_keeps(config) is None
         if frozen is not None and stays:
             fp8.config, fp8.name, frozen.recipe = config, name, recipe
-            fp8.forget_quantizers()
             if fp8.recipe.smooth != recipe.smooth:
                 module.run_frozen(fp8.recipe, fp8.emulate, frozen.notice)
             return

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8_tools.plan.followed_step import FollowedStep
-from torch_fp8_tools.plan.known_results import Layout, key_of, layout_of
+from torch_fp8_tools.plan.known_results import Layout, key_of, layout_of, new_layouts
 
 FEWEST_OPERATORS = 500
 """The minimum number of operators of a function that is followed once."""
@@ -108,7 +108,7 @@ class KernelFunctions:
             is_tuple = isinstance(returned, tuple)
             results = [*returned] if is_tuple else [returned]
             tensors = [tensor for tensor in results if tensor is not None]
-            is_plain = _are_plain([*inputs, *tensors])
+            is_plain = new_layouts((*inputs, *tensors), inputs[0], ()) is not None
             outputs = [
                 None if t is None else (layout_of(t), step.saves(t), t.requires_grad)
                 for t in results
@@ -127,7 +127,8 @@ class KernelFunctions:
                 backward = step.beyond(step.begin_of_root), step.calls - before
                 pairs = zip(needing, grads, strict=True)
                 of_inputs = {id(t): g for t, g in pairs if g is not None}
-                is_plain = is_plain and _are_plain([*inputs, *of_inputs.values()])
+                new = (*inputs, *of_inputs.values())
+                is_plain = is_plain and new_layouts(new, inputs[0], ()) is not None
         step.peak, step.calls, step.begun = peak, calls, begun
         if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
             return None
@@ -179,15 +180,3 @@ class _SameBytes(torch.autograd.Function):
         gradients = [each and step.new(held, each) for each in known.gradients]
         step.peak = peak
         return None, None, *gradients
-
-
-def _are_plain(tensors: list[Any]) -> bool:
-    """Whether each tensor has a storage of its own, of the bytes that its layout needs."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    needed = [
-        sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1 for t in tensors
-    ]
-    return len({*map(id, storages)}) == len(storages) and all(
-        t.numel() and storage.nbytes() == n * t.element_size()
-        for t, storage, n in zip(tensors, storages, needed, strict=True)
-    )

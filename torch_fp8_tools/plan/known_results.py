@@ -5,7 +5,6 @@ FakeTensorMode spends most of its time for each on the key of its cache, which a
 sizes. A step has none, so shapes, strides and dtypes are key enough.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -42,24 +41,11 @@ class KnownResults(TorchDispatchMode):
         first = args[0] if args else None
         if not isinstance(first, FakeTensor):
             return func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
-            return first.fake_device  # most calls
         if func is torch.ops.aten.copy_.default and first.constant is None:
             return first  # there are no values
         if (func.is_view or func is _UNSAFE_VIEW) and not kwargs and first.constant is None:
             return _view(func, first, args)
-        return self.call(func, first, args, kwargs or {})
-
-    def call(
-        self, func: Any, first: FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Return the result of an operator.
-
-        Args:
-            func: the operator, which makes no view.
-            first: a tensor among the arguments, on whose device the results are.
-            args, kwargs: the arguments.
-        """
+        kwargs = kwargs or {}
         if func.namespace not in _NAMESPACES or func._schema.is_mutable:
             return func(*args, **kwargs)
         key = key_of((func, *args, *kwargs.items()))
@@ -70,7 +56,7 @@ class KnownResults(TorchDispatchMode):
             return results if several else results[0]
         out = func(*args, **kwargs)
         if key is not None and key not in self._known:
-            self._known[key] = _layouts(out, first, (*args, *kwargs.values()))
+            self._known[key] = new_layouts(out, first, (*args, *kwargs.values()))
         return out
 
 
@@ -134,10 +120,18 @@ def fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
     return new
 
 
-def _layouts(out: Any, first: FakeTensor, args: Sequence[Any]) -> tuple[bool, list[Layout]] | None:
+def new_layouts(
+    out: Any, first: FakeTensor, args: tuple[Any, ...]
+) -> tuple[bool, list[Layout]] | None:
     """Describe results; None unless each is a new tensor, without values, on the device."""
     results = out if isinstance(out, (tuple, list)) else (out,)
-    seen = [_storage(each) for each in _leaves(args) if isinstance(each, Tensor)]
+    seen: list[int] = []
+
+    def see(value: Any) -> None:
+        if isinstance(value, Tensor):
+            seen.append(_storage(value))
+
+    map_tensors(args, see)
     layouts: list[Layout] = []
     for result in results:
         if type(result) is not FakeTensor or result.fake_device != first.fake_device:
@@ -155,10 +149,3 @@ def _layouts(out: Any, first: FakeTensor, args: Sequence[Any]) -> tuple[bool, li
 
 def _storage(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
-
-
-def _leaves(values: Sequence[Any]) -> list[Any]:
-    leaves: list[Any] = []
-    for value in values:
-        leaves += _leaves(value) if isinstance(value, (list, tuple)) else [value]
-    return leaves

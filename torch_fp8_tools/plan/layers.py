@@ -120,7 +120,8 @@ def _per_layer(config: Any, number: int) -> dict[str, Any]:
     own = [
         cls for cls in type(config).__mro__ if not cls.__module__.endswith("configuration_utils")
     ]
-    computed = {name for cls in own for name, value in vars(cls).items() if _is_public(name, value)}
+    computed = {n for cls in own for n, value in vars(cls).items() if isinstance(value, property)}
+    computed = {name for name in computed if not name.startswith("_")}
     values = {name: getattr(config, name, None) for name in sorted(computed)} | vars(config)
     return {
         name: value
@@ -129,10 +130,6 @@ def _per_layer(config: Any, number: int) -> dict[str, Any]:
         and [*value] != [*range(number)]
         and len(value) == number
     }
-
-
-def _is_public(name: str, value: Any) -> bool:
-    return isinstance(value, property) and not name.startswith("_")
 
 
 def _contents(block: nn.Module) -> tuple[Any, ...]:

@@ -261,7 +261,8 @@ def _plan_level(
     parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
     # PPO runs one backward for policy and value; the other models run before, one by one.
     trained = [step for role, step in steps.items() if role in TRAINED]
-    in_flight = _saved_again(setup, trained)
+    # A first pipeline stage holds the activations of the other micro-batches.
+    in_flight = (min(setup.pipeline, setup.accumulate) - 1) * sum(step.saved for step in trained)
     forward = max(sum(s.forward for s in trained) + in_flight, *(s.forward for s in steps.values()))
     plain = [  # with BF16 instead of 8-bit gradients, as steps are counted
         report(role, "O2" if level == "O3" and role in TRAINED else level) for role in setup.roles
@@ -277,14 +278,14 @@ def _plan_level(
     if setup.data > 1:
         trains = {role: report(role, BF16).gradients / 4 for role in setup.roles}
     wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
-    config = "" if level == BF16 else _config_text(setup, level)
+    config = {"opt_level": level} | ({} if setup.recipe_is_auto else {"recipe": setup.recipe})
     return LevelPlan(
         bytes={**parts, "activations": round(forward), "total": round(total)},
         peak=round(peak),
         fits=left_of(memory, peak) >= 0,
         headroom=round(left_of(memory, peak)),
         wire=round(wire),
-        config=config,
+        config="" if level == BF16 else json.dumps(config),
     )
 
 
@@ -297,14 +298,3 @@ def _step(
     if key not in counted:
         counted[key] = step_bytes(setup, role, same)
     return counted[key]
-
-
-def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:
-    """Return the activations of the other micro-batches that a first pipeline stage holds."""
-    others = min(setup.pipeline, setup.accumulate) - 1
-    return others * sum(step.saved for step in trained)
-
-
-def _config_text(setup: Setup, level: str) -> str:
-    named: dict[str, Any] = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
-    return json.dumps({"opt_level": level, **named})

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from run_cases import RANK, equal_on_ranks, gathered
+from run_cases import RANK, equal_on_ranks, gathered, worst_sum
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -198,25 +198,21 @@ def case_averages():
     return made
 
 
-def case_small_terms():
-    """A gradient, and 12 of 1/550 of it under no_sync: projections of sums on the exact ones."""
+def case_many_micro_batches():
+    """Sums of equal micro-batches under no_sync."""
     made = {}
-    for communication in ("fp8", "off"):
-        ddp, optimizer, _ = wrapped("O2", communication=communication)
-        backward(ddp, 0)
-        exact = {n: p.grad.double() for n, p in ddp.named_parameters()}
-        optimizer.zero_grad()
-        for i in range(13):
-            with contextlib.nullcontext() if i == 12 else ddp.no_sync():
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = ddp(batch(0)).float().square().mean()
-                (loss * (1 / 550 if i else 1)).backward()
-        projections = [
-            float((p.grad.double() * exact[n]).sum() / exact[n].square().sum())
-            for n, p in ddp.named_parameters()
+    for communication, count in (("fp8", 64), ("off", 64), ("fp8", 512)):
+        model = nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 70))
+        ddp, _optimizer, _ = wrapped("O2", model, communication=communication)
+        sums = local_gradients(ddp)
+        for i in range(count):
+            with contextlib.nullcontext() if i == count - 1 else ddp.no_sync():
+                backward(ddp, 0)
+        pairs = [
+            (p.grad, torch.stack(gathered(sums[name])).double().mean(0))
+            for name, p in ddp.module.named_parameters()
         ]
-        made[communication] = [x / (1 + 12 / 550) for x in (min(projections), max(projections))]
-        optimizer.step()
+        made[f"{communication} {count}"] = worst_sum(pairs)
     return made
 
 

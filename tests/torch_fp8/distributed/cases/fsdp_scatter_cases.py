@@ -16,6 +16,7 @@ from fsdp_ranks import (
     train,
     trained,
 )
+from run_cases import worst_sum
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -130,24 +131,23 @@ def case_o3():
     return result
 
 
-def case_small_terms():
-    """A gradient, and 12 of 1/550 of it: the projection of each sum on the exact one."""
-    result = {}
-    for name, reduced in (("sharded", torch.bfloat16), ("unsharded", torch.float32)):
-        policy = MixedPrecisionPolicy(torch.bfloat16, reduced)
-        model, optimizer = trained(FP8Config(), policy)
-        loss_of(model, batch(0)).backward()
-        exact = {n: p.grad.to_local().double() for n, p in model.named_parameters()}
-        optimizer.zero_grad()
-        for i in range(13):
-            model.set_requires_gradient_sync(name == "sharded" or i == 12)
-            (loss_of(model, batch(0)) * (1 / 550 if i else 1)).backward()
-        projections = [
-            float((p.grad.to_local().double() * exact[n]).sum() / exact[n].square().sum())
-            for n, p in model.named_parameters()
-            if exact[n].numel()
-        ]
-        result[name] = [x / (1 + 12 / 550) for x in (min(projections), max(projections))]
+def case_many_micro_batches():
+    """Sums of equal micro-batches, of shards and of whole gradients."""
+    fp32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    exact, result = [], {}
+    for name, count in (("one", 1), ("sharded", 64), ("unsharded", 64), ("unsharded", 512)):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(32, 72), nn.LayerNorm(72))
+        model, _optimizer = trained(FP8Config(), BF16 if name == "sharded" else fp32, layers)
+        if count == 1:
+            model.set_custom_reduce_scatter(DefaultReduceScatter())
+        for i in range(count):
+            model.set_requires_gradient_sync(name == "sharded" or i == count - 1)
+            loss_of(model, batch(0)).backward()
+        grads = [p.grad.to_local().double() for p in model.parameters()]
+        exact = exact or grads
+        pairs = [(grad, of_one * count) for grad, of_one in zip(grads, exact, strict=True)]
+        result[f"{name} {count}"] = worst_sum(pairs)
     return result
 
 

@@ -9,6 +9,7 @@ import gc
 import importlib
 import inspect
 import json
+import math
 import os
 import sys
 import traceback
@@ -32,6 +33,14 @@ def equal_on_ranks(tensors):
     """Whether each tensor is the same on all ranks, NaN included."""
     every = [gathered(tensor) for tensor in tensors]
     return all(t.nan_to_num(12345.0).equal(of[0].nan_to_num(12345.0)) for of in every for t in of)
+
+
+def worst_sum(pairs):
+    """The lowest and highest projection of sums on the exact ones, and the lowest ratio, dB."""
+    pairs = [(made.double(), exact.double()) for made, exact in pairs if exact.numel()]
+    projections = [float((made * exact).sum() / exact.square().sum()) for made, exact in pairs]
+    noise = max(float((made - exact).norm() / exact.norm()) for made, exact in pairs)
+    return [min(projections), max(projections), -20 * math.log10(max(noise, 1e-9))]
 
 
 def main():

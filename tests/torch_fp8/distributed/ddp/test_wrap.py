@@ -50,10 +50,12 @@ def test_an_optimizer_that_keeps_its_states_has_split_weights_and_narrow_gradien
         assert value["O3"] == [3, True, ["Float8Grad torch.float32"]]
 
 
-def test_small_terms_of_a_sum_under_no_sync_are_not_lost(case):
-    for value in case("small_terms"):
-        assert value["fp8"] == pytest.approx([1, 1], abs=0.003)
-        assert value["off"] == pytest.approx([1, 1], abs=0.003)
+@pytest.mark.parametrize(("communication", "count"), [("fp8", 64), ("off", 64), ("fp8", 512)])
+def test_a_sum_of_many_micro_batches_does_not_fall_short(case, communication, count):
+    for value in case("many_micro_batches"):
+        *projections, decibels = value[f"{communication} {count}"]
+        assert projections == pytest.approx([1, 1], abs=0.003)
+        assert decibels >= 30
 
 
 @pytest.mark.parametrize("micro_batches", ["1", "3"])

@@ -238,10 +238,14 @@ def test_gradients_are_exact_up_to_their_rounding(scatters, policy, plain, optio
         assert others <= plain
 
 
-@pytest.mark.parametrize("grads", ["sharded", "unsharded"])
-def test_small_terms_of_a_sum_are_not_lost(scatters, grads):
-    for value in scatters["small_terms"]:
-        assert value[grads] == pytest.approx([1, 1], abs=0.003)
+@pytest.mark.parametrize(
+    ("grads", "count"), [("sharded", 64), ("unsharded", 64), ("unsharded", 512)]
+)
+def test_a_sum_of_many_micro_batches_does_not_fall_short(scatters, grads, count):
+    for value in scatters["many_micro_batches"]:
+        *projections, decibels = value[f"{grads} {count}"]
+        assert projections == pytest.approx([1, 1], abs=0.003)
+        assert decibels >= 30
 
 
 def test_where_gradients_are_missing_the_rest_is_right_and_a_warning_says_so(scatters):
