@@ -299,20 +299,22 @@ def runs_of(case: str, recipes: tuple[str, ...] = RECIPES) -> dict[str, Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=300)
+    parser.add_argument("--step", action="store_true", help="measure the optimizer's step alone")
     add_csv(parser, "host_time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = environment(torch.device("cpu"))
     made: list[dict] = []
     with stub_driver() as counts:
-        for case in CASES:
+        for case in () if options.step else CASES:
             with no_whole_tiles() if case == MANY else contextlib.nullcontext():
                 made += rows(case, runs_of(case), counts, options.repetitions)
         runs = {level: optimizer_step(level) for level in (BF16, "O2")}
         made += rows(f"{STEP}, 254 tensors", runs, counts, max(options.repetitions // 10, 1))
-        reuse_memory()
-        with generated_calls():
-            made += rows(COMPILED, compiled_and_eager("8B"), counts, options.repetitions)
+        if not options.step:
+            reuse_memory()
+            with generated_calls():
+                made += rows(COMPILED, compiled_and_eager("8B"), counts, options.repetitions)
     made = [{column: (row | about).get(column, "") for column in COLUMNS} for row in made]
     write_rows(options.csv, COLUMNS, made)
     print_table(COLUMNS[:11], made)

@@ -67,6 +67,7 @@ def stub_driver() -> Iterator[Counts]:
     operators = importlib.import_module("torch_fp8.ops.registry")
     step = importlib.import_module("torch_fp8.optim.step")
     steps_on = step._step_on
+    adam = importlib.import_module("torch.optim.adam")  # small weights: as on a card
 
     def product(a, b, *rest):
         counts.gemms += 1
@@ -105,6 +106,7 @@ def stub_driver() -> Iterator[Counts]:
             (step, "_step_on", step_on),
             (tensors, "quantize_gradient", quantize_gradient),
             (operators, "on_cuda", lambda x: True),
+            (adam, "_default_to_fused_or_foreach", lambda *args, **options: (False, True)),
             (torch.Tensor, "is_shared", torch.Tensor.is_complex),  # in C; CUDA's are not asked
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))

@@ -12,6 +12,27 @@ FAULTS = [
         f"{_TESTS}/test_rounding_streams.py",
     ),
     Fault(
+        "weights of all seeds and steps round alike",
+        "torch_fp8/quantization/stochastic_rounding.py",
+        "    state = stream_state(*counters, after=after)",
+        "    state = stream_state(*counters)",
+        f"{_TESTS}/test_rounding_streams.py",
+    ),
+    Fault(
+        "all groups are stepped with the first one's learning rate",
+        "torch_fp8/optim/step.py",
+        "shared, stream = of_groups[id(group), step]",
+        "shared, stream = next(iter(of_groups.values()))",
+        f"{_TESTS}/test_groups.py",
+    ),
+    Fault(
+        "the alignment of one tensor decides for all of a matrix",
+        "torch_fp8/kernels/adamw.py",
+        "        addresses |= tensor.data_ptr()",
+        "        addresses = tensor.data_ptr()",
+        "tests/torch_fp8/kernels/test_adamw_compiled.py",
+    ),
+    Fault(
         "8-bit gradients of all shards round alike",
         "torch_fp8/optim/grad_hooks.py",
         "return Rounding(self._counters, row * row_length + col, rank)",

@@ -14,6 +14,7 @@ the weight becomes NaN in this step, in the reference in the next. Codes differ 
 scale is NaN.
 """
 
+import functools
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -190,20 +191,40 @@ def _class_of(matrix: WeightMatrix) -> _Class:
     tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
     if matrix.residual is not None:
         tensors.append(matrix.residual)
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    cols = matrix.weight.shape[1]
-    if cols % 16 or any(tensor.data_ptr() % 16 for tensor in tensors):
-        layout = "any"
-    else:
-        whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
-        layout = "flat" if whole else "rows"
-    residual, amax = matrix.residual is not None, matrix.amax is not None
-    kind = _Class(matrix.weight.dtype, residual, grad.dtype, layout, amax, "", False)
-    if matrix.payload is None:
-        return kind
+    addresses = 0
+    for tensor in tensors:
+        assert tensor.is_contiguous()
+        addresses |= tensor.data_ptr()
+    return _class_for(
+        matrix.weight.dtype,
+        matrix.residual is not None,
+        grad.dtype,
+        matrix.weight.shape[1],
+        matrix.row_length,
+        addresses % 16 == 0,
+        matrix.amax is not None,
+        None if matrix.payload is None else matrix.payload[:2],
+    )
+
+
+@functools.cache
+def _class_for(
+    weight: torch.dtype,
+    residual: bool,
+    grad: torch.dtype,
+    cols: int,
+    row_length: int,
+    aligned: bool,
+    amax: bool,
+    payload: tuple[str, bool] | None,
+) -> _Class:
+    layout = "any"
+    if cols % 16 == 0 and aligned:
+        layout = "flat" if row_length == cols and cols % GROUP_SIZE == 0 else "rows"
+    if payload is None:
+        return _Class(weight, residual, grad, layout, amax, "", False)
     assert layout == "flat"
-    payload, power_of_two = matrix.payload.granularity, matrix.payload.power_of_two
-    return kind._replace(layout="squares", payload=payload, power_of_two=power_of_two)
+    return _Class(weight, residual, grad, "squares", amax, *payload)
 
 
 def _tables(
@@ -219,8 +240,8 @@ def _tables(
         programs P.
     """
     none = [None] * len(entries)
-    # Arrays, because torch.tensor inspects each number of a list in turn.
-    places, numbers = array("q"), array("f")
+    places: list[int] = []
+    numbers: list[float] = []
     counts, first = [], 0
     for (matrix, scalars), multiplier, rms in zip(
         entries, lr_multipliers or none, update_rms or none, strict=True
@@ -229,12 +250,18 @@ def _tables(
         groups = rows * num_groups(cols)
         if kind.layout == "squares":
             groups = cdiv(rows, 128) * cdiv(cols, 128) * SQUARE_CHUNK
-        places.extend(_places(matrix, scalars, multiplier, rms, first, groups))
-        numbers.extend(_numbers(scalars))
+        places += _addresses(matrix, multiplier, rms)
+        row, col, row_length = matrix[5:8]
+        start = row * row_length + col
+        at = first, groups, rows, cols, row_length & _MASK32, start & _MASK32
+        places += (*at, *scalars.keys)
+        # A `Record`'s numbers, in its order.
+        numbers += (-1.0 if scalars.maximize else 1.0, *scalars[:8])
         counts.append(cdiv(groups, kind.chunk))
         first += counts[-1]
-    integers = torch.frombuffer(places, dtype=torch.int64).view(len(entries), -1)
-    bits = torch.frombuffer(numbers, dtype=torch.int32).view(len(entries), -1)
+    # Arrays, because torch.tensor inspects each number of a list in turn.
+    integers = torch.frombuffer(array("q", places), dtype=torch.int64).view(len(entries), -1)
+    bits = torch.frombuffer(array("f", numbers), dtype=torch.int32).view(len(entries), -1)
     records = torch.cat([integers, bits.long()], dim=1)
     device = entries[0][0].weight.device
     # Pinned: a copy from pageable memory would wait for the kernels before it.
@@ -255,55 +282,12 @@ def _tables(
     return buffer[: records.numel()].view(len(entries), -1), chunks, first
 
 
-def _places(
-    matrix: WeightMatrix,
-    scalars: StepScalars,
-    lr_multiplier: Tensor | None,
-    update_rms: Tensor | None,
-    first_chunk: int,
-    groups: int,
+def _addresses(
+    matrix: WeightMatrix, lr_multiplier: Tensor | None, update_rms: Tensor | None
 ) -> list[int]:
-    """Return the addresses and integers of a `Record`."""
-    if isinstance(matrix.grad, GradientParts):
-        grad = [part.data_ptr() for part in matrix.grad]
-    else:
-        grad = [matrix.grad.data_ptr(), 0, 0]
-    return [
-        matrix.weight.data_ptr(),
-        _address(matrix.residual),
-        *grad,
-        matrix.exp_avg.qdata.data_ptr(),
-        matrix.exp_avg.scale.data_ptr(),
-        matrix.exp_avg_sq.qdata.data_ptr(),
-        matrix.exp_avg_sq.scale.data_ptr(),
-        _address(lr_multiplier),
-        _address(update_rms),
-        _address(matrix.amax),
-        *((0, 0) if matrix.payload is None else map(_address, matrix.payload[2:])),
-        0,
-        first_chunk,
-        groups,
-        *matrix.weight.shape,
-        matrix.row_length & _MASK32,
-        (matrix.row * matrix.row_length + matrix.col) & _MASK32,
-        *scalars.keys,
-    ]
-
-
-def _numbers(scalars: StepScalars) -> list[float]:
-    """Return the float32 numbers of a `Record`."""
-    return [
-        -1.0 if scalars.maximize else 1.0,
-        scalars.beta1_complement,
-        scalars.beta2,
-        scalars.beta2_complement,
-        scalars.step_size,
-        scalars.inv_sqrt_correction,
-        scalars.eps,
-        scalars.decay,
-        scalars.weight_decay,
-    ]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """Return the addresses of a `Record`, in its order; 0 for what there is not."""
+    weight, residual, grad, first, second, _, _, _, amax, payload = matrix
+    parts = grad if isinstance(grad, GradientParts) else (grad, None, None)
+    casts = (None, None) if payload is None else payload[2:]
+    tensors = (weight, residual, *parts, *first, *second, lr_multiplier, update_rms, amax, *casts)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, None)]

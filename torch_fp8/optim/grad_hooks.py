@@ -186,19 +186,20 @@ def attach_hooks(optimizer: Any) -> int:
     """
     weights, missing = optimizer.fp8_gradients, 0
     release = optimizer.fp8_config.gradient_release
-    indexed = optimizer.indexed_parameters()
+    indexed, exchanges = optimizer.indexed_parameters(), optimizer.fp8_exchanges
     sharded = [p._local_tensor for _, _, p in indexed if isinstance(p, DTensor)]
     narrow = bool(weights) or any(isinstance(shard, SplitShard) for shard in sharded)
     for index, _, parameter in indexed:
-        quantize = parameter in weights
+        quantize = bool(weights) and parameter in weights
         take_out = narrow and isinstance(parameter, DTensor)
-        averaged = parameter in optimizer.fp8_exchanges
+        averaged = bool(exchanges) and parameter in exchanges
         hook = hook_of(parameter)
         if hook is not None and not hook.belongs_to(optimizer):
             remove_hook(parameter)
             hook = None
         if not (quantize or release or take_out or averaged):
-            remove_hook(parameter)
+            if hook is not None:
+                remove_hook(parameter)
         elif hook is None and (quantize or parameter.requires_grad):
             hook = GradientHook(optimizer, index)
             _register(parameter, hook)
@@ -229,7 +230,9 @@ def detach_hooks(optimizer: Optimizer) -> None:
 
 def hook_of(parameter: Tensor) -> GradientHook | None:
     """Return the hook of a parameter, if it has one."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if not hooks:
+        return None
     return next((h for h in hooks.values() if isinstance(h, GradientHook)), None)
 
 

@@ -44,9 +44,10 @@ from torch_fp8.optim.state import (
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
+    Entry,
     new_small_state,
-    settle_gradient,
     settle_weight,
+    settled_gradient,
     step_large,
     step_small,
 )
@@ -78,32 +79,32 @@ class Float8Optimizer(ConvertedOptimizer):
 
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step the parameters of some `indexed_parameters` that have a gradient."""
-        large, small = [], []
-        with_grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
-        with_grads = [entry for entry in with_grads if entry[3] is not None]
+        large: list[Entry] = []
+        small: list[Entry] = []
+        grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
+        with_grads = [(i, g, p, grad) for i, g, p, grad in grads if grad is not None]
         parameters = [p for _, _, p, _ in with_grads]
         # Kernels write without torch's knowledge, and shards have their own version counters.
         # Increment the versions so that a graph which saved the old value raises an error. Payloads
         # of the new value are kept after this.
         torch.autograd.graph.increment_version(parameters)
         for index, group, parameter, grad in with_grads:
-            assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
-            settle_gradient(parameter)
+            grad = settled_gradient(parameter, grad)
             state = self._state_of(parameter)
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)
-            if state["exp_avg_sq"].__class__ is Float8Moment or is_large(parameter):
-                large.append((index, group, parameter, state))
-            else:
-                small.append((group, parameter, state))
+            entry = Entry(index, group, parameter, state, grad, halves)
+            is_8_bit = state["exp_avg_sq"].__class__ is Float8Moment or is_large(parameter)
+            (large if is_8_bit else small).append(entry)
         if large:
-            torch._foreach_add_([state["step"] for *_, state in large], 1)
+            one = torch.ones((), dtype=torch.float32, device="cpu")  # not one for each
+            torch._foreach_add_([entry.state["step"] for entry in large], one, alpha=1)
         step_large(large, self.fp8_config)
         for group in self.param_groups:
-            step_small(group, [(p, s) for g, p, s in small if g is group])
+            step_small(group, [entry for entry in small if entry.group is group])
 
     def _state_of(self, parameter: Tensor) -> State:
         """Return a parameter's state; create it at the first step, repair outside changes."""
@@ -111,7 +112,7 @@ class Float8Optimizer(ConvertedOptimizer):
         if "step" not in state:
             large = is_large(parameter)
             state.update(new_moments(parameter) if large else new_small_state(parameter))
-        if state["step"].device.type != "cpu":
+        if not state["step"].is_cpu:
             state["step"] = state["step"].cpu()
         device = parameter.device
         for name, value in state.items():

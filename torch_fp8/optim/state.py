@@ -102,11 +102,6 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         state[name] = with_data(parameter, target, tuple(parameter.shape))
 
 
-def moment(state: State, name: str) -> Any:
-    """Return the codes and scales of this rank's shard of ``exp_avg`` or ``exp_avg_sq``."""
-    return local(state[name]).codes
-
-
 def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> State:
     """Return the state in torch.optim.AdamW's format, on the CPU; a DTensor stays on its device.
 

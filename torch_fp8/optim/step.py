@@ -1,7 +1,7 @@
 """The step of parameters: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,23 +19,37 @@ from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.gemm_operand import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
-from torch_fp8.optim.state import State, moment, small_dtype
+from torch_fp8.optim.state import State, small_dtype
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
-from torch_fp8.quantization.stochastic_rounding import stream_keys
+from torch_fp8.quantization.stochastic_rounding import stream_keys, stream_state
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
-from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.wide_grad import WideGrad
 
 _MIN_EPS = 2.0**-63
 """The smallest eps of a step; its square is still a normal float32 number. 8-bit gradients round
 small values to zero, where m / (sqrt(v) + eps) would be 0 / 0 if eps were 0.
 """
-Entry = tuple[int, dict[str, Any], Tensor, State]
-"""A parameter to step: its index among all parameters, its group, the parameter, its state."""
+
+
+class Entry(NamedTuple):
+    """A parameter to step.
+
+    Attributes:
+        number: its index among all parameters of the optimizer.
+        group, parameter, state: its group, itself, its state.
+        grad: its gradient, in the form in which it is stored.
+        halves: this rank's halves of it; None: it is not split.
+    """
+
+    number: int
+    group: dict[str, Any]
+    parameter: Tensor
+    state: State
+    grad: Tensor
+    halves: Halves | None
 
 
 def step_large(entries: list[Entry], config: FP8Config) -> None:
@@ -49,26 +63,23 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
         config: the optimizer's configuration.
     """
     prepared, alone = [], []
-    of_groups: dict[tuple[int, float], StepScalars] = {}
+    of_groups: dict[tuple[int, float], tuple[StepScalars, int]] = {}
     for entry in entries:
-        index, group, parameter, state = entry
-        shard = local(parameter)
-        halves = shard.halves if isinstance(shard, SplitWeight) else None
-        weight = shard if halves is None else halves.high
+        index, group, parameter, state, _, halves = entry
+        weight = local(parameter) if halves is None else halves.high
         in_place = weight.is_contiguous()
         if not in_place and len(entries) > 1:
             alone.append(entry)
             continue
-        matrix = _matrix(
-            parameter, halves, state, weight if in_place else weight.contiguous(), config
-        )
-        if halves is not None:
+        matrix = _matrix(entry, weight if in_place else weight.contiguous(), config)
+        if halves is not None and halves.payload is not None:
             matrix = _with_payload(matrix, halves)
         step = float(state["step"])
         if (id(group), step) not in of_groups:
-            of_groups[id(group), step] = _scalars(group, step)
-        keys = stream_keys(config.seed, int(step), index)
-        scalars = of_groups[id(group), step]._replace(keys=keys)
+            stream = stream_state(config.seed, int(step))
+            of_groups[id(group), step] = _scalars(group, step), stream
+        shared, stream = of_groups[id(group), step]
+        scalars = StepScalars(*shared[:-1], stream_keys(index, after=stream))
         write_back = None if in_place else weight
         prepared.append((matrix, scalars, state, write_back, halves))
     amaxes = [matrix.amax for matrix, *_ in prepared if matrix.amax is not None]
@@ -76,15 +87,15 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
         torch._foreach_copy_(amaxes, [torch.zeros_like(amaxes[0])] * len(amaxes))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
         _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
-    for matrix, _, _, write_back, *_ in prepared:
+    for matrix, _, _, write_back, halves in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
-    for matrix, *_, halves in prepared:
         if halves is not None:
             halves.measured = halves.version
             if matrix.payload is not None:
                 halves.filled = halves.version
-            halves.current_payload(halves.cast)
+            if halves.cast is not None:
+                halves.current_payload(halves.cast)
     for entry in alone:
         step_large([entry], config)
 
@@ -133,7 +144,7 @@ def _update_rms(
     return [update_rms_reference(*entry) for entry in entries]
 
 
-def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
+def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
     """Step one group's parameters that have full-precision moments, with torch's own function.
 
     Only this rank's part of a DTensor is passed on, because torch's function does not accept lists
@@ -141,17 +152,17 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
     """
     if not entries:
         return
-    weights = [_full_precision(p) for p, _ in entries]
-    grads = [local(_dense(p)).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
+    weights = [_full_precision(entry.parameter) for entry in entries]
+    grads = [local(e.grad).to(w.dtype) for e, w in zip(entries, weights, strict=True)]
     beta1, beta2 = group["betas"]
     adam(
         weights,
         grads,
-        [local(s["exp_avg"]) for _, s in entries],
-        [local(s["exp_avg_sq"]) for _, s in entries],
+        [local(entry.state["exp_avg"]) for entry in entries],
+        [local(entry.state["exp_avg_sq"]) for entry in entries],
         [],
-        [s["step"] for _, s in entries],
-        has_complex=any(torch.is_complex(p) for p, _ in entries),
+        [entry.state["step"] for entry in entries],
+        has_complex=any(weight.is_complex() for weight in weights),
         decoupled_weight_decay=group["decoupled_weight_decay"],
         amsgrad=False,
         beta1=float(beta1),
@@ -161,7 +172,8 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
         eps=group["eps"],
         maximize=group["maximize"],
     )
-    for (parameter, _), weight in zip(entries, weights, strict=True):
+    for entry, weight in zip(entries, weights, strict=True):
+        parameter = entry.parameter
         if parameter.dtype == torch.bfloat16:
             high, residual = split_matrix(weight, EXACT_BITS)
             local(parameter).copy_(high)
@@ -206,44 +218,37 @@ def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, in
     halves.version = next(VERSIONS)
 
 
-def settle_gradient(parameter: Tensor) -> None:
-    """Redistribute a DTensor's gradient to the placements of the parameter.
+def settled_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
+    """Redistribute a DTensor's gradient to the placements of the parameter, and return it.
 
     If ranks have different tokens, torch leaves the gradient of a replicated parameter (a norm
     under sequence parallelism) as partial sums.
     """
-    if not isinstance(parameter, DTensor):
-        return
-    grad = stored_grad(parameter)
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
-        parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def _dense(parameter: Tensor) -> Tensor:
-    grad = stored_grad(parameter)
-    assert grad is not None
+    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+        return grad
+    if grad.placements != parameter.placements:
+        parameter.grad = grad = grad.redistribute(placements=parameter.placements)
     return grad
 
 
-def _matrix(
-    parameter: Tensor, halves: Halves | None, state: State, weight: Tensor, config: FP8Config
-) -> WeightMatrix:
+def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
+    _, _, parameter, state, grad, halves = entry
+    first: Any = local(state["exp_avg"])
+    second: Any = local(state["exp_avg_sq"])
     shape = matrix_shape(weight.shape)
     row, col, row_length = shard_origin(parameter)
     residual = None if halves is None else halves.residual
-    if parameter.dtype == torch.bfloat16:
+    if halves is None and parameter.dtype == torch.bfloat16:
         if config.keeps_residuals:
             residual = settled_residual(parameter)
         else:
             set_residual(parameter, None)
-    grad = stored_grad(parameter)
-    assert grad is not None
     return WeightMatrix(
-        weight=weight.view(shape),  # (R, K)
+        weight=weight if weight.ndim == 2 else weight.view(shape),  # (R, K)
         residual=residual,
         grad=gradient_matrix(local(grad), shape),
-        exp_avg=moment(state, "exp_avg"),
-        exp_avg_sq=moment(state, "exp_avg_sq"),
+        exp_avg=first.codes,
+        exp_avg_sq=second.codes,
         row=row,
         col=col,
         row_length=row_length,
@@ -260,15 +265,17 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     Returns:
         An aligned, contiguous (R, K) bfloat16 or float32 tensor, or the parts of an 8-bit gradient.
     """
-    grad = grad.stored if isinstance(grad, WideGrad) else grad
-    parts = getattr(grad, "parts", None)
-    if parts is not None:
-        result: GradientParts = parts()
-        return result
+    if type(grad) is not Tensor:
+        grad = grad.stored if isinstance(grad, WideGrad) else grad
+        parts = getattr(grad, "parts", None)
+        if parts is not None:
+            result: GradientParts = parts()
+            return result
     if grad.dtype not in (torch.bfloat16, torch.float32):
         grad = grad.float()
     grad = grad.contiguous()
-    return (aligned(grad) if grad.storage_offset() else grad).view(shape)  # (R, K)
+    grad = aligned(grad) if grad.storage_offset() else grad
+    return grad if grad.ndim == 2 else grad.view(shape)  # (R, K)
 
 
 def shard_origin(parameter: Tensor) -> tuple[int, int, int]:

@@ -147,7 +147,9 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
     A short last dimension, as of a convolution's kernel, would leave groups of a few elements.
     """
-    if len(shape) <= 2 or shape[-1] >= GROUP_SIZE:
+    if len(shape) == 2:
+        return shape[0], shape[1]
+    if len(shape) < 2 or shape[-1] >= GROUP_SIZE:
         return math.prod(shape[:-1]), shape[-1]
     return shape[0], math.prod(shape[1:])
 

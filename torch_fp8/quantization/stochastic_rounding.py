@@ -19,16 +19,22 @@ MULTIPLIERS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
 _SPREAD, _FIRST, _SECOND = MULTIPLIERS
 
 
-def stream_keys(*counters: int) -> tuple[int, int]:
+def stream_keys(*counters: int, after: int = 0) -> tuple[int, int]:
     """Return two 32-bit keys, as signed integers, of a stream of random words.
 
     Args:
         counters: integers that identify the stream: seed, step, parameter, ...
+        after: `stream_state` of the counters before them, for streams that share these.
     """
-    state = 0
-    for counter in counters:
-        state = _mix64((state + 0x9E3779B97F4A7C15 + counter) & _MASK64)
+    state = stream_state(*counters, after=after)
     return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
+
+
+def stream_state(*counters: int, after: int = 0) -> int:
+    """Return 64 bits that stand for counters, the first of several, in `stream_keys`."""
+    for counter in counters:
+        after = _mix64((after + 0x9E3779B97F4A7C15 + counter) & _MASK64)
+    return after
 
 
 def shifted_keys(keys: tuple[int, int], offset: int) -> tuple[int, int]:

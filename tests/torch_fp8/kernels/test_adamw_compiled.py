@@ -57,6 +57,15 @@ def test_a_step_takes_a_hundred_instructions_for_an_element(
     assert count_instructions(step, "sm_90") <= most * elements
 
 
+@pytest.mark.parametrize("name", ["weight", "residual", "grad"])
+def test_one_tensor_that_is_not_aligned_makes_elements_move_one_by_one(name):
+    matrix = optimizer_matrix(4, 64, *WEIGHTS["bf16 with 8 bits"], torch.bfloat16)
+    tensor = getattr(matrix, name)
+    shifted = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    assert adamw._class_of(matrix).layout == "flat"
+    assert adamw._class_of(matrix._replace(**{name: shifted})).layout == "any"
+
+
 @pytest.mark.long
 def test_a_step_with_the_amax_compiles_without_spills(record_launches, compile_all):
     classes = list(itertools.product(LOW_BITS, ("bf16", "8-bit"), COLS.values()))

@@ -129,3 +129,50 @@ def test_the_order_of_groups_does_not_change_what_is_released():
             _step(model, optimizer, seed)
         runs.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *runs))
+
+
+def test_each_group_is_stepped_with_its_own_learning_rate():
+    model, optimizer = _converted(CONFIGS["O2"])
+    optimizer.param_groups[1]["lr"] = 0.0
+    before = [layer.weight.detach().clone() for layer in model]
+    _step(model, optimizer, 0)
+    moved = [not torch.equal(layer.weight, old) for layer, old in zip(model, before, strict=True)]
+    assert moved == [True, False, True, True]
+
+
+def _moments(model, optimizer):
+    state = optimizer.state[model[0].weight]
+    state["exp_avg"] = torch.full((96, 96), 0.25)
+
+
+def _wide_gradient(model, optimizer):
+    model[0].weight.grad = model[0].weight.grad.float()
+
+
+_EDITS = {
+    "learning rate": lambda model, optimizer: optimizer.param_groups[0].update(lr=1e-3),
+    "betas": lambda model, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.9)),
+    "weight decay": lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+    "maximize": lambda model, optimizer: optimizer.param_groups[0].update(maximize=True),
+    "weight": lambda model, optimizer: model[0].weight.data.mul_(2),
+    "moments": _moments,
+    "gradient": lambda model, optimizer: model[0].weight.grad.neg_(),
+    "dtype of a gradient": _wide_gradient,
+}
+
+
+@pytest.mark.parametrize("edit", _EDITS)
+def test_a_step_takes_what_was_edited_since_the_last_one(edit):
+    """As a copy does, which has not stepped before: nothing of a weight outlives its step."""
+    model, optimizer = _converted(CONFIGS["O2"])
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    copied, of_copy = copy.deepcopy((model, optimizer))
+    for layers, stepped in ((model, optimizer), (copied, of_copy)):
+        gradient = torch.Generator().manual_seed(9)
+        for layer in layers:
+            layer.weight.grad = torch.randn(96, 96, generator=gradient)
+        _EDITS[edit](layers, stepped)
+        stepped.step()
+    for layer, same in zip(model, copied, strict=True):
+        assert torch.equal(layer.weight, same.weight)

@@ -11,6 +11,7 @@ from torch_fp8.quantization.stochastic_rounding import (
     second_words,
     shifted_keys,
     stream_keys,
+    stream_state,
 )
 
 N = 1 << 18
@@ -126,6 +127,7 @@ def test_keys_are_32_bit_numbers_that_name_every_counter():
     assert all(-(2**31) <= key < 2**31 for pair in keys for key in pair)
     assert stream_keys(1) != stream_keys(1, 0)
     assert stream_keys(-1) == stream_keys(2**64 - 1)
+    assert stream_keys(3, after=stream_state(1, 2)) == stream_keys(1, 2, 3)
 
 
 def test_the_stream_is_the_recorded_one():
