@@ -63,7 +63,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
     collects = gc.isenabled()
-    gc.disable()  # a tenth of the time: what a step saves for backward is freed without it
+    gc.disable()  # what a step saves for backward is freed without it
     try:
         return _largest(options) if options.largest else _plan(options)
     finally:
