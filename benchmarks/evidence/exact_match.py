@@ -6,7 +6,7 @@ A loss hides whether a model solves a task. Here a Llama of 0.4 million paramete
 from examples alone: 8 random letters and a separator are followed by the same letters, or by these
 letters in alphabetical order.
 
-The loss is that of the answers' tokens. A match is a problem, out of 2,000 new ones, whose answer is
+The loss is that of the answers' tokens. A match is a problem, of 2,000 new ones, whose answer is
 right in each token under greedy decoding. A forward over the right answer decides that, because
 decoding leaves the right prefix at its first error. Matches are counted four times a run, since
 their share rises gradually. Each seed starts from the same weights and learns from the same
