@@ -415,13 +415,14 @@ def test_a_graph_transposes_a_payload_in_backward(bias):
 
 def test_a_graph_reads_the_payload_of_a_transposed_weight_as_it_is():
     torch.manual_seed(0)
-    model, config = nn.Sequential(Conv1D(64, 32), Conv1D(32, 64)), FP8Config(cache_weights=True)
+    model, config = nn.Sequential(Conv1D(128, 64), Conv1D(64, 128)), FP8Config(cache_weights=True)
     for layer in model:
         layer.bias.requires_grad_(False)
     convert_to_float8(model, config)
     convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
     reference = copy.deepcopy(model)
-    x = torch.randn(16, 32)
+    assert all(layer.weight.halves.payload is not None for layer in model)
+    x = torch.randn(16, 64)
     for run in (torch.compile(model, fullgraph=True, backend="aot_eager"), reference):
         with torch.autocast("cpu", torch.bfloat16):
             run(x).float().square().sum().backward()
