@@ -26,6 +26,7 @@ from torch_fp8.nn.class_swap import unwrapped_name, without_compiler
 from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer, is_paused
+from torch_fp8.nn.saturation import Saturation
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
@@ -80,18 +81,17 @@ def look_at_saturation(layers: Layers, reported: dict[str, Tensor]) -> Iterator[
         layers: the model's layers.
         reported: the number up to the last call, updated here.
     """
-    shared = [layer.fp8.scaling.saturation for _, layer in layers if _saturates(layer)]
-    if shared:
-        count = sum({id(saturation): saturation.count for saturation in shared}.values())
-        total = torch.tensor([count], dtype=torch.float32, device="cpu")
+    counts = {id(s): s.count for _, layer in layers if (s := _saturation(layer)) is not None}
+    if counts:
+        total = torch.tensor([sum(counts.values())], dtype=torch.float32, device="cpu")
         yield "graphs", total - reported.get("graphs", torch.zeros_like(total))
         reported["graphs"] = total
 
 
-def _saturates(layer: nn.Module) -> bool:
-    """Return whether graphs cast a layer's operands with the scales of the last step."""
+def _saturation(layer: nn.Module) -> Saturation | None:
+    """Return what a layer shares with others if graphs cast with the scales of the last step."""
     scaling = layer.fp8.scaling if isinstance(layer, Float8Layer) else None
-    return scaling is not None and not scaling.rule.eager
+    return None if scaling is None or scaling.rule.eager else scaling.saturation
 
 
 def look_at_updates(
@@ -174,7 +174,7 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
             kinds[f"{name}/update"] = UPDATE
         if _leaves_out(layer):
             kinds[f"{name}/history"] = LEFT_OUT
-    if any(_saturates(layer) for _, layer in layers):
+    if any(_saturation(layer) is not None for _, layer in layers):
         kinds["graphs"] = GRAPHS
     kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in mlps}
     if "logit_sharpness" in probes:
