@@ -81,7 +81,10 @@ CASES: dict[str, dict[str, object]] = {
 }
 COMPILED = "training, compiled"
 """Compiled blocks, beside eager ones of the case ``training``."""
-COMPILED_VARIANTS = (BF16, "tensorwise", "delayed", "blockwise", "torchao tensorwise")
+COMPILED_VARIANTS = (
+    *(BF16, "tensorwise", "tensorwise last_step O2 with payloads"),
+    *("delayed", "blockwise", "torchao tensorwise"),
+)
 AS_COMPILED = ", compiled"
 """Behind the name of a variant."""
 STEP = "optimizer step"

@@ -12,6 +12,7 @@ from torch_fp8.conversion import detect_gated_mlp
 from torch_fp8.monitor.layer_observer import GRAD_OUTPUT, INPUT, WEIGHT
 from torch_fp8.monitor.statistics import (
     CLIP,
+    GRAPHS,
     LEFT_OUT,
     OPERAND,
     SHARPNESS,
@@ -25,6 +26,7 @@ from torch_fp8.nn.class_swap import unwrapped_name, without_compiler
 from torch_fp8.nn.delayed_scaling import renew_scales, scaling_buffers
 from torch_fp8.nn.gated_mlp import GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer, is_paused
+from torch_fp8.nn.saturation import Saturation
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
@@ -70,6 +72,26 @@ def _leaves_out(layer: nn.Module) -> bool:
     if not isinstance(layer, Float8Layer):
         return False
     return layer.fp8.scaling is not None and layer.fp8.scaling.rule.algorithm == "max"
+
+
+def look_at_saturation(layers: Layers, reported: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield how many operands were beyond the last step's scales since the last call.
+
+    Args:
+        layers: the model's layers.
+        reported: the number up to the last call, updated here.
+    """
+    counts = {id(s): s.count for _, layer in layers if (s := _saturation(layer)) is not None}
+    if counts:
+        total = torch.tensor([sum(counts.values())], dtype=torch.float32, device="cpu")
+        yield "graphs", total - reported.get("graphs", torch.zeros_like(total))
+        reported["graphs"] = total
+
+
+def _saturation(layer: nn.Module) -> Saturation | None:
+    """Return what a layer shares with others if graphs cast with the scales of the last step."""
+    scaling = layer.fp8.scaling if isinstance(layer, Float8Layer) else None
+    return None if scaling is None or scaling.rule.eager else scaling.saturation
 
 
 def look_at_updates(
@@ -152,6 +174,8 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
             kinds[f"{name}/update"] = UPDATE
         if _leaves_out(layer):
             kinds[f"{name}/history"] = LEFT_OUT
+    if any(_saturation(layer) is not None for _, layer in layers):
+        kinds["graphs"] = GRAPHS
     kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in mlps}
     if "logit_sharpness" in probes:
         kinds["logits"] = SHARPNESS

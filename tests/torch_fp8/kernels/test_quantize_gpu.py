@@ -32,6 +32,10 @@ def test_sums_are_right_and_repeat(granularity):
     casts.check_sums("cuda", granularity)
 
 
+def test_casts_beside_transposes():
+    casts.check_beside(casts.beside_kernel(), "cuda")
+
+
 def test_bytes_are_transposed():
     casts.check_transpose(casts.transpose_kernel(), "cuda", (*casts.SHAPES, (4096, 14336)))
 
