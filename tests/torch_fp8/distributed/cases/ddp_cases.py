@@ -201,7 +201,7 @@ def case_averages():
 def case_many_micro_batches():
     """Sums of equal micro-batches under no_sync."""
     made = {}
-    for communication, count in (("fp8", 64), ("off", 64), ("fp8", 512)):
+    for communication, count in (("fp8", 64), ("off", 64), ("fp8", 512), ("fp8", 2048)):
         model = nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 70))
         ddp, _optimizer, _ = wrapped("O2", model, communication=communication)
         sums = local_gradients(ddp)

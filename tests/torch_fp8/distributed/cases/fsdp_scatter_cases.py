@@ -135,7 +135,8 @@ def case_many_micro_batches():
     """Sums of equal micro-batches, of shards and of whole gradients."""
     fp32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     exact, result = [], {}
-    for name, count in (("one", 1), ("sharded", 64), ("unsharded", 64), ("unsharded", 512)):
+    counts = [("one", 1), ("sharded", 64), *(("unsharded", n) for n in (64, 512, 2048))]
+    for name, count in counts:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(32, 72), nn.LayerNorm(72))
         model, _optimizer = trained(FP8Config(), BF16 if name == "sharded" else fp32, layers)
