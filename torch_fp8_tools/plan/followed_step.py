@@ -18,6 +18,7 @@ from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 
 _DEVICE = torch.ops.prim.device.default
+_SAVED = "saved activations"
 _GATHERS, _SCATTERS = ("allgather", "allreduce"), ("reduce_scatter", "alltoall")
 
 
@@ -54,6 +55,7 @@ class Part:
         live, saved: the same at its end.
         gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
+        moments: the live bytes, and what was saved of them, whenever they were highest or could be.
     """
 
     peak: int
@@ -63,6 +65,7 @@ class Part:
     gathered: int
     scattered: int
     cast: int = 0
+    moments: Sequence[tuple[int, int]] = ()
 
 
 class FollowedStep(MemoryTracker):
@@ -82,6 +85,7 @@ class FollowedStep(MemoryTracker):
     def __init__(self, model: nn.Module, trained: bool, most: float = math.inf) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
+        self.moments: list[tuple[int, int]] = []
         self._trained = trained
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
@@ -142,7 +146,9 @@ class FollowedStep(MemoryTracker):
     def add_call(self, beyond: dict[str, int], calls: int) -> None:
         """Count the operators of a call, and the bytes at its peak beyond those that live now."""
         self.calls += calls
-        if self.total + sum(beyond.values()) > self.peak_total:
+        total = self.total + sum(beyond.values())
+        self.moments.append((total, self.current[_SAVED] + beyond[_SAVED]))
+        if total > self.peak_total:
             self.peak = {name: size + beyond[name] for name, size in self.current.items()}
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
@@ -171,11 +177,15 @@ class FollowedStep(MemoryTracker):
         hidden.register_hook(self.mark)
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
+    def _see_peak(self) -> None:
+        super()._see_peak()
+        self.moments.append((self.total, self.current[_SAVED]))
+
     def _start(self) -> None:
         self.reset_peak()
         self._begin_block()
-        saved = self.current["saved activations"]
-        self._begin = {"live": self.total, "saved": saved, **self._sent}
+        self._begin = {"live": self.total, "saved": self.current[_SAVED], **self._sent}
+        self.moments = [(self.total, self.current[_SAVED])]
 
     def _begin_block(self, _: Any = None) -> None:
         self.begun = self.calls
@@ -185,10 +195,15 @@ class FollowedStep(MemoryTracker):
         self.see_resized()
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
-        begin, name = self._begin, "saved activations"
-        peak, saved_at_peak = self.peak_total - begin["live"], self.peak[name] - begin["saved"]
-        now = {"live": self.total, "saved": self.current[name], **self._sent}
-        self.parts.append(Part(peak, saved_at_peak, **{n: now[n] - begin[n] for n in now}))
+        live, saved = self._begin["live"], self._begin["saved"]
+        now = {"live": self.total, "saved": self.current[_SAVED], **self._sent}
+        part = Part(
+            self.peak_total - live,
+            self.peak[_SAVED] - saved,
+            **{name: now[name] - self._begin[name] for name in now},
+            moments=[(total - live, of_total - saved) for total, of_total in self.moments],
+        )
+        self.parts.append(part)
         self._start()
 
     def living(self) -> dict[int, tuple[int, int]]:

@@ -97,7 +97,7 @@ class KernelFunctions:
         The peak of backward counts all inputs, as if the caller held them.
         """
         step = self._step
-        peak, calls, begun = step.peak, step.calls, step.begun
+        peak, calls, begun, moments = step.peak, step.calls, step.begun, [*step.moments]
         inputs = [step.new(t, layout_of(t)).requires_grad_(t.requires_grad) for t in like]
         needing = [tensor for tensor in inputs if tensor.requires_grad]
         # Not the hooks of activation checkpointing, which drop what backward needs.
@@ -129,7 +129,7 @@ class KernelFunctions:
                 of_inputs = {id(t): g for t, g in pairs if g is not None}
                 new = (*inputs, *of_inputs.values())
                 is_plain = is_plain and new_layouts(new, inputs[0], ()) is not None
-        step.peak, step.calls, step.begun = peak, calls, begun
+        step.peak, step.calls, step.begun, step.moments = peak, calls, begun, moments
         if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
             return None
         gradients = [layout_of(of_inputs[id(t)]) if id(t) in of_inputs else None for t in inputs]

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,14 +75,27 @@ def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
     """Continue the parts of steps of 1, 2 and 3 lengths to `count` lengths, as polynomials.
 
     Masks and scores of attention grow with the square of the sequence, all else with the sequence.
+    The moment that is highest at a short length need not be that at a long one, so a peak is the
+    highest continued moment. Loops outside of `KernelFunctions` have other moments at each length,
+    and there the peaks themselves are continued.
     """
 
     def newton(first: int, second: int, third: int) -> int:
         bend = third - 2 * second + first
         return first + (count - 1) * (second - first) + (count - 1) * (count - 2) // 2 * bend
 
-    values = [[dataclasses.astuple(part) for part in step] for step in parts]
-    return [Part(*map(newton, *each)) for each in zip(*values, strict=True)]
+    continued = []
+    for each in zip(*parts, strict=True):
+        *values, lists = zip(*(vars(part).values() for part in each), strict=True)
+        part = Part(*(newton(*value) for value in values))
+        if len({*map(len, lists)}) == 1:
+            moments = (
+                [newton(*value) for value in zip(*moment, strict=True)]
+                for moment in zip(*lists, strict=True)
+            )
+            part.peak, part.saved_at_peak = max(moments, key=itemgetter(0))
+        continued.append(part)
+    return continued
 
 
 def run_step(

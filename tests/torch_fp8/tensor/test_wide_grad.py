@@ -141,7 +141,8 @@ def test_sums_of_every_kind_of_parameter_do_not_fall_short(make, number, level):
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.mse_loss(y := forward().float(), torch.ones_like(y))
     loss.backward(retain_graph=True)
-    of_one = {n: p.grad.detach().double() for n, p in model.named_parameters() if p.grad is not None}
+    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    of_one = {name: p.grad.detach().double() for name, p in trained}
     assert len(of_one) == number
     for count in range(2, 2049):
         loss.backward(retain_graph=True)
