@@ -6,6 +6,7 @@ Marks cut it before and after the forward and the backward of each layer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch_fp8_tools.plan.layouts import blocks_of
 from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 
 _DEVICE = torch.ops.prim.device.default
-_SAVED = "saved activations"
 _GATHERS, _SCATTERS = ("allgather", "allreduce"), ("reduce_scatter", "alltoall")
 
 
@@ -46,26 +46,32 @@ class LongLoop(Exception):
     """A layer calls so many operators that it must loop over tokens."""
 
 
+Moment = tuple[int, int]
+
+
 @dataclass
 class Part:
     """A part of a step, with bytes beyond those that its start held and had sent.
 
     Attributes:
-        peak, saved_at_peak: the highest bytes, and what was saved for backward of them.
+        moments: the live bytes, and those of them that were saved for backward, at each moment that
+            can be the peak.
         live, saved: the same at its end.
         gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
-        moments: the live bytes, and what was saved of them, whenever they were highest or could be.
     """
 
-    peak: int
-    saved_at_peak: int
+    moments: list[Moment]
     live: int
     saved: int
     gathered: int
     scattered: int
     cast: int = 0
-    moments: Sequence[tuple[int, int]] = ()
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes."""
+        return max(self.moments, key=itemgetter(0))
 
 
 class FollowedStep(MemoryTracker):
@@ -75,6 +81,7 @@ class FollowedStep(MemoryTracker):
         parts: what precedes the layers, the forward of each layer, the last one with the loss, and,
             if the model is trained, the backward of each layer, the last layer's first; then the
             rest. The rest includes the first layer's backward if its input needs no gradient.
+        moments: what was live, and saved for backward of that, since the part began.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
         calls: the number of operators.
 
@@ -85,7 +92,7 @@ class FollowedStep(MemoryTracker):
     def __init__(self, model: nn.Module, trained: bool, most: float = math.inf) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
-        self.moments: list[tuple[int, int]] = []
+        self.moments: list[Moment] = []
         self._trained = trained
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
@@ -99,7 +106,7 @@ class FollowedStep(MemoryTracker):
         self._results = KnownResults()
         self.calls = 0
         self._most, self.begun = most, 0
-        self.begin_of_root: dict[str, int] = {}
+        self.begin_of_root = 0, 0
         self._start()
         for block in self._blocks:  # before FSDP2 gathers its weights
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -139,17 +146,29 @@ class FollowedStep(MemoryTracker):
         self.assign(tensor, "workspace")
         return tensor
 
-    def beyond(self, start: dict[str, int]) -> dict[str, int]:
-        """Return the bytes by category at the peak beyond those at a start."""
-        return {name: size - start[name] for name, size in self.peak.items()}
+    @property
+    def now(self) -> Moment:
+        """The live bytes, and those of them that are saved for backward."""
+        return self.total, self.current["saved activations"]
 
-    def add_call(self, beyond: dict[str, int], calls: int) -> None:
+    def _see_peak(self) -> None:
+        self.moments.append(self.now)
+
+    def restart(self) -> Moment:
+        """Start new moments, and return the first."""
+        self.moments = [self.now]
+        return self.now
+
+    def beyond(self, start: Moment) -> Moment:
+        """Return the bytes at the peak of the moments beyond those at a start."""
+        total, saved = max(self.moments, key=itemgetter(0))
+        return total - start[0], saved - start[1]
+
+    def add_call(self, beyond: Moment, calls: int) -> None:
         """Count the operators of a call, and the bytes at its peak beyond those that live now."""
         self.calls += calls
-        total = self.total + sum(beyond.values())
-        self.moments.append((total, self.current[_SAVED] + beyond[_SAVED]))
-        if total > self.peak_total:
-            self.peak = {name: size + beyond[name] for name, size in self.current.items()}
+        total, saved = self.now
+        self.moments.append((total + beyond[0], saved + beyond[1]))
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
         if not name.startswith((*_GATHERS, *_SCATTERS)):
@@ -177,15 +196,10 @@ class FollowedStep(MemoryTracker):
         hidden.register_hook(self.mark)
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
-    def _see_peak(self) -> None:
-        super()._see_peak()
-        self.moments.append((self.total, self.current[_SAVED]))
-
     def _start(self) -> None:
-        self.reset_peak()
         self._begin_block()
-        self._begin = {"live": self.total, "saved": self.current[_SAVED], **self._sent}
-        self.moments = [(self.total, self.current[_SAVED])]
+        live, saved = self.restart()
+        self._begin = {"live": live, "saved": saved, **self._sent}
 
     def _begin_block(self, _: Any = None) -> None:
         self.begun = self.calls
@@ -196,14 +210,9 @@ class FollowedStep(MemoryTracker):
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
         live, saved = self._begin["live"], self._begin["saved"]
-        now = {"live": self.total, "saved": self.current[_SAVED], **self._sent}
-        part = Part(
-            self.peak_total - live,
-            self.peak[_SAVED] - saved,
-            **{name: now[name] - self._begin[name] for name in now},
-            moments=[(total - live, of_total - saved) for total, of_total in self.moments],
-        )
-        self.parts.append(part)
+        now = dict(zip(("live", "saved"), self.now, strict=True)) | self._sent
+        moments = [(total - live, of_total - saved) for total, of_total in self.moments]
+        self.parts.append(Part(moments, **{name: now[name] - self._begin[name] for name in now}))
         self._start()
 
     def living(self) -> dict[int, tuple[int, int]]:
@@ -241,7 +250,8 @@ class FollowedStep(MemoryTracker):
         for place, part in enumerate((*before, *after)):
             if place == len(before):
                 live -= sum(each.cast for each in before)
-            peaks.append((live + part.peak, saved + part.saved_at_peak))
+            peak, saved_at_peak = part.peak
+            peaks.append((live + peak, saved + saved_at_peak))
             live, saved = live + part.live, saved + part.saved
             gathered, scattered = gathered + part.gathered, scattered + part.scattered
             if place == 0:

@@ -9,13 +9,12 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from operator import itemgetter
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Part, StepBytes
+from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Moment, Part, StepBytes
 from torch_fp8_tools.plan.kernel_functions import KernelFunctions
 from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.models import (
@@ -84,17 +83,16 @@ def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
         bend = third - 2 * second + first
         return first + (count - 1) * (second - first) + (count - 1) * (count - 2) // 2 * bend
 
+    def moments(*lists: list[Moment]) -> list[Moment]:
+        pairs = (zip(*moment, strict=True) for moment in zip(*lists, strict=True))
+        return [(newton(*total), newton(*saved)) for total, saved in pairs]
+
     continued = []
     for each in zip(*parts, strict=True):
-        *values, lists = zip(*(vars(part).values() for part in each), strict=True)
-        part = Part(*(newton(*value) for value in values))
-        if len({*map(len, lists)}) == 1:
-            moments = (
-                [newton(*value) for value in zip(*moment, strict=True)]
-                for moment in zip(*lists, strict=True)
-            )
-            part.peak, part.saved_at_peak = max(moments, key=itemgetter(0))
-        continued.append(part)
+        first, *values = zip(*(vars(part).values() for part in each), strict=True)
+        alike = len({*map(len, first)}) == 1
+        lists = first if alike else [[part.peak] for part in each]
+        continued.append(Part(moments(*lists), *(newton(*value) for value in values)))
     return continued
 
 
