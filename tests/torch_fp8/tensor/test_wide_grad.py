@@ -261,6 +261,16 @@ def test_no_warning_about_hooks_of_a_weight_that_is_sent():
         torch.utils.hooks.warn_if_has_hooks(weight_of())
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_graph_from_before_the_split_adds_its_gradient(count):
+    parameter = nn.Parameter(torch.zeros(SIZE, SIZE))
+    earlier = (parameter * TERM.float()).sum()
+    weight = split_parameter(parameter)
+    add(weight, count=count)
+    earlier.backward()
+    assert torch.equal(weight.grad, TERM.float() * (count + 1))
+
+
 def test_other_optimizers_step_on_the_sum():
     results = []
     for level in ("O1", "O2"):
