@@ -174,4 +174,11 @@ FAULTS = [
         "known[1]() if known is not None else None",
         "tests/torch_fp8/tensor/test_split_weight.py",
     ),
+    Fault(
+        "a shard that moves loses the bits that user code wrote",
+        "torch_fp8/tensor/split_shard.py",
+        "SplitShard(Halves(high, old.residual, old.bits), padded)",
+        "SplitShard(Halves(high, old.residual, RESIDUAL_BITS), padded)",
+        "tests/torch_fp8/tensor/test_split_weight.py",
+    ),
 ]
