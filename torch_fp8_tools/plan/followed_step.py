@@ -93,6 +93,7 @@ class FollowedStep(MemoryTracker):
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
         self.moments: list[Moment] = []
+        self._rises = False
         self._trained = trained
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
@@ -152,15 +153,26 @@ class FollowedStep(MemoryTracker):
         return self.total, self.current["saved activations"]
 
     def _see_peak(self) -> None:
-        self.moments.append(self.now)
+        self._rises = True
+
+    def _falls(self) -> None:
+        if self._rises:  # the moments since the last fall only had fewer bytes
+            self.moments.append(self.now)
+            self._rises = False
 
     def restart(self) -> Moment:
         """Start new moments, and return the first."""
-        self.moments = [self.now]
+        self.moments, self._rises = [self.now], False
         return self.now
+
+    def drop(self, number: int) -> None:
+        """Forget the moments after the first `number`."""
+        del self.moments[number:]
+        self._rises = False
 
     def beyond(self, start: Moment) -> Moment:
         """Return the bytes at the peak of the moments beyond those at a start."""
+        self._falls()
         total, saved = max(self.moments, key=itemgetter(0))
         return total - start[0], saved - start[1]
 
@@ -207,6 +219,7 @@ class FollowedStep(MemoryTracker):
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""
         self.see_resized()
+        self._falls()
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
         live, saved = self._begin["live"], self._begin["saved"]

@@ -178,5 +178,5 @@ class _SameBytes(torch.autograd.Function):
         step.free(held)
         number = len(step.moments)  # torch frees inputs and gradients of outputs at the call's end
         gradients = [each and step.new(held, each) for each in known.gradients]
-        del step.moments[number:]
+        step.drop(number)
         return None, None, *gradients
