@@ -16,7 +16,6 @@ from torch_fp8 import revert
 from torch_fp8.optim.embedding_dtype import multiply_half
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter, stored
 from torch_fp8.tensor.weight_half import half
 from torch_fp8.tensor.wide_grad import WideGrad
@@ -514,6 +513,8 @@ def test_an_address_is_that_of_the_current_values():
 
 
 def test_a_shard_that_is_copied_keeps_what_was_written():
+    from torch_fp8.tensor.split_shard import SplitShard
+
     padded = torch.zeros(8, 16, dtype=torch.bfloat16)
     shard = SplitShard.of(torch.randn(6, 16), padded)
     with torch.no_grad():

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.moe_models import moe_model
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import expected_memory, memory_report
 from torch_fp8.tensor.exchange import stored_grad
@@ -120,6 +119,8 @@ def layers():
 
 
 def experts():
+    from tests.moe_models import moe_model
+
     model = moe_model("Qwen3Moe", num_hidden_layers=1)
     block, x = model.model.layers[0].mlp, torch.randn(1, 4, SIZE)
     return model, lambda: block(x)
