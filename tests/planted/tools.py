@@ -14,6 +14,13 @@ FAULTS = [
         f"{_SMOKE}::test_a_wrong_output_of_one_token_is_told",
     ),
     Fault(
+        "the highest moment of a short step is continued as that of a long one",
+        "torch_fp8_tools/plan/steps.py",
+        "        alike = len({*map(len, first)}) == 1\n",
+        "        alike = False\n",
+        "tests/torch_fp8_tools/plan/test_loops.py::test_extrapolated_bytes_are_those_of_the_whole_step",
+    ),
+    Fault(
         "a cast cuts off half of its range",
         "torch_fp8/ops/quantize.py",
         "((x / scale).clamp(-format.max, format.max)",
