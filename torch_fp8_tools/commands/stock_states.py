@@ -18,7 +18,6 @@ from torch_fp8.optim.checkpoint import OPTIONS_KEY
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
     STATE_FORMATS,
-    VALID_FORMATS,
     decoded,
     is_encoded,
 )
@@ -103,7 +102,7 @@ def _converted(value: Any, count: list[int]) -> Any:
 
 def _check_formats(state_dict: dict[str, Any]) -> None:
     formats = (state_dict.get(OPTIONS_KEY) or {}).get(FORMATS_KEY, STATE_FORMATS)
-    if formats not in VALID_FORMATS:
+    if formats != STATE_FORMATS:
         raise ValueError(
             f"its moments are in the formats {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}"
