@@ -42,5 +42,5 @@ def test_a_removed_flag_of_the_command_is_refused(capsys):
     message = f"no longer takes --save-attention: {REMOVED['save_attention']}"
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["report", "run", "--beside", "other"])
-    assert "no longer takes --beside: it is --compare now" in capsys.readouterr().err
+        main(["report", "run", "--compare", "other"])
+    assert "no longer takes --compare: take torch-fp8 compare" in capsys.readouterr().err

@@ -159,7 +159,7 @@ WRONG = {
     "check": (["--device", "nonsense"], ["--sequence", "100000"]),
     "export": (["--config", "{bad"], ["--config", '{"nope": 1}'], ["--max-shard-size", "x"]),
     "convert-optimizer": ([],),
-    "report": (["--compare", "missing"],),
+    "report": ([],),
     "env": (["--only", "kernels"], ["--report", "missing/x.txt"]),
 }
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
@@ -21,12 +21,7 @@ _BAD = {
 """The events that the verdict counts, with labels."""
 
 
-def write_figures(
-    record: RunRecord,
-    folder: Path,
-    beside: Mapping[str, RunRecord] | None = None,
-    name: str = "run",
-) -> list[Path]:
+def write_figures(record: RunRecord, folder: Path) -> list[Path]:
     """Write the loss, and a map of layers and steps for each statistic, as PNGs.
 
     A statistic that is ideal in every measured layer and step has no map.
@@ -34,18 +29,14 @@ def write_figures(
     Args:
         record: the record of the run.
         folder: the folder for the files; it is created if it does not exist.
-        beside: other runs by name, whose losses are drawn, too; differences are relative to the
-            first.
-        name: the name of the run.
     Returns:
         The files.
     Raises:
         ImportError: matplotlib is missing.
     """
     pictures: dict[str, bytes] = {}
-    others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
     if record.losses:
-        pictures["loss"] = draw_loss(record.losses, record.events, others, name)
+        pictures["loss"] = draw_loss(record.losses, record.events)
     for topic in TOPICS:
         heat = heat_map(record, topic)
         if heat is not None and not heat.is_blank:
