@@ -24,7 +24,10 @@ from typing import NoReturn
 from torch_fp8._version import __version__
 from torch_fp8.quantization.suggestions import REMOVED, suggestion
 
-_REMOVED = dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses")
+_REMOVED = {
+    **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
+    "report": "write the output to a file: torch-fp8 env --self-test > FILE",
+}
 _COMMANDS = (
     *("env.command", "commands.export_command", "commands.convert_command", "plan.command"),
     *("check.command", "report.command", "compare.command"),
