@@ -1,7 +1,7 @@
 """Files that the release 0.1.0 wrote load, or are refused whole if they hold 4-bit values.
 
-They are in `tests/data/v0.1.0`, whose `write.py` wrote them. ``pickled_optimizers.pt`` has models and
-optimizers with ``moment_bits=4`` and ``residual_bits`` 0 and 4 (commit 1eeb94f9).
+They are in `tests/data/v0.1.0`, whose `write.py` wrote them. ``pickled_optimizers.pt`` (commit
+1eeb94f9) has models and optimizers with ``moment_bits=4`` and ``residual_bits`` 0 and 4.
 """
 
 import dataclasses

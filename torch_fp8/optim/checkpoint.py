@@ -131,7 +131,7 @@ def _check_options(saved: Any) -> None:
     if formats != STATE_FORMATS:
         raise ValueError(
             f"{where}[{FORMATS_KEY!r}] is {formats!r:.200}, but this version of torch-fp8 reads "
-            f"{STATE_FORMATS}; save the states with checkpoint_states='float32' where they were written"
+            f"{STATE_FORMATS}; save the states with checkpoint_states='float32' there"
         )
 
 

@@ -103,20 +103,20 @@ def test_passes_are_those_of_training(timer):
         assert type(torch.empty(1)) is torch._subclasses.FakeTensor
     assert set(seen) == {None, "tensorwise", "rowwise", "blockwise"}
     for recipe, run in seen.items():
-        assert type(run.module) is (nn.Linear if recipe is None else Float8Linear)
-        assert run.module.training
-        assert type(run.arguments[0]) is torch.Tensor
-        assert (run.arguments[0].shape, run.grad_output.shape) == ((16, 32), (16, 48))
-        assert run.arguments[0].grad is None
-        for parameter in run.module.parameters():
+        assert type(run.layer) is (nn.Linear if recipe is None else Float8Linear)
+        assert run.layer.training
+        assert type(run.x) is torch.Tensor
+        assert (run.x.shape, run.grad_output.shape) == ((16, 32), (16, 48))
+        assert run.x.grad is None
+        for parameter in run.layer.parameters():
             assert parameter.requires_grad
             assert parameter.dtype == torch.bfloat16
             assert parameter.grad is None
             assert parameter.isfinite().all()
         # One weight and one input for all: no more memory than one layer takes.
-        assert run.module.weight is seen[None].module.weight
-        assert run.arguments[0] is seen[None].arguments[0]
-    assert len(list(seen[None].module.parameters())) == 2
+        assert run.layer.weight is seen[None].layer.weight
+        assert run.x is seen[None].x
+    assert len(list(seen[None].layer.parameters())) == 2
 
 
 @pytest.fixture
