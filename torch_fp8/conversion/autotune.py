@@ -124,7 +124,9 @@ def choose_recipe(
     def time(shape: LayerShape) -> LayerTimes:
         return layer_times(card, shape, config.tokens, recipes, kept)
 
-    answer = json.loads(answer_of_one(question, lambda: _timed(device, distinct, time)))
+    answer = json.loads(
+        answer_of_one(question, lambda: _timed(device, distinct, time, config.tokens))
+    )
     if "failure" in answer:
         return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
@@ -200,7 +202,9 @@ def _why_not_measured(config: FP8Config, names: Sequence[str]) -> str | None:
     return None
 
 
-def _timed(device: torch.device, shapes: Sequence[Any], time: Callable[[Any], Any]) -> str:
+def _timed(
+    device: torch.device, shapes: Sequence[Any], time: Callable[[Any], Any], tokens: int
+) -> str:
     """Return the times of all shapes as JSON, or the reason why they cannot be timed; warn then."""
     times = []
     try:
@@ -211,7 +215,7 @@ def _timed(device: torch.device, shapes: Sequence[Any], time: Callable[[Any], An
         failure = f"timing a layer of {shape} failed ({type(error).__name__}: {line})"
         warnings.warn(
             f"FP8Config(recipe='auto') runs {resolve_auto(device)!r} without measuring: {failure}. "
-            "Name a recipe to skip measuring, or set fewer tokens",
+            f"Name a recipe to skip measuring, or fewer tokens than {tokens}",
             stacklevel=2,
         )
         return json.dumps({"failure": failure})
