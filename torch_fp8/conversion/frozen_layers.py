@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.fp8_weight import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight, why_not_gathered
@@ -197,8 +196,6 @@ def _freeze(
     if _is_taken_over(module):
         payload = held["weight"].payload
         before = payload.num_bytes
-    elif isinstance(module, Float8Layer) and not (held or isinstance(module.weight, DTensor)):
-        payload = known_payload(module.weight, recipe.weight, f"{name}.weight")
     if payload is not None or not held:
         module.freeze_weights(recipe, emulate, notice, payload)
     after = sum(w.payload.num_bytes for w in module.frozen_weights.values()) or numel
