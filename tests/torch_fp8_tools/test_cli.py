@@ -185,7 +185,7 @@ def test_what_a_machine_has_is_one_screen_and_all_of_it_an_option(plant, monkeyp
     assert "FAILED trl:Trainer.pointd: moved" in capsys.readouterr().out
 
 
-def test_an_interrupt_leaves_a_table(plant, monkeypatch, capsys):
+def test_an_interrupt_is_130(plant, monkeypatch, capsys):
     def interrupted(subjects):
         yield Result("self-test", "first", "ok", "done")
         raise KeyboardInterrupt
@@ -194,8 +194,8 @@ def test_an_interrupt_leaves_a_table(plant, monkeypatch, capsys):
     monkeypatch.setattr(machine, "smoke", interrupted)
     assert cli.main(["env", "--self-test"]) == 130
     printed = capsys.readouterr()
-    assert re.search(r"first +ok +done", printed.out)
-    assert "interrupted: the rest did not run" in printed.err
+    assert "[1/1] first ok" in printed.err
+    assert "interrupted" in printed.err
 
 
 def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -210,13 +210,8 @@ def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_is_written_to_and_a_link_stays(tmp_path):
-    """A rename would put a regular file in the place of ``/dev/null``."""
-    device, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
-    os.mkfifo(device)
-    with whole_file(device) as partial:
-        assert partial == device
-    assert device.is_fifo()
+def test_a_link_to_a_file_stays(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "target"
     target.write_text("old")
     link.symlink_to(target)
     with whole_file(link) as partial:

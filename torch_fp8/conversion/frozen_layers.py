@@ -283,27 +283,14 @@ _SAMPLE = 256
 """Number of bytes from the middle of a weight in its fingerprint, before a full comparison."""
 
 
-@dataclass(frozen=True)
-class SharedWeights:
-    """The result of `share_equal_weights`.
-
-    Attributes:
-        num_weights: number of weights that now use the memory of another one.
-        num_bytes: number of bytes that they freed.
-    """
-
-    num_weights: int = 0
-    num_bytes: int = 0
-
-
 @torch.no_grad()
-def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
+def share_equal_weights(models: Iterable[nn.Module]) -> tuple[int, int]:
     """Let the frozen weights of several models that have equal bytes and scales share memory.
 
     Args:
         models: any models; of equal weights, the memory of the first one is kept.
     Returns:
-        The numbers of weights and of freed bytes.
+        The number of weights that now use the memory of another one, and of the bytes freed.
     """
     known: dict[Hashable, list[FrozenPayload]] = {}
     num_weights = num_bytes = 0
@@ -318,7 +305,7 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
         elif payload.qdata.data_ptr() != equal.qdata.data_ptr():
             num_weights, num_bytes = num_weights + 1, num_bytes + payload.num_bytes
             payload.share(equal)
-    return SharedWeights(num_weights, num_bytes)
+    return num_weights, num_bytes
 
 
 def _payloads(layer: FrozenStorage) -> list[FrozenPayload]:

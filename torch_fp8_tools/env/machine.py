@@ -31,34 +31,26 @@ from torch_fp8_tools.env.result import (
 )
 from torch_fp8_tools.env.smoke import SUBJECTS, smoke
 
-INTERRUPTED = 130
-"""The exit status of a command that was interrupted."""
-
 
 def describe(options: argparse.Namespace) -> int:
     """Describe this machine, and run the self-test if requested; returns the exit status."""
     if options.only and not options.self_test:
         options.parser.error("--only chooses subjects of --self-test")
     subjects = (options.only or SUBJECTS) if options.self_test else ()
-    described: list[Result] = []
+    results: list[Result] = []
+    for describe in (versions, cards, *(() if options.only else (autoload, hosts))):
+        if describe is hosts:  # the imports of all hosts can take a minute
+            print("importing each installed host in a process of its own", file=sys.stderr)
+        part = _guarded(describe)
+        _show(part, options)
+        results += part
     tested: list[Result] = []
-    interrupted = False
-    try:
-        of_hosts = () if options.only else (autoload, hosts)
-        for describe in (versions, cards, *of_hosts):
-            if describe is hosts:  # the imports of all hosts can take a minute
-                print("importing each installed host in a process of its own", file=sys.stderr)
-            part = _guarded(describe)
-            _show(part, options)
-            described += part
-        for result in smoke(subjects) if subjects else ():
-            tested.append(result)
-            counter = f"[{len(tested)}/{len(subjects)}]"
-            print(counter, result.name, result.status, file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        interrupted = True
+    for result in smoke(subjects) if subjects else ():
+        tested.append(result)
+        counter = f"[{len(tested)}/{len(subjects)}]"
+        print(counter, result.name, result.status, file=sys.stderr, flush=True)
     _show(tested, options)
-    results = described + tested
+    results += tested
     status = int(any(result.status == FAILED for result in results))
     if options.json:
         fields = [asdict(result) for result in results]
@@ -70,9 +62,7 @@ def describe(options: argparse.Namespace) -> int:
         logs = [f"{r.section}: {r.name}\n{r.log}" for r in results if r.log and r.status == FAILED]
         end = "\n\n".join([*logs, end])
     _print(f"{end}\n")
-    if interrupted:
-        print("interrupted: the rest did not run", file=sys.stderr)
-    return INTERRUPTED if interrupted else status
+    return status
 
 
 def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:

@@ -41,9 +41,7 @@ def draw_loss(losses: Mapping[int, float], events: Sequence[Mapping[str, Any]]) 
         low, high = _imported("numpy").quantile(finite, (0, 0.995))
         space = 0.1 * (high - low) + 1e-9
         axes.set_ylim(low - space, high + space)
-    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(axis="y", color="#e4e7eb")
     axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
     return _finished(axes.figure)
 
@@ -79,15 +77,10 @@ def draw_map(heat: HeatMap) -> bytes:
     axes.set_xlabel("step", fontsize=9)
     words = textwrap.fill(f"{topic.title}. {topic.meaning}", _MOST_TITLE)
     axes.set_title(words, loc="left", fontsize=8.5, color=INK)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
     thick = min(2.2, 0.35 * 72 * tall / rows)
     for row, first, last in heat.away:
         axes.hlines(row, first - 0.5, last + 0.5, color=AWAY, linewidth=thick)
     bar = axes.figure.colorbar(image, ax=axes, fraction=0.02, pad=0.015, aspect=6.5 * tall)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8, length=2, color=FAINT)
-    bar.ax.minorticks_off()
     factor = 100 if topic.unit == " %" else 1
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{factor * value:,.6g}{topic.unit}")
     for bound in filter(math.isfinite, heat.bounds):
