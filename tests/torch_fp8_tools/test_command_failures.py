@@ -160,7 +160,7 @@ WRONG = {
     "export": (["--config", "{bad"], ["--config", '{"nope": 1}'], ["--max-shard-size", "x"]),
     "convert-optimizer": ([],),
     "report": ([],),
-    "env": (["--only", "kernels"], ["--report", "x.txt"]),
+    "env": (["--only", "kernels"],),
 }
 
 

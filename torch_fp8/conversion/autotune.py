@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_benchmark import (
-    Card,
     LayerShape,
     LayerTimes,
     kept_weights,
@@ -119,10 +118,10 @@ def choose_recipe(
     split = all(w.dtype == torch.float32 and not isinstance(w, DTensor) for w in weights)
     kept = kept_weights(config) if split else None
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
-    card, question = Card.of(device), repr((card_name(device), options, distinct))
+    question = repr((card_name(device), options, distinct))
 
     def time(shape: LayerShape) -> LayerTimes:
-        return layer_times(card, shape, config.tokens, recipes, kept)
+        return layer_times(device, shape, config.tokens, recipes, kept)
 
     answer = json.loads(
         answer_of_one(question, lambda: _timed(device, distinct, time, config.tokens))

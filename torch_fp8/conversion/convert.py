@@ -265,7 +265,11 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
         ValueError: `device` cannot run the recipe, or no kernel can start there.
         ImportError: Triton, or Transformer Engine if `config` asks for it, is not installed.
     """
-    recipe = _resolve(config, device)
+    name = config.recipe
+    if name == "auto":
+        name = resolve_auto(device)
+        name = name if name in RECIPES or not _is_te(config) else "tensorwise"
+    recipe = recipe_of(config, name)
     if _is_te(config):
         check_transformer_engine(device, recipe.name)
     else:
@@ -276,15 +280,6 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
 
 def _is_te(config: FP8Config) -> bool:
     return config.backend == "transformer-engine"
-
-
-def _resolve(config: FP8Config, device: torch.device) -> Recipe:
-    name = config.recipe
-    if name == "auto":
-        name = resolve_auto(device)
-        if _is_te(config) and name not in RECIPES:
-            name = "tensorwise"
-    return recipe_of(config, name)
 
 
 def _is_smooth(module: nn.Module) -> bool:

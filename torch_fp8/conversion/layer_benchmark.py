@@ -9,7 +9,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -64,20 +64,6 @@ class LayerTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Card:
-    """A device. Devices of the same name compare equal, because their timings are alike."""
-
-    name: str
-    device: torch.device = field(compare=False)
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Card":
-        """Return the `Card` of a device."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return cls(name, device)
-
-
-@dataclass(frozen=True)
 class TimedPass:
     """A forward and backward of a layer, which a call runs without storing gradients.
 
@@ -100,7 +86,7 @@ class TimedPass:
 
 @functools.cache
 def layer_times(
-    card: Card,
+    device: torch.device,
     shape: LayerShape,
     tokens: int,
     recipes: tuple[Recipe, ...],
@@ -112,7 +98,7 @@ def layer_times(
     change random states, autocast or gradient modes.
 
     Args:
-        card: card to time on.
+        device: the device to time on.
         shape: shape of the layer.
         tokens: M, the number of tokens.
         recipes: recipes that the card runs natively.
@@ -121,9 +107,9 @@ def layer_times(
     with (  # gradients and no autocast, whatever the caller's modes
         _disable_current_modes(),
         torch.inference_mode(False),  # also enables gradients
-        torch.autocast(card.device.type, enabled=False),
+        torch.autocast(device.type, enabled=False),
     ):
-        taken = samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
+        taken = samples(device, _passes(device, shape, tokens, recipes, kept))
     plain, *fp8 = (statistics.median(times) for times in taken)
     return LayerTimes(plain, {r.name: time for r, time in zip(recipes, fp8, strict=True)})
 

@@ -53,8 +53,7 @@ def describe(options: argparse.Namespace) -> int:
     results += tested
     status = int(any(result.status == FAILED for result in results))
     if options.json:
-        fields = [asdict(result) for result in results]
-        listed = [{key: v for key, v in of.items() if key != "part"} for of in fields]
+        listed = [asdict(result) for result in results]
         end = json.dumps({"ok": not status, "results": listed}, indent=2)
     else:
         end = summary(results)

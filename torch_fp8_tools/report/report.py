@@ -14,11 +14,8 @@ from torch_fp8_tools.report.heat_map import TOPICS, heat_map
 from torch_fp8_tools.report.run_record import RunRecord
 
 _WORST, _MOST_EVENTS = 12, 200
-_BAD = {
-    **{"alarm": "alarm", "loss_spike": "loss spike"},
-    **{"fallback": "fallback", "restore": "return to a checkpoint"},
-}
-"""The events that the verdict counts, with labels."""
+_BAD = ("alarm", "loss_spike", "fallback")
+"""The events that the verdict counts."""
 
 
 def write_figures(record: RunRecord, folder: Path) -> list[Path]:
@@ -51,7 +48,7 @@ def write_figures(record: RunRecord, folder: Path) -> list[Path]:
 def tables(record: RunRecord) -> str:
     """Return the verdict on a run, its events, and the tensors closest to a bound."""
     counts = Counter(str(event["event"]) for event in record.events)
-    bad = ", ".join(counted(counts[kind], noun) for kind, noun in _BAD.items() if counts[kind])
+    bad = ", ".join(counted(counts[kind], EVENTS[kind][1]) for kind in _BAD if counts[kind])
     last = [record.losses[step] for step in sorted(record.losses)[-50:]]
     sections = [
         f"{bad}." if bad else "No bound was crossed and the loss did not jump.",
