@@ -173,12 +173,12 @@ class LogprobDifference:
         """
         delta = (sampled - scored).float().abs()
         real = mask.bool() & delta.isfinite()
-        kept = rows = torch.zeros((), device=delta.device, dtype=torch.float64)
+        share = rows = torch.zeros((), device=delta.device, dtype=torch.float64)
         if ratio is not None and ratio.shape[-1] == 1:  # of sequences
             is_row = mask.bool().any(-1)
-            kept, rows = ratio.reshape(-1).double().where(is_row, 0.0).sum(), is_row.sum().double()
+            share, rows = ratio.reshape(-1).double().where(is_row, 0.0).sum(), is_row.sum().double()
         difference = delta.where(real, 0.0).sum(dtype=torch.float64)
-        sums = torch.stack([difference, real.sum().double(), kept, rows])
+        sums = torch.stack([difference, real.sum().double(), share, rows])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, accelerator: Any) -> Measured | None:
@@ -192,8 +192,8 @@ class LogprobDifference:
         if own is None:
             own = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         sums = accelerator.gather(own.float().view(1, -1)).double().sum(0)
-        total, tokens, kept, rows = sums.tolist()
-        return Measured(total / tokens, kept / rows if rows else None) if tokens else None
+        total, tokens, share, rows = sums.tolist()
+        return Measured(total / tokens, share / rows if rows else None) if tokens else None
 
 
 def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterator[tuple[str, str]]:

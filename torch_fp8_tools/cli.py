@@ -29,7 +29,7 @@ _REMOVED = {
     "report": "write the output to a file: torch-fp8 env --self-test > FILE",
 }
 _COMMANDS = (
-    *("env.command", "commands.export_command", "commands.convert_command", "plan.command"),
+    *("env.command", "commands.command", "plan.command"),
     *("check.command", "report.command", "compare.command"),
 )
 """The modules of the sub-commands, in the order of the help."""

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch_fp8.checkpoint.adopt_checkpoint import folder_of
-
 
 def imported(package: str, why: str) -> Any:
     """Import and return a package; if it is missing, raise ImportError with `why` it is needed."""
@@ -41,6 +39,8 @@ def model_folder(name: str | Path) -> Path | None:
     Args:
         name: a folder, or the name of a model on the Hugging Face hub such as ``org/model``.
     """
+    from torch_fp8.checkpoint.adopt_checkpoint import folder_of
+
     with contextlib.suppress(ImportError):
         importlib.import_module("huggingface_hub")
     return Path(name) if Path(name).exists() else folder_of(SimpleNamespace(name_or_path=str(name)))

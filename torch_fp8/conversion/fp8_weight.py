@@ -35,11 +35,6 @@ class FP8Weight:
     scale: Tensor
     block: tuple[int, int]
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape (N, K) of the weight."""
-        return self.qdata.shape
-
     def to(self, device: torch.device) -> "FP8Weight":
         """Return the weight on another device."""
         return FP8Weight(self.qdata.to(device), self.scale.to(device), self.block)
@@ -54,7 +49,7 @@ class FP8Weight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K) in `dtype`, rounded once more for BF16 or float16."""
-        whole = torch.empty(self.shape, dtype=dtype, device=self.qdata.device)
+        whole = torch.empty(self.qdata.shape, dtype=dtype, device=self.qdata.device)
         for rows, value in self.parts():
             whole[rows] = value
         return whole
@@ -79,7 +74,7 @@ def frozen_payload(
     Returns:
         A payload that shares memory with `weight`; None if its blocks do not fit `spec`.
     """
-    (rows, cols), scale = weight.shape, weight.scale
+    (rows, cols), scale = weight.qdata.shape, weight.scale
     if spec.granularity == "tensorwise":
         if scale.numel() != 1:
             return None

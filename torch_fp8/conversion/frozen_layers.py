@@ -235,11 +235,6 @@ def _thawed_bytes(weights: Iterable[Tensor]) -> int:
     return sum(w.numel() * dtype.itemsize for w, dtype in zip(shards, dtypes, strict=True))
 
 
-def thaw_weights(model: nn.Module) -> int:
-    """Give all frozen weights of `model` their dtype back; return their number."""
-    return sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
-
-
 def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:
     """Return a function from a module to the reason why it cannot be frozen, or None if it can.
 

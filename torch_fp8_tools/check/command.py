@@ -1,10 +1,10 @@
 """The sub-command ``torch-fp8 check``."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8_tools.compare.command import positive
 
 
 def add_parser(commands: Any) -> None:
@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "data", type=Path, nargs="?", metavar="DATA", help="text or JSONL (none: random tokens)"
     )
     parser.add_argument("--recipe", choices=RECIPES, default="tensorwise", help="of the model")
-    whole: dict[str, Any] = {"type": positive, "metavar": "N"}
+    whole: dict[str, Any] = {"type": _positive, "metavar": "N"}
     parser.add_argument("--batches", **whole, default=4, help="(default: 4)")
     parser.add_argument("--micro-batch", **whole, default=2, help="sequences of one (default: 2)")
     parser.add_argument("--sequence", **whole, help="tokens of one (512, or the model's most)")
@@ -34,3 +34,10 @@ def add_parser(commands: Any) -> None:
                         help="write the configuration there, for TORCH_FP8_CONFIG")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run="torch_fp8_tools.check.check:check", is_whole=True)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value

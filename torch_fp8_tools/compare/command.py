@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         usage="torch-fp8 compare [options] -- COMMAND ...",
     )
     add = parser.add_argument
-    whole: dict[str, Any] = {"type": positive, "metavar": "N"}
+    whole: dict[str, Any] = {"type": _positive, "metavar": "N"}
     add("program", nargs="+", metavar="COMMAND", help="after --, as you would type it")
     add("--steps", **whole, default=200, help="optimizer steps of each trial (default: 200)")
     add("--variants", nargs="+", default=["bf16", "O2"], metavar="VARIANT",
@@ -43,8 +43,7 @@ def run(options: argparse.Namespace) -> int:
     return compare(options)
 
 
-def positive(text: str) -> int:
-    """Return a number of at least 1, for argparse."""
+def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
