@@ -78,7 +78,6 @@ class SampledLogprobs:
 
     @torch.no_grad()
     def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        del module, args
         ids, logits = kwargs.get("input_ids"), getattr(output, "logits", None)
         if self._batching or ids is None or logits is None:
             self._last = None
@@ -143,12 +142,12 @@ class Measured:
 
     Attributes:
         mean: the mean of ``|log p - log q|`` per token.
-        kept: the mean importance ratio of sequences, with 0 for those that were dropped; None if
+        share: the mean importance ratio of sequences, with 0 for those that were dropped; None if
             there are no ratios of sequences.
     """
 
     mean: float
-    kept: float | None
+    share: float | None
 
     @property
     def error(self) -> float:
@@ -222,13 +221,13 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
         yield "bound", f"{finding}, above {bound}: {why}"
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
     corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
-    if not corrects or mode != "sequence_mask" or measured.kept is None:
+    if not corrects or mode != "sequence_mask" or measured.share is None:
         return
-    if measured.kept < LEAST_KEPT:
+    if measured.share < LEAST_KEPT:
         yield (
             "correction",
             f"{finding}. vllm_importance_sampling_mode='sequence_mask' drops rollouts whose ratio "
-            f"is above its cap, and {measured.kept:.0%} of the gradients' weight is kept. Correct "
+            f"is above its cap, and {measured.share:.0%} of the gradients' weight is kept. Correct "
             "each token separately (vllm_importance_sampling_mode='token_truncate', "
             "vllm_importance_sampling_clip_max=2.0), or reduce the difference: use one recipe with "
             "scales per token in training and in the engine",

@@ -226,11 +226,11 @@ def test_a_correction_that_throws_rollouts_away_is_told_of():
 
 def test_sums_leave_out_what_is_not_known_or_not_sampled():
     difference = LogprobDifference()
-    sampled = torch.tensor([[-1.0, float("nan"), -2.0], [-1.0, -1.0, 0.0]])
-    scored = torch.tensor([[-1.5, -1.0, -2.0], [-1.0, -1.25, -9.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    sampled = torch.tensor([[-1.0, float("nan"), -2.0], [-1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    scored = torch.tensor([[-1.5, -1.0, -2.0], [-1.0, -1.25, -9.0], [-9.0, -9.0, -9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
     alone = types.SimpleNamespace(device="cpu", gather=lambda x: x)
-    difference.add(sampled, scored, mask, torch.tensor([[0.0], [1.0]]))
+    difference.add(sampled, scored, mask, torch.tensor([[0.0], [1.0], [5.0]]))
     measured = difference.take(alone)
     assert measured == Measured(pytest.approx(0.75 / 4), 0.5)
     assert difference.take(alone) is None

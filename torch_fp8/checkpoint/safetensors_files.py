@@ -16,9 +16,7 @@ come first, so each tensor starts at a multiple of its element size.
 import ctypes
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,24 +140,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-class TensorGroup(ABC):
-    """Tensors that are computed together and stored in one file."""
-
-    @abstractmethod
-    def tensors(self, dry: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor), on any device; `dry`: on the meta device, without values."""
-
-    @cached_property
-    def planned(self) -> dict[str, Tensor]:
-        """The tensors without values, by name."""
-        return dict(self.tensors(dry=True))
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all tensors of the group."""
-        return sum(tensor.nbytes for tensor in self.planned.values())
-
-
 def parse_size(size: int | str) -> int:
     """Return a number of bytes; accepts a number, ``"5GB"`` (1000s) or ``"5GiB"`` (1024s).
 
@@ -173,12 +153,13 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit
 
 
-def write_safetensors(folder: Path, groups: Sequence[TensorGroup], max_shard_size: int) -> None:
+def write_safetensors(folder: Path, groups: Sequence[Any], max_shard_size: int) -> None:
     """Write a checkpoint: ``model.safetensors``, or several files and their index.
 
     Args:
         folder: an existing folder.
-        groups: the tensor groups, in the order in which they are computed.
+        groups: `torch_fp8.checkpoint.export_plan.FoldedTensor` objects, whose tensors are computed
+            together and stored in one file, in the order in which they are computed.
         max_shard_size: the maximum bytes of tensors in one file; a larger group gets its own file.
     Raises:
         OSError: the disk is too small, or becomes full.
@@ -200,8 +181,8 @@ def write_safetensors(folder: Path, groups: Sequence[TensorGroup], max_shard_siz
         (folder / "model.safetensors.index.json").write_text(text)
 
 
-def _shards(groups: Sequence[TensorGroup], most: int) -> Iterator[list[TensorGroup]]:
-    shard: list[TensorGroup] = []
+def _shards(groups: Sequence[Any], most: int) -> Iterator[list[Any]]:
+    shard: list[Any] = []
     size = 0
     for group in groups:
         if shard and size + group.num_bytes > most:
@@ -212,7 +193,7 @@ def _shards(groups: Sequence[TensorGroup], most: int) -> Iterator[list[TensorGro
     yield shard
 
 
-def _write_file(path: Path, groups: Sequence[TensorGroup]) -> None:
+def _write_file(path: Path, groups: Sequence[Any]) -> None:
     planned = {name: tensor for group in groups for name, tensor in group.planned.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0

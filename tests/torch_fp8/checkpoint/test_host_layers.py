@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from tests.fp8_checkpoints import exact, quantized
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
+from torch_fp8.optim.residual import residual_of
 
 BLOCKS = {
     "tensor": (256, 128),
@@ -66,6 +69,18 @@ def test_trained_layers_continue_from_their_exact_values(strategy):
     assert model[0].weight.grad is not None
     assert model.decompressed == []
     assert not model.is_quantized
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_before_sharding_and_after_it_no_residual_waits():
+    model, *_ = _compressed("block")
+    take_over(model, FP8Config(), sharded=True)
+    assert residual_of(model[0].weight) is None
+    model, *_ = _compressed("block")
+    mesh = init_device_mesh("cpu", (1,))
+    model[2].weight = nn.Parameter(distribute_tensor(model[2].weight.detach(), mesh))
+    take_over(model, FP8Config())
+    assert residual_of(model[0].weight) is None
 
 
 @pytest.mark.parametrize("strategy", BLOCKS)
