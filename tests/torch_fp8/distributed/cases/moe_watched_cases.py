@@ -1,6 +1,5 @@
 """Experts on two ranks that a monitor, a replay and ``auto`` look at."""
 
-
 import torch
 from moe_cases import _batch, _loaded, _saved, _train
 from parallel_ranks import RANK, RANKS, full
