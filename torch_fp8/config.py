@@ -10,13 +10,12 @@ from torch_fp8.quantization.formats import FORMATS
 from torch_fp8.quantization.options import (
     ON_ALARM,
     PROBES,
-    Overrides,
     check_options,
-    is_high_precision,
     named,
     option,
     read_json,
 )
+from torch_fp8.quantization.overrides import Overrides, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.suggestions import (
     naming_valid_options,

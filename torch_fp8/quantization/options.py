@@ -1,13 +1,14 @@
-"""The options of `torch_fp8.FP8Config`: their values, those of some layers, and contradictions."""
+"""The options of `torch_fp8.FP8Config`: their values, and what contradicts each other."""
 
 import json
 import os
 import sys
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import Field, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.suggestions import suggestion
 
@@ -123,81 +124,6 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
     return value
 
 
-HIGH_PRECISION = "bf16"
-"""The recipe of layers that stay in high precision."""
-
-
-class Overrides(dict[str, "dict[str, Any] | None"]):
-    """An immutable dictionary from pattern to options, or to None for high precision."""
-
-    @classmethod
-    def checked(cls, value: object, names: Collection[str]) -> "Overrides":
-        """Validate a mapping of patterns and return it as `Overrides`.
-
-        Args:
-            value: value of the option.
-            names: options of `torch_fp8.FP8Config` that may differ from layer to layer.
-        Raises:
-            TypeError: `value` does not map non-empty strings to mappings or None.
-            ValueError: an option cannot differ from layer to layer, or contradicts high precision.
-        """
-        if not isinstance(value, Mapping):
-            raise TypeError(
-                "FP8Config.overrides must map patterns to options, as {'layers.0': {'recipe': "
-                f"'blockwise'}}}}, got {value!r}"
-            )
-        for pattern, options in value.items():
-            where = f"FP8Config.overrides[{pattern!r}]"
-            if not isinstance(pattern, str) or not pattern:
-                raise TypeError(f"{where}: a pattern must be a non-empty string")
-            if options is None:
-                continue
-            if not isinstance(options, Mapping):
-                is_text = isinstance(options, str)
-                hint = f"; did you mean {{'recipe': {options!r}}}?" if is_text else ""
-                raise TypeError(f"{where} must map options to values, got {options!r}{hint}")
-            unknown = [name for name in options if name not in names]
-            if unknown:
-                raise ValueError(
-                    f"{where}: {', '.join(map(repr, unknown))} cannot differ between layers; "
-                    f"options that can are {', '.join(names)}{suggestion(unknown[0], names)}"
-                )
-            valid = (*RECIPES, HIGH_PRECISION)
-            recipe = options.get("recipe", HIGH_PRECISION)
-            if recipe not in valid:
-                raise ValueError(
-                    f"{where}: recipe={recipe!r} cannot be set for single layers; valid are "
-                    f"{', '.join(map(repr, valid))}{suggestion(recipe, RECIPES)}"
-                )
-            others = ", ".join(repr(name) for name in options if name != "recipe")
-            if options.get("recipe") == HIGH_PRECISION and others:
-                raise ValueError(f"{where}: recipe 'bf16' has no {others}; leave one of them out")
-        return cls((p, None if o is None else _plain(o)) for p, o in value.items())
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(repr(self))
-
-    def __reduce__(self) -> Any:
-        return Overrides, (list(self.items()),)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            "FP8Config.overrides cannot be changed; make a new FP8Config with dataclasses.replace"
-        )
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = popitem = setdefault = update = _refuse
-
-    def pop(self, key: str, *default: Any) -> Any:
-        """Return the default for a missing key, as LightningCLI needs; raise for any other call."""
-        return default[0] if default and key not in self else self._refuse()
-
-
-def is_high_precision(options: Mapping[str, Any] | None) -> bool:
-    """Return whether the value of an override keeps layers in high precision."""
-    return options is None or options.get("recipe") == HIGH_PRECISION
-
-
 def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None) -> None:
     """Check the options of one pattern.
 
@@ -230,10 +156,6 @@ def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None
             f"{where} is not supported by Transformer Engine, which runs one recipe; use None or "
             f"{{'recipe': 'bf16'}}, or leave backend out"
         )
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
 
 
 PROBES = ("clip_search", "logit_sharpness")
@@ -279,13 +201,11 @@ def check_options(config: Any) -> None:
             exclude each other.
     """
     for of_field in fields(config):
-        is_option = of_field.name != "overrides"
         value = getattr(config, of_field.name)
-        value = (
-            checked(of_field, value)
-            if is_option
-            else Overrides.checked(value, named(config, "layer"))
-        )
+        if of_field.name == "overrides":
+            value = Overrides.checked(value, named(config, "layer"))
+        else:
+            value = checked(of_field, value)
         object.__setattr__(config, of_field.name, value)
     for text in _contradictions(config):
         raise ValueError(f"FP8Config: {text}")
