@@ -51,6 +51,6 @@ FAULTS = [
         "torch_fp8/quantization/options.py",
         "        _check_override(config, pattern, options)\n",
         "        pass\n",
-        "tests/torch_fp8/test_config.py",
+        "tests/torch_fp8/conversion/test_layer_options.py",
     ),
 ]
