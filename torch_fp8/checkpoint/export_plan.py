@@ -17,6 +17,7 @@ device tells their names, dtypes and shapes before.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from torch_fp8.checkpoint.export_layers import (
 )
 from torch_fp8.checkpoint.fold_adapters import AdapterFold, SmoothFold, adapted_layers
 from torch_fp8.checkpoint.formats import ExportFormat
-from torch_fp8.checkpoint.safetensors_files import DTYPES, TensorGroup
+from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.stored_names import (
     PLAIN,
     StoredPart,
@@ -75,7 +76,6 @@ class ModelTensors:
             key: the tensor's name.
             tensor: the tensor of the model.
         """
-        del key
         return stored(tensor).dtype
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
@@ -88,7 +88,6 @@ class ModelTensors:
         Raises:
             ValueError: the tensor has no values on this rank.
         """
-        del layer
         if tensor.is_meta:
             raise ValueError(
                 f"'{key}' has no values in this process (on the meta device, or offloaded); load "
@@ -105,7 +104,7 @@ class Exact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FoldedTensor(TensorGroup):
+class FoldedTensor:
     """A tensor of a model with what is folded into it, in the form in which it is written.
 
     Attributes:
@@ -129,6 +128,16 @@ class FoldedTensor(TensorGroup):
     source: ModelTensors
     fold: AdapterFold
     smooth: SmoothFold | None = None
+
+    @cached_property
+    def planned(self) -> dict[str, Tensor]:
+        """The tensors without values, by name."""
+        return dict(self.tensors(dry=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.planned.values())
 
     @torch.no_grad()
     def tensors(self, dry: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,7 @@
-"""`Overrides`: options for some layers, by patterns on their qualified names."""
+"""`Overrides`: options for some layers, by patterns on their qualified names.
+
+Pickles name the class by its place here.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -79,40 +82,6 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
 def is_high_precision(options: Mapping[str, Any] | None) -> bool:
     """Return whether the value of an override keeps layers in high precision."""
     return options is None or options.get("recipe") == HIGH_PRECISION
-
-
-def check_override(config: Any, pattern: str, options: Mapping[str, Any] | None) -> None:
-    """Check the options of one pattern.
-
-    Args:
-        config: `torch_fp8.FP8Config`.
-        pattern, options: one of its overrides.
-    Raises:
-        ValueError, TypeError: the options do not fit the configuration.
-    """
-    where = f"FP8Config.overrides[{pattern!r}]"
-    tried = [options]
-    if options and "recipe" not in options:  # layers may get a recipe from another pattern
-        others = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
-        tried += [{**options, "recipe": recipe} for recipe in others if recipe != HIGH_PRECISION]
-    errors = []
-    for each in tried:
-        try:
-            config.overridden(each)
-        except (ValueError, TypeError) as error:
-            errors.append(error)
-    if len(errors) == len(tried):
-        raise type(errors[0])(f"{where}: {errors[0]}") from errors[0]
-    if pattern in config.skip and not is_high_precision(options):
-        raise ValueError(
-            f"{where} gives options to layers that skip={config.skip!r} keeps in high precision; "
-            f"remove {pattern!r} from one of the two"
-        )
-    if options and config.backend == "transformer-engine":
-        raise ValueError(
-            f"{where} is not supported by Transformer Engine, which runs one recipe; use None or "
-            f"{{'recipe': 'bf16'}}, or leave backend out"
-        )
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

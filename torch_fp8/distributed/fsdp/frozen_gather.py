@@ -132,7 +132,6 @@ class FrozenGather(WeightGather):
         Raises:
             RuntimeError: ``requires_grad`` was set; a DTensor cannot announce that to its shard.
         """
-        del shard
         bytes_ = self._held().qdata.view(torch.uint8).to(self.device, non_blocking=True)
         rows = self.fsdp_param.padded_sharded_param_size[0]
         if bytes_.shape[0] != rows:
