@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, __version__
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from tests.fp8_checkpoints import FINE_GRAINED, exact, tiny_llama, write, write_llama
+from tests.internals import residual_of
 from torch_fp8 import freeze, merged_state_dict
-from torch_fp8.optim.residual import residual_of
 
 STOCK_BREAKS = tuple(map(int, __version__.split(".")[:2])) < (5, 24)
 """Whether transformers quantizes all matrices of a model that it has dequantized, to save it."""

@@ -9,10 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, write
+from tests.internals import adopt_checkpoints, known_bytes, residual_of, take_over
 from torch_fp8 import FP8Config
-from torch_fp8.checkpoint.adopt_checkpoint import adopt_checkpoints, take_over
-from torch_fp8.conversion.fp8_weight import known_bytes
-from torch_fp8.optim.residual import residual_of
 
 
 class _Config:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.fp8_checkpoints import exact
+from tests.internals import export_checkpoint, grouped_linear_function, make_recipe, take_over
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import (
     FP8Config,
@@ -18,11 +19,7 @@ from torch_fp8 import (
     merged_state_dict,
     weights_for_engine,
 )
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
-from torch_fp8.nn import grouped_linear_function
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 32}
 WIDE["num_key_value_heads"] = 4

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.fp8_checkpoints import compressed, exact, quantized
+from tests.internals import take_over
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
 
 BLOCKS = {
     "tensor": (256, 128),

@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import (
+    EXPERTS,
+    Float8Experts,
+    autotune,
+    expert_choice,
+    expert_shape,
+    layer_benchmark,
+)
 from tests.moe_experts import CONFIG, LAYOUTS, E, H, K, batch, experts, run
-from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.conversion import autotune, expert_choice, layer_benchmark
-from torch_fp8.conversion.convert import conversion_report
-from torch_fp8.conversion.expert_choice import EXPERTS, expert_shape
-from torch_fp8.nn.experts import Float8Experts
+from torch_fp8 import FP8Config, conversion_report, convert_to_float8
 
 AUTO = FP8Config(tokens=64)
 

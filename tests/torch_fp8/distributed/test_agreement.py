@@ -3,8 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from torch_fp8.distributed import agreement
-from torch_fp8.distributed.agreement import format_ranks
+from tests.internals import agreement, format_ranks
 
 
 class Store:

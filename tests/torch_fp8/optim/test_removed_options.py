@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Moment, convert_optimizer_file
 from tests.steps import adamw
 from torch_fp8 import FP8Config, merged_state_dict
-from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
 FILE = Path(__file__).with_name("removed_options.pt")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.quantization.split_float import join, split, unpack_nibbles
+from tests.internals import join, split, unpack_nibbles
 
 ABS = 0x7FFFFFFF
 BITS = (8, 0)
