@@ -213,26 +213,21 @@ def plateau(model):
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
 
-def step_lr(interval):
-    def configure(model):
-        decay = [p for p in model.parameters() if p.ndim > 1]
-        rest = [p for p in model.parameters() if p.ndim == 1]
-        groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
-        optimizer = AdamW(groups, lr=1e-2)
-        scheduler = {"scheduler": StepLR(optimizer, 2, gamma=0.5), "interval": interval}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-    return configure
+def step_lr(model):
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
+    optimizer = AdamW(groups, lr=1e-2)
+    scheduler = {"scheduler": StepLR(optimizer, 2, gamma=0.5), "interval": "step"}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 LOOPS = {
     "clip norm": {"gradient_clip_val": 0.1},
     "clip value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
     "accumulate": {"accumulate_grad_batches": 3},
-    "scheduler per step": {"configure_optimizers": step_lr("step")},
-    "scheduler per epoch": {"configure_optimizers": step_lr("epoch")},
+    "scheduler per step": {"configure_optimizers": step_lr},
     "plateau": {"configure_optimizers": plateau},
-    "anomaly detection": {"detect_anomaly": True},
 }
 
 
