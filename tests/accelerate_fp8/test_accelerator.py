@@ -137,11 +137,6 @@ def test_fp8_kwargs_set_the_configuration(accelerate):
     assert len(handlers) == 2  # the caller's list is left alone
 
 
-def test_fp8_kwargs_without_config_are_the_default(accelerator_with):
-    accelerator = accelerator_with(kwargs_handlers=[FP8Kwargs()])
-    assert accelerator.prepare(Block()).up.fp8.config == FP8Config()
-
-
 def test_fp8_kwargs_refuse_what_is_no_config():
     with pytest.raises(TypeError, match="takes an FP8Config"):
         FP8Kwargs({"recipe": "rowwise"})  # type: ignore[arg-type]
@@ -237,20 +232,6 @@ def test_card_without_fp8_stays_accelerates_matter_for_other_backends(accelerate
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.mixed_precision == "fp16"
-
-
-def test_model_prepared_twice_is_converted_once(fp8, gemms):
-    model = Block()
-    fp8.prepare_model(model, evaluation_mode=True)
-    fp8.prepare(model)
-    model(torch.randn(4, 32)).sum().backward()
-    assert len(gemms) == 2 + 3  # the first layer's input takes no gradient
-
-
-def test_evaluation_runs_in_fp8_by_default(fp8, gemms):
-    model = fp8.prepare(Block()).eval()
-    model(torch.randn(4, 32))
-    assert len(gemms) == 2
 
 
 def test_evaluation_runs_in_high_precision_when_configured(accelerate, gemms):

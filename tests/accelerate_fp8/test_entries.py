@@ -57,10 +57,8 @@ def test_environment_reaches_every_option_of_an_unmodified_script(run):
     assert "2: skip='2'" in done.stderr
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_trainers_of_transformers_and_trl_run_fp8_gemms(run, tiny_model, level):
-    chosen = {} if level == "O2" else {"TORCH_FP8_CONFIG": f'{{"opt_level": "{level}"}}'}
-    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"), **chosen)
+def test_trainers_of_transformers_and_trl_run_fp8_gemms(run, tiny_model):
+    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"))
     counts = _counts(done.stdout)
     assert set(counts) == set(TRAINERS)
     for name, (trained, evaluated) in counts.items():

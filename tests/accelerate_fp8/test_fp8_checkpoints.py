@@ -238,7 +238,7 @@ def test_a_merged_model_is_saved_right(accelerate, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("full", 2), ("lora", 1)])
+@pytest.mark.parametrize(("kind", "processes"), [("full", 2), ("lora", 1)])
 def test_an_unmodified_script_tunes_an_fp8_checkpoint(run, tmp_path, kind, processes):
     source, out = tmp_path / "source", tmp_path / "out"
     write_llama(source)

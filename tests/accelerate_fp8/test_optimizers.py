@@ -273,20 +273,6 @@ def test_optimizer_prepared_after_its_model_is_reported_then(accelerator_with, m
     assert "FP8: optimizer AdamW with 8-bit states\n  memory " in later
 
 
-def test_states_make_no_round_trip_through_float32(accelerator_with, monkeypatch):
-    accelerator = accelerator_with()
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # in the user's loop, before anything was prepared
-    calls = []
-    monkeypatch.setattr(Float8Optimizer, "state_dict", lambda *_: calls.append("saved") or {})
-    accelerator.prepare(model, optimizer)
-    assert calls == []
-    assert optimizer.state[model.up.weight]["exp_avg"].any()
-
-
 def test_placeholder_of_deepspeed_is_handed_through(accelerator_with):
     from accelerate.utils.deepspeed import DummyOptim
 
