@@ -190,14 +190,6 @@ def test_merging_into_an_fp8_base_says_whose_rounding_stays(monkeypatch, way):
     assert len(told) == (way == "merge_and_unload")
 
 
-def test_merging_into_a_stock_base_says_nothing(monkeypatch):
-    lines = []
-    monkeypatch.setattr("accelerate_fp8.adapters.warn_once", lines.append)
-    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["up_proj"]))
-    model.merge_and_unload()
-    assert lines == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merge_and_unload_gives_the_dtype_of_the_base_and_lets_the_bytes_go(dtype):
     model, _ = adapted("rslora", dtype)

@@ -88,24 +88,6 @@ def test_any_order_converts_weights_and_optimizer(accelerator_with, expected_los
     assert scheduler.get_last_lr()[0] == pytest.approx(0.5e-2 * (1 + math.cos(0.4 * math.pi)))
 
 
-def test_hooks_and_groups_of_the_user_stay(accelerator_with):
-    model = Net()
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay}, {"params": no_decay, "weight_decay": 0.0, "name": "small"}]
-    )
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    accelerator = accelerator_with()
-    model, prepared = accelerator.prepare(model, optimizer)
-    _train(accelerator, model, prepared, 1)
-    assert calls == ["before", "after"]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-2, 0.0]
-    assert optimizer.param_groups[1]["name"] == "small"
-
-
 def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with):
     accelerator = accelerator_with(gradient_accumulation_steps=4)
     model = Net()
@@ -193,31 +175,6 @@ def test_evaluation_models_keep_their_dtype_unless_an_optimizer_trains_them(
 class OwnStep(torch.optim.AdamW):
     def step(self, closure=None):
         return super().step(closure)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """As such wrappers are: an optimizer that has another, and weights of its own in float32."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-        self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"])
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
-
-
-def test_an_optimizer_that_has_another_steps_split_weights_and_is_named_once(
-    accelerator_with, messages
-):
-    accelerator = accelerator_with()
-    model = Net()
-    optimizer = Lookahead(model.parameters())
-    model, prepared = accelerator.prepare(model, optimizer)
-    _train(accelerator, model, prepared, 2)
-    assert isinstance(optimizer, Lookahead)
-    assert isinstance(model.up.weight, SplitWeight)
-    assert sum(message.count("Lookahead keeps its own states") for message in messages()) == 1
-    assert "weights in two halves" in messages()[0]
 
 
 @pytest.mark.parametrize(

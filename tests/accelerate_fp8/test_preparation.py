@@ -44,14 +44,6 @@ def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
     assert train_gan(fp8.backward, *parts) == on
 
 
-def test_the_losses_of_a_gan_are_near_those_in_bf16(accelerate, fp8):
-    losses = train_gan(fp8.backward, *_at_once(fp8, make_gan()))
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    bf16 = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    expected = train_gan(bf16.backward, *_at_once(bf16, make_gan()))
-    assert losses == pytest.approx(expected, abs=0.02)
-
-
 @pytest.mark.parametrize("evaluation_mode", [False, True])
 def test_training_without_any_model_in_fp8_is_refused_at_the_first_backward(fp8, evaluation_mode):
     critic = fp8.prepare_model(make_gan()[1], evaluation_mode=evaluation_mode)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.internals import Float8Optimizer, SplitWeight
-from tests.lightning_fp8.hosts import each_fabric, each_trainer, make_net
+from tests.lightning_fp8.hosts import make_net, one_fabric, one_trainer
 from torch_fp8 import Float8Linear, merged_state_dict
 
 HOST = lightning.pytorch
@@ -131,7 +131,7 @@ def assert_close(a, b):
     assert torch.cosine_similarity(a, b, dim=0) > 0.95
 
 
-@each_trainer
+@one_trainer
 @each_config
 def test_resumed_training_equals_the_uninterrupted_run(host, tmp_path, config, log):
     """From a checkpoint within the fit, and from one after it."""
@@ -188,7 +188,7 @@ def in_bf16(tmp_path_factory):
     return run
 
 
-@each_trainer
+@one_trainer
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -215,7 +215,7 @@ def test_precision_changes_between_runs(host, tmp_path, in_bf16, first, then):
     assert_close(resumed, in_bf16(host))
 
 
-@each_trainer
+@one_trainer
 def test_checkpoint_within_a_fit_can_be_restored_and_merged(host, tmp_path):
     """As the learning rate finder does it, and a user who wants float32 weights before the end."""
     merged = []
@@ -238,7 +238,7 @@ def test_checkpoint_within_a_fit_can_be_restored_and_merged(host, tmp_path):
 
 
 @pytest.mark.long
-@each_trainer
+@one_trainer
 def test_checkpoint_opens_in_stock_lightning_without_this_package(run, tmp_path, host):
     path = tmp_path / "epoch=0.ckpt"
     fit(host, tmp_path, DELAYED, max_epochs=1)
@@ -304,7 +304,7 @@ def train(fabric, state, steps):
     return merged_state_dict(state["model"].module, state["optimizer"].optimizer)
 
 
-@each_fabric
+@one_fabric
 @each_config
 def test_fabric_resumes_exactly_with_the_plugin_in_the_state(host, tmp_path, config):
     fabric, state = start(host, config)

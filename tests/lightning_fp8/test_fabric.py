@@ -68,18 +68,6 @@ def test_optimizer_is_converted_with_its_model(host, level, set_up, log):
     assert log().count("optimizer AdamW with 8-bit states") == (level != "O1")
 
 
-@each_fabric
-def test_order_of_setting_up_makes_no_difference(host):
-    trained = []
-    for set_up in (together, model_first, optimizer_first):
-        fabric, net = make_fabric(host, "O3"), make_net()
-        model, optimizer = set_up(fabric, net, AdamW(net.parameters(), lr=1e-2))
-        train(fabric, model, [optimizer])
-        trained.append(net[0].weight)
-    assert torch.equal(trained[0], trained[1])
-    assert torch.equal(trained[0], trained[2])
-
-
 @pytest.mark.skipif(
     "scheduler" not in inspect.signature(lightning.fabric.Fabric.setup).parameters,
     reason="Fabric.setup takes a scheduler since Lightning 2.6",
@@ -137,16 +125,6 @@ def test_an_optimizer_of_several_models_splits_the_weights_of_each(order):
     assert [type(w) for w in weights] == [SplitWeight] * 4
     assert [type(w.grad).__name__ for w in weights] == ["Float8Grad"] * 4
     optimizer.step()
-
-
-def test_a_scheduler_among_the_optimizers_is_taken_as_stock_fabric_takes_it():
-    fabric, net = make_fabric(HOST, "O2"), make_net()
-    given = AdamW(net.parameters(), lr=1e-2)
-    model, optimizer, scheduler = fabric.setup(net, given, StepLR(given, 1, gamma=0.5))
-    train(fabric, model, [optimizer], steps=1)
-    scheduler.step()
-    assert given.param_groups[0]["lr"] == 5e-3
-    assert isinstance(net[0].weight, SplitWeight)
 
 
 @each_fabric

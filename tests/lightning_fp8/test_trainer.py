@@ -311,27 +311,6 @@ def test_optimizers_that_share_weights_are_left_alone(log):
     assert log().count("keeps its own states: another optimizer has some of its weights") == 2
 
 
-class Wrapper:
-    """What Lightning takes for an optimizer, without being one of torch."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["optimizer"], name)
-
-
-@pytest.mark.parametrize("level", ["O1", "O3"])
-def test_an_optimizer_that_is_none_of_torch_trains_unchanged(level, recwarn):
-    model, _ = fit(HOST, level, lambda model: Wrapper(AdamW(model.parameters(), lr=1e-2)))
-    said = [str(w.message) for w in recwarn if "does not derive from" in str(w.message)]
-    assert [text.partition(":")[0] for text in said] == [
-        "Wrapper does not derive from torch.optim.Optimizer"
-    ] * (level == "O3")
-    assert set(model.gradients) == {"Tensor"}
-    assert not torch.equal(model.net[0].weight, make_net()[0].weight)
-
-
 def test_fit_without_optimizers(log):
     model, _ = fit(HOST, "O2", lambda model: None)
     assert set(model.dtypes) == {torch.float32}

@@ -104,28 +104,6 @@ def test_adapters_are_folded_into_what_is_handed_over(engine):
     assert apart.keys() == handed.keys()
 
 
-def test_syncs_leave_the_base_bit_identical():
-    """A thousand are in tests/accelerate_fp8/test_engine_sync.py."""
-    model = _adapted(num_hidden_layers=1)
-    engines = ("bf16", "fp8_per_block")
-    frozen = [m.frozen_weight.payload for m in model.modules() if hasattr(m, "frozen_weight")]
-    assert len([p for p in frozen if p is not None]) == 7
-    before = [(p.qdata.clone(), p.scale.clone()) for p in frozen]
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    first = {engine: dict(weights_for_engine(model, engine)) for engine in engines}
-    for i in range(20):
-        for _ in weights_for_engine(model, engines[i % 2]):
-            pass
-    for payload, (qdata, scale) in zip(frozen, before, strict=True):
-        assert torch.equal(payload.qdata.view(torch.uint8), qdata.view(torch.uint8))
-        assert torch.equal(payload.scale, scale)
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-    for engine, handed in first.items():
-        again = dict(weights_for_engine(model, engine))
-        assert list(again) == list(handed)
-        assert all(torch.equal(again[key], handed[key]) for key in handed)
-
-
 def test_one_layer_is_folded_at_a_time():
     model = _adapted(num_hidden_layers=8, intermediate_size=512)
     largest = max(p.numel() for p in model.parameters())

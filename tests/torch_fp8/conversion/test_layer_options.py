@@ -17,7 +17,6 @@ from torch_fp8 import (
     convert_to_float8,
     freeze,
     load_scaling_state_dict,
-    revert,
     scaling_state_dict,
 )
 
@@ -122,21 +121,6 @@ def test_high_precision_leaves_norms_and_mlps_as_they_are():
     assert not [m for m in model.layers[0].modules() if isinstance(m, kinds)]
     assert {name.partition(".mlp")[0] for name in report.producers} >= {"layers.1"}
     assert report.unfused == ()
-
-
-def test_a_second_conversion_changes_the_options_and_none_takes_them_back():
-    model = _model()
-    config = _config(overrides={"layers.0": {"recipe": "rowwise"}, "layers.1": None})
-    convert_to_float8(model, config)
-    first = _recipes(model)
-    histories = dict(model.named_buffers())
-    convert_to_float8(model, config)
-    assert _recipes(model) == first
-    assert dict(model.named_buffers()).keys() == histories.keys()
-    convert_to_float8(model, _config())
-    assert set(_recipes(model).values()) == {"tensorwise"}
-    assert len(_recipes(model)) == 14
-    assert (revert(model), revert(model)) == (14, 0)
 
 
 def test_only_layers_with_delayed_scaling_have_a_state():

@@ -169,17 +169,6 @@ def case_own_states():
     return made
 
 
-def case_replicas():
-    made = {}
-    for micro_batches in (1, 3):
-        ddp, optimizer, _ = wrapped()
-        loss = train(ddp, optimizer, 4, micro_batches)
-        merged = merged_state_dict(ddp, optimizer)
-        states = [t for s in optimizer.state.values() for t in s.values()]
-        made[str(micro_batches)] = [equal_on_ranks([*merged.values(), *states]), loss]
-    return made
-
-
 def case_averages():
     made = {}
     for communication in ("fp8", "off"):

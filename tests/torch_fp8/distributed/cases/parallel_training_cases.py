@@ -310,7 +310,6 @@ def case_pipeline():
     results = {}
     for schedule, level, dtype in (
         (ScheduleGPipe, "O1", torch.bfloat16),
-        (Schedule1F1B, "O1", torch.bfloat16),
         (Schedule1F1B, "O2", torch.bfloat16),
         (ScheduleGPipe, "O2", torch.float32),
     ):

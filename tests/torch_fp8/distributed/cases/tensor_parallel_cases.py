@@ -1,7 +1,6 @@
 """Cases of tensor and sequence parallelism on two ranks; run by run_cases.py."""
 
 import copy
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.comm_counter import count_communication
 from tests.internals import (
     RECIPES,
-    AllGatheredFloat8Tensor,
     Shards,
     gather_activation,
     group_amax,
@@ -207,45 +205,6 @@ def case_collectives_of_attention():
             {f"{row.kind} {row.dtype}": row.calls for row in count.rows}
             for count in (forward, backward)
         ]
-    return results
-
-
-def case_bytes():
-    """Sent by a rank in forward and backward of a pair of layers."""
-    results = {}
-    x, g = rand(4, 64, 128), rand(4, 64, 128, seed=1)
-
-    def sent(model, sequence):
-        mine = (part(x) if sequence else x).clone().requires_grad_()
-        gradient = part(g) if sequence else g
-        with count_communication() as count:
-            model(mine).backward(gradient)
-        # Shapes of plain tensors are compared on the CPU alone.
-        return count.bytes_sent - count.of(dtype=torch.int64).bytes_sent
-
-    stock = {
-        True: {
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        },
-        False: {"up": ColwiseParallel(), "down": RowwiseParallel()},
-    }
-    for name, sequence, again in (
-        ("sequence parallel", True, False),
-        ("sequence parallel, gathered again", True, True),
-        ("tensor parallel", False, False),
-    ):
-        plain = parallelize_module(Pair(128, 256, False).bfloat16(), mesh_of(), stock[sequence])
-        bf16 = sent(plain, sequence)
-        if again:  # of the same in BF16, which torch has not
-            bf16 += x.nbytes * (RANKS - 1) / RANKS
-        model, _ = parallel(Pair(128, 256, False).bfloat16(), pair_plan(sequence, again=again))
-        off, _ = parallel(
-            Pair(128, 256, False).bfloat16(),
-            pair_plan(sequence, again=again),
-            FP8Config(communication="off"),
-        )
-        results[name] = {"fp8": sent(model, sequence), "bf16": bf16, "off": sent(off, sequence)}
     return results
 
 
@@ -586,22 +545,6 @@ def case_compiled():
         except NotImplementedError as error:
             results[communication] = str(error)
     return results
-
-
-def case_read_only():
-    x = rand(4, WIDTH)
-    shards = Shards(x.shape, 0, mesh_of().get_group())
-    spec = make_recipe("rowwise").input
-    gathered = gather_activation(part(x, 0), shards, spec, None, torch.bfloat16)
-    views = [gathered.view(2, 2, WIDTH), gathered.detach(), gathered.reshape(1, 4, WIDTH)]
-    other = gathered.view(WIDTH, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [
-            all(type(v) is AllGatheredFloat8Tensor for v in views),
-            type(other) is torch.Tensor and torch.equal(other, (gathered + 0).view(WIDTH, 4)),
-            torch.equal(full(gathered[1:2] + 0), (gathered + 0)[1:2]),
-        ]
 
 
 class GatedMLP(nn.Module):

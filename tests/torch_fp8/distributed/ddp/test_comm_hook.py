@@ -8,7 +8,7 @@ from tests.internals import Run, joined, pieces_of, runs_of, target_of
 pytestmark = pytest.mark.long
 
 
-ON_FOUR = ("options", "unused", "join", "subgroup", "not_finite", "bytes", "sqnr", "accumulation")
+ON_FOUR = ("unused", "join", "subgroup", "not_finite", "bytes", "sqnr", "accumulation")
 OPTIONS = (
     "default",
     "buckets as views",
@@ -47,12 +47,9 @@ def test_what_travels_behind_an_odd_bias_is_aligned(start):
     assert in_place == stays == (start == 0), "in its own place where that is aligned"
 
 
-@RANKS
 @pytest.mark.parametrize("option", OPTIONS)
-def test_averages_are_those_of_float32_up_to_two_roundings_and_equal_on_all_ranks(
-    case, ranks, option
-):
-    for value in case("options", ranks):
+def test_averages_are_those_of_float32_up_to_two_roundings_and_equal_on_all_ranks(case, option):
+    for value in case("options"):
         error, equal, hook, num_buckets = value[option]
         assert 0.01 < error < TWO_ROUNDINGS  # it is FP8, too
         assert equal
