@@ -537,23 +537,9 @@ def _averaged_model(average: Any, model: Any) -> Any:
     return average.update_parameters(model)
 
 
-def _timm(average: Any, model: Any) -> None:
-    for a, b in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
-        a.copy_(0.999 * a + 0.001 * b)
-
-
 def _lerp(average: Any, model: Any) -> None:
     for a, b in zip(average.parameters(), model.parameters(), strict=True):
         a.lerp_(b, 0.001)
-
-
-def _foreach_ema(average: Any, model: Any) -> None:
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.001)
-
-
-def _sub_ema(average: Any, model: Any) -> None:
-    for a, b in zip(average.parameters(), model.parameters(), strict=True):
-        a.data.sub_(0.001 * (a.data - b.data))
 
 
 def _swapped(average: Any, model: Any) -> None:
@@ -566,7 +552,7 @@ def _swapped(average: Any, model: Any) -> None:
 for _before in (False, True):
     _when = "before conversion" if _before else "after conversion"
     add("4 copying", f"AveragedModel {_when}", _average(_averaged_model, _before, keep=True))
-    for _how in (_timm, _lerp, _foreach_ema, _sub_ema, _swapped):
+    for _how in (_lerp, _swapped):
         add("4 copying", f"{_how.__name__[1:].replace('_', ' ')} {_when}", _average(_how, _before))
 
 rows(
