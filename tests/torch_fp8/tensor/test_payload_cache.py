@@ -152,15 +152,6 @@ def test_a_released_step_keeps_what_the_next_forward_needs(weight_casts, weight_
         weight_reads.clear()
 
 
-def test_a_layer_that_is_gone_is_not_cast_for(weight_casts):
-    model, optimizer = _model()
-    _backward(model, 0)
-    revert(model)
-    weight_casts.clear()
-    optimizer.step()
-    assert weight_casts == []
-
-
 def _in_place(weight):
     with torch.no_grad():
         weight.mul_(2)
@@ -223,7 +214,7 @@ def _weights_without_generation(recipe, cache):
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("cache", [None, False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_generation_between_steps_changes_nothing(recipe, cache, evaluates, mode):
     def generate(model):
         model.train(not evaluates)
