@@ -120,6 +120,18 @@ def test_autoload_can_be_switched_off():
     assert run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
 
 
+@pytest.mark.long
+def test_a_module_that_is_gone_has_the_way_out_that_the_docs_name(tmp_path):
+    """A clone that was installed with -e and moved: only its entry point is left."""
+    (tmp_path / "_fp8_autoload.py").write_text("raise ModuleNotFoundError('moved')")
+    with pytest.raises(AssertionError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        run_python("import torch", tmp_path)
+    run_python("import torch", tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    page = (Path(__file__).parent.parent / "docs/install.md").read_text()
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in page
+    assert "pip uninstall torch-fp8" in page
+
+
 def test_registering_twice_adds_one_finder():
     before = list(sys.meta_path)
     _fp8_autoload.load()

@@ -45,10 +45,6 @@ def test_constructor_argument_runs_fp8_gemms_and_shows_the_summary_once(run):
     assert "bytes per parameter" in done.stderr
 
 
-def test_constructor_without_fp8_runs_none(run):
-    assert run("loop.py", "bf16").fp8 == 0
-
-
 def test_environment_reaches_every_option_of_an_unmodified_script(run):
     options = '{"recipe": "tensorwise", "wgrad": "bf16", "skip": ["2"]}'
     done = run("loop.py", "fp8", TORCH_FP8_CONFIG=options)

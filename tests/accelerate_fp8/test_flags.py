@@ -39,10 +39,6 @@ def test_launchers_defaults_count_as_not_given(export):
     assert resolve_config(None) == (FP8Config(), [])
 
 
-def test_nothing_exported_gives_the_default():
-    assert resolve_config(None) == (FP8Config(), [])
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -186,16 +182,3 @@ def test_explicit_config_wins_and_says_what_is_not_applied(export, monkeypatch):
         "--fp8_margin=2 is not applied: the FP8Config in kwargs_handlers says margin=0",
         "TORCH_FP8_CONFIG is not applied: the FP8Config in kwargs_handlers wins",
     ]
-
-
-def test_bad_environment_is_refused(export, monkeypatch):
-    export()
-    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowise"}')
-    with pytest.raises(ValueError, match=r"TORCH_FP8_CONFIG.*'rowise' is unknown"):
-        resolve_config(None)
-
-
-def test_environment_may_name_a_recipe(export, monkeypatch):
-    monkeypatch.setenv("TORCH_FP8_CONFIG", "rowwise")
-    export("--fp8_opt_level", "O1")
-    assert resolve_config(None) == (FP8Config(recipe="rowwise", opt_level="O1"), [])

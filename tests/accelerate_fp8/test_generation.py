@@ -173,29 +173,6 @@ def test_the_tokens_are_those_of_the_training_forward(monkeypatch, way, recipe):
     assert bool((logits.amax(-1) - logits.median(-1).values > 0.3).all())
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_a_rollout_multiplies_by_the_weights_of_training(monkeypatch, recipe):
-    """And on the same tokens gives the logits of the training forward."""
-    model, seen = policy(recipe), []
-    original = linear_function._fprop
-
-    def spy(*args, **needs):
-        y, operands = original(*args, **needs)
-        seen.append(dequantize(operands.weight))
-        return y, operands
-
-    monkeypatch.setattr(linear_function, "_fprop", spy)
-    trained = model(IDS).logits
-    of_training, seen[:] = seen[:], []
-    with rollout(model), torch.no_grad():
-        sampled = model(IDS).logits
-        again = model(IDS).logits
-    assert len(of_training) == 14
-    assert all(torch.equal(w, of_training[i % 14]) for i, w in enumerate(seen))
-    assert torch.equal(sampled, trained)
-    assert torch.equal(again, trained)
-
-
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_outside_of_a_rollout_training_goes_on_as_before(recipe):
     model = policy(recipe)

@@ -150,14 +150,6 @@ def test_explicit_other_plugin_wins(host):
 
 
 @each_host
-def test_flag_and_plugin_together_are_refused_by_the_host(host):
-    with pytest.raises(
-        ValueError, match="Received both `precision=fp8-mixed` and `plugins=FP8Prec"
-    ):
-        make_host(host, precision="fp8-mixed", plugins=[FP8Precision()])
-
-
-@each_host
 def test_other_precisions_are_untouched(host):
     for precision in ("32-true", "bf16-mixed", "64-true"):
         _, plugin = make_host(host, precision=precision)
@@ -172,11 +164,6 @@ def test_environment_gives_the_configuration_and_an_explicit_one_wins(monkeypatc
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipes": "rowwise"}')
     with pytest.raises(ValueError, match="TORCH_FP8_CONFIG: unknown FP8Config option"):
         make_host(lightning.pytorch, precision="fp8-mixed")
-
-
-def test_config_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="takes an FP8Config or its fields, got 'rowwise'"):
-        FP8Precision("rowwise")
 
 
 def test_subclass_of_the_request_is_refused_with_the_class_to_derive_from():

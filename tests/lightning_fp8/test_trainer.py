@@ -352,19 +352,6 @@ def test_gradient_release_is_refused_by_name(host, arguments, name):
         fit(host, RELEASE, **arguments)
 
 
-@each_trainer
-def test_learning_rates_are_logged_under_the_users_class(host, tmp_path):
-    def configure(model):
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "step"}]
-
-    monitor = host.callbacks.LearningRateMonitor("step")
-    trainer = make_trainer(host, "O2", callbacks=[monitor])
-    trainer.logger = host.loggers.CSVLogger(tmp_path)
-    trainer.fit(make_model(host, configure), data(2))
-    assert list(monitor.lrs) == ["lr-AdamW"]
-
-
 def test_gradient_release_is_refused_for_manual_optimization():
     model = manual(HOST, several=False)
     with pytest.raises(ValueError, match=r"gradient_release=True.*manual optimization"):

@@ -297,14 +297,3 @@ def test_it_can_be_turned_off_and_undone(weight_casts):
     revert(model)
     assert type(model[0].weight) is nn.Parameter
     assert "fp8" not in model[0].__dict__
-
-
-def test_compiled_forwards_cast_as_before():
-    model = _model().eval()
-    _evaluate(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        expected = _fresh(model)
-        assert torch.equal(compiled(_x()), expected)
-        _in_place(model[0].weight)
-        assert torch.equal(compiled(_x()), _fresh(model))

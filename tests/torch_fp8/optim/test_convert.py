@@ -114,19 +114,6 @@ def test_the_object_keeps_its_groups_options_and_type():
     assert isinstance(optimizer, Float8Optimizer)
 
 
-def test_converting_again_changes_nothing():
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, model=model)
-    _step(model, optimizer)
-    merged, cls = merged_state_dict(model, optimizer), type(optimizer)
-    report = convert_optimizer(optimizer, model=model)
-    assert report.converted
-    assert type(optimizer) is cls
-    again = merged_state_dict(model, optimizer)
-    assert all(torch.equal(value, again[name]) for name, value in merged.items())
-
-
 def test_level_o1_leaves_the_optimizer_alone():
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
-from tests.internals import QuantizedAllReduce, averaging, sqnr_db, worst_row_sqnr_db
+from tests.internals import averaging, sqnr_db, worst_row_sqnr_db
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import connect_ddp, ddp_options
 
@@ -391,8 +391,3 @@ def case_one_rank():
     module = ddp.module
     exact = all(torch.equal(w.grad, module.given(i, 0)) for i, w in enumerate(module.weights))
     return [exact, str(report), hook_of(ddp)]
-
-
-def case_state():
-    """Nothing to save: a copy of the state of the hook is nothing."""
-    return pickle.loads(pickle.dumps(QuantizedAllReduce(dist.group.WORLD)))

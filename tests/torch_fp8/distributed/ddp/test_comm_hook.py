@@ -221,10 +221,6 @@ def test_a_single_rank_exchanges_nothing(case):
     assert case("one_rank") == [[True, "1, so nothing is exchanged", None]] * 2
 
 
-def test_the_hook_has_no_state_to_save(case):
-    assert case("state") == [None, None]
-
-
 def test_neighbours_of_a_kind_travel_as_one_run():
     buffer = torch.zeros(26518)
     gradients, start = [], 0
