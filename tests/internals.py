@@ -47,7 +47,7 @@ _NAMES = {
     "torch_fp8.conversion.revert": "to_float8",
     "torch_fp8.distributed.agreement": "check_same_config format_ranks",
     "torch_fp8.distributed.averaging": "Run joined runs_of target_of",
-    "torch_fp8.distributed.ddp.comm_hook": "QuantizedAllReduce pieces_of",
+    "torch_fp8.distributed.ddp.comm_hook": "pieces_of",
     "torch_fp8.distributed.ddp.fp8_grad_bucket": "GradientBucket",
     "torch_fp8.distributed.fsdp.reduce_scatter": (
         "Float8Replicas disconnect_replicas factor_of layout_of pack_parts structure_of "
@@ -58,15 +58,13 @@ _NAMES = {
         "Payload UnshardedFloat8Weight exponent_bytes powers_of_two"
     ),
     "torch_fp8.distributed.links": "Exchanges Times",
-    "torch_fp8.distributed.tensor_parallel.all_gather": (
-        "AllGatheredFloat8Tensor Shards gather_activation"
-    ),
+    "torch_fp8.distributed.tensor_parallel.all_gather": "Shards gather_activation",
     "torch_fp8.distributed.tensor_parallel.styles": "check_style",
     "torch_fp8.kernels.adamw": "adamw_step update_rms",
     "torch_fp8.kernels.adamw_record": "Record",
     "torch_fp8.kernels.arguments": (
-        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts "
-        "NormBackwardInputs NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
+        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts NormBackwardInputs "
+        "NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
     ),
     "torch_fp8.kernels.cast_launch": "cdiv",
     "torch_fp8.kernels.launch_tape": "REPLAYS Recording Replayed forget_recordings recording",
@@ -126,12 +124,12 @@ _NAMES = {
     ),
     "torch_fp8.quantization.split_float": "EXACT_BITS join split unpack_nibbles",
     "torch_fp8.quantization.stochastic_rounding": (
-        "element_index random_words second_words shifted_keys stream_keys stream_state"
+        "element_index random_words second_words stream_keys stream_state"
     ),
     "torch_fp8.quantization.suggestions": "REMOVED",
     "torch_fp8.tensor.base": "map_tensors",
     "torch_fp8.tensor.dtensor": "local with_data",
-    "torch_fp8.tensor.encoded": "EncodedView plain",
+    "torch_fp8.tensor.encoded": "plain",
     "torch_fp8.tensor.exchange": "stored_grad",
     "torch_fp8.tensor.float8_grad": "Float8Grad",
     "torch_fp8.tensor.float8_moment": "Float8Moment",

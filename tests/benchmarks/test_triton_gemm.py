@@ -70,12 +70,6 @@ def test_the_tensor_cores_sum_of_a_block_begins_at_zero(record_launches, compile
     assert operands.count("0") == 1
 
 
-def test_other_granularities_are_refused():
-    a, b = operand(16, 128, "block_1x128"), operand(16, 128, "block_128x128")
-    with pytest.raises(ValueError, match="block_128x128 with block_1x128"):
-        blockwise_gemm(b, a, torch.float32, TILES[0])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)

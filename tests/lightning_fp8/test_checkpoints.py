@@ -301,7 +301,7 @@ def train(fabric, state, steps):
         fabric.clip_gradients(state["model"], state["optimizer"], max_norm=0.1)
         state["optimizer"].step()
         state["scheduler"].step()
-    return merged_state_dict(state["model"].module, state["optimizer"].optimizer)
+    return merged_state_dict(state["model"], state["optimizer"].optimizer)  # through its wrapper
 
 
 @one_fabric

@@ -381,26 +381,6 @@ def test_a_checkpoint_goes_back_and_forth_through_merged_weights():
     assert torch.equal(compiled["_orig_mod.0.weight"], merged["0.weight"])
 
 
-class _Wrapper(nn.Module):
-    """Has other names than its state dict, as Fabric's has."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.wrapped = module
-
-    def state_dict(self, **kwargs):
-        return self.wrapped.state_dict(**kwargs)
-
-
-def test_weights_are_merged_through_a_wrapper():
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, model=model)
-    expected = merged_state_dict(model, optimizer)
-    merged = merged_state_dict(_Wrapper(model), optimizer)
-    assert all(torch.equal(value, merged[name]) for name, value in expected.items())
-
-
 def test_clipping_limits_an_update_that_its_second_moment_underestimates():
     moved = {}
     for clipping in (False, True):

@@ -190,14 +190,6 @@ def test_equal_blocks_share_one_graph():
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_under_ddp():
-    model, _ = converted()
-    ddp = DistributedDataParallel(model)
-    run(ddp).float().sum().backward()
-    assert model.dtype == torch.float32
-
-
-@pytest.mark.usefixtures("single_process_group")
 def test_a_reentrant_checkpoint_trains_under_ddp():
     """It repeats the forward in backward, outside of DDP's forward."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
 from tests.internals import averaging, sqnr_db, worst_row_sqnr_db
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from tests.steps import adamw
+from torch_fp8 import FP8Config
 from torch_fp8.distributed import connect_ddp, ddp_options
 
 CONFIG = FP8Config(opt_level="O1")
@@ -317,9 +318,7 @@ def case_bytes():
         layers = [nn.Embedding(300, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)]
         model = nn.Sequential(*layers, nn.LayerNorm(128), nn.Linear(128, 300))
         config = FP8Config(opt_level=level)
-        convert_to_float8(model, config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        convert_optimizer(optimizer, config, model=model)
+        optimizer, _ = adamw(model, config, lr=1e-3)
         numel = sum(p.numel() for p in model.parameters())
         ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
         connect_ddp(ddp, [optimizer], config)

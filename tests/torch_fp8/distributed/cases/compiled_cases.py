@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.internals import local, sqnr_db
 from tests.models import llama
-from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
+from tests.steps import adamw
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
 
 
@@ -64,9 +65,7 @@ def _llama():
 def _under_ddp(config, backend):
     # A BF16 loss of torch's own is not the same compiled, 45 dB apart.
     model = _llama() if config.opt_level == "O1" else _llama().bfloat16()
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-3)
     dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # several buckets
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer], {"bucket_cap_mb": 0.02}))
     connect_ddp(ddp, [optimizer])

@@ -23,6 +23,7 @@ from tests.internals import (
     residual_of,
     stored_grad,
 )
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -211,10 +212,7 @@ def case_one_rank():
     """The same data on one rank, in two micro-batches, and on two."""
     ddp, optimizer, _ = wrapped()
     model = model_of(0)
-    config = FP8Config(opt_level="O3")
-    convert_to_float8(model, config)
-    single = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(single, config, model=model)
+    single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
     start = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     for step in range(20):
         backward(ddp, step)
@@ -697,10 +695,7 @@ def case_one_process():
     ddp, optimizer, _ = wrapped(options={"process_group": group})
     train(ddp, optimizer, 2, 3)
     model = model_of(RANK)
-    config = FP8Config(opt_level="O3")
-    convert_to_float8(model, config)
-    single = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(single, config, model=model)
+    single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
     for step in range(2):
         for i in range(3):
             backward(model, 3 * step + i)

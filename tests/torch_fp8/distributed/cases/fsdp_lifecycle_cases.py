@@ -255,22 +255,6 @@ def case_recomputed():
     ]
 
 
-def case_compiled():
-    """Losses of three steps; blocks are compiled, as one does before fully_shard."""
-    losses = []
-    for compiled in (False, True):
-        config = FP8Config(opt_level="O1", recipe="rowwise", emulate=True)
-        model = model_of()
-        convert_to_float8(model, config)
-        for block in model:
-            if compiled and isinstance(block, Block):
-                block.compile(backend="aot_eager")
-        model, _ = sharded(config, None, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses.append([float(train(model, optimizer, [step])) for step in range(3)])
-    return losses
-
-
 def case_conv1d():
     """GPT-2's transposed weights, of which one has uneven shards, against all on one rank.
 

@@ -17,7 +17,8 @@ from tests.comm_counter import count_communication
 from tests.internals import expert_gather, transposed_stacked
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from tests.steps import adamw
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
 STEPS = 2
@@ -70,9 +71,7 @@ def _train(model, optimizer, batches):
 
 def _one_process(folder, config):
     model = _loaded(folder)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-3)
     return _train(model, optimizer, _batch().chunk(RANKS))
 
 
@@ -91,9 +90,7 @@ def _compared(folder, config, parallel, part="experts"):
 def case_ddp():
     folder, config = _saved(), FP8Config(recipe="rowwise", opt_level="O3")
     model = _loaded(folder)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    report = convert_optimizer(optimizer, config, model=model)
+    optimizer, report = adamw(model, config, lr=1e-3)
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
     connect_ddp(ddp, [optimizer])
     parallel = _train(ddp, optimizer, [_batch().chunk(RANKS)[RANK]])
