@@ -149,13 +149,6 @@ def test_explicit_other_plugin_wins(host):
     assert make_host(host, plugins=[other])[1] is other
 
 
-@each_host
-def test_other_precisions_are_untouched(host):
-    for precision in ("32-true", "bf16-mixed", "64-true"):
-        _, plugin = make_host(host, precision=precision)
-        assert type(plugin).__module__.startswith(host.__name__.partition(".")[0])
-
-
 def test_environment_gives_the_configuration_and_an_explicit_one_wins(monkeypatch):
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
     _, by_flag = make_host(lightning.pytorch, precision="fp8-mixed")

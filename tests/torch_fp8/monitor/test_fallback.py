@@ -97,6 +97,19 @@ def test_the_state_goes_through_json_and_is_applied():
     assert resumed.monitor.step == 5
 
 
+def test_a_state_that_is_loaded_is_saved_again_as_it_was():
+    watched = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=9)
+    _outlier_channel(watched)
+    for _ in range(20):
+        watched.step()
+    state = json.loads(json.dumps(watched.monitor.state_dict()))
+    assert all(state[name] for name in ("step", "losses", "fallen", "times"))
+    state["times"] = dict.fromkeys(state["times"], 3)
+    resumed = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=9)
+    resumed.monitor.load_state_dict({**state, "all_until": 30})  # of version 0.1.0
+    assert json.loads(json.dumps(resumed.monitor.state_dict())) == state
+
+
 def test_a_closure_is_measured_before_the_update():
     watched = Watched(opt_level="O1")
     amaxes, losses = [], []
