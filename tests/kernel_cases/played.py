@@ -120,6 +120,7 @@ def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
 
 def _of_casts(made: Arguments) -> Iterator[Call]:
     from torch_fp8.kernels.quantize import quantize_2d, quantize_2d_sum
+    from torch_fp8.kernels.quantize_beside import quantize_2d_beside
     from torch_fp8.kernels.transpose import transposed_bytes
 
     for g in GRANULARITIES:
@@ -133,6 +134,7 @@ def _of_casts(made: Arguments) -> Iterator[Call]:
         yield Call(f"cast and sum {g}", quantize_2d_sum, (made.x, cast(g), BF16))
     yield Call("cast and sum with a slot", quantize_2d_sum, (made.x, made.raising, BF16))
     yield Call("transpose", transposed_bytes, (made.codes, -(-made.rows // 16) * 16))
+    yield Call("cast beside a transpose", quantize_2d_beside, (made.x, made.raising, made.codes))
 
 
 def _of_norms(made: Arguments) -> Iterator[Call]:

@@ -9,6 +9,7 @@ import torch
 
 from torch_fp8.kernels import (
     quantize,
+    quantize_beside,
     quantize_kernels,
     rms_norm,
     smooth,
@@ -27,6 +28,7 @@ from torch_fp8.kernels.quantize_kernels import TileSums
 
 MODULES = (
     quantize,
+    quantize_beside,
     quantize_kernels,
     rms_norm,
     smooth,
@@ -67,6 +69,11 @@ def quantizations():
     for given in ("scale", "amax"):
         made = cast("tensorwise", **{given: torch.ones(())})
         yield f"tensorwise with {given}", lambda x, made=made: quantize.quantize_2d(x, made)
+    for made in (cast("tensorwise"), raising()):
+        yield (
+            f"beside a transpose, {made.scale is not None}",
+            lambda x, made=made: quantize_beside.quantize_2d_beside(x, made, x[:16].t().to(E4M3)),
+        )
     yield "with a slot", lambda x: quantize.quantize_2d(x, raising())
     yield "with a slot and sums", lambda x: quantize.quantize_2d(x, raising(), TileSums())
 
