@@ -180,4 +180,33 @@ FAULTS = [
         "",
         "tests/torch_fp8/tensor/test_float8_grad.py",
     ),
+    Fault(
+        "the gradient of a graph from before the split replaces the sum",
+        "torch_fp8/tensor/exchange.py",
+        "parameter.grad = grad if before is None else plain(before) + grad",
+        "parameter.grad = grad",
+        "tests/torch_fp8/tensor/test_wide_grad.py",
+    ),
+    Fault(
+        "a recorded weight that moves keeps its old halves",
+        "torch_fp8/tensor/split_weight.py",
+        "            torch.Tensor.data.__set__(self, _parameter(x.halves, self))\n"
+        "            self.halves = x.halves\n",
+        "            torch.Tensor.data.__set__(self, _parameter(x.halves, self))\n",
+        "tests/torch_fp8/tensor/test_swap.py",
+    ),
+    Fault(
+        "the address of an alias is that of a copy from before a write",
+        "torch_fp8/tensor/split_weight.py",
+        "known[1]() if known is not None and known[0] == self.halves.version else None",
+        "known[1]() if known is not None else None",
+        "tests/torch_fp8/tensor/test_split_weight.py",
+    ),
+    Fault(
+        "a shard that moves loses the bits that user code wrote",
+        "torch_fp8/tensor/split_shard.py",
+        "SplitShard(Halves(high, old.residual, old.bits), padded)",
+        "SplitShard(Halves(high, old.residual, RESIDUAL_BITS), padded)",
+        "tests/torch_fp8/tensor/test_split_weight.py",
+    ),
 ]
