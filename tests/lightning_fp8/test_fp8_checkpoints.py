@@ -1,4 +1,4 @@
-"""FP8 checkpoints in a LightningModule: trained from the files' values, saved for stock."""
+"""FP8 checkpoints in a LightningModule: trained from the host's values, saved for stock."""
 
 import lightning.fabric
 import lightning.pytorch
@@ -63,7 +63,7 @@ def test_a_trainer_tunes_an_fp8_checkpoint_and_stock_opens_it(host, tmp_path):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, DataLoader(TOKENS, batch_size=2))
-    assert 2.0**-18 < model.worst <= 2.0**-16
+    assert 2.0**-10 < model.worst <= 2.0**-8
 
     model.model.save_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -79,48 +79,10 @@ def test_a_trainer_tunes_an_fp8_checkpoint_and_stock_opens_it(host, tmp_path):
 @pytest.mark.parametrize(
     "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__
 )
-def test_fabric_starts_from_the_files_values(host, tmp_path):
+def test_fabric_starts_from_the_hosts_values(host, tmp_path):
     fp8 = write_llama(tmp_path)
     fabric = host.Fabric(accelerator="cpu", plugins=FP8Precision(FP8Config(opt_level="O3")))
     model = _loaded(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fabric.setup(model, optimizer)
-    assert 2.0**-18 < _worst(model, optimizer, fp8) <= 2.0**-16
-
-
-@pytest.mark.parametrize("kind", ["trainer", "fabric"])
-@pytest.mark.usefixtures("own_ranks")
-def test_a_model_that_is_sharded_says_what_is_not_kept(kind, tmp_path, caplog):
-    """The Trainer's user shards before the plugin sees the model, Fabric after it."""
-    from torch.distributed.fsdp import fully_shard
-
-    write_llama(tmp_path)
-    caplog.set_level("INFO")
-    plugin = FP8Precision(FP8Config())
-    if kind == "fabric":
-        shard = lightning.fabric.strategies.ModelParallelStrategy(
-            lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]),
-            data_parallel_size=1, tensor_parallel_size=1,
-        )  # fmt: skip
-        fabric = lightning.fabric.Fabric(
-            accelerator="cpu", devices=1, strategy=shard, plugins=plugin
-        )
-        fabric.launch()
-        fabric.setup(_loaded(tmp_path))
-    else:
-        model = _tuning(lightning.pytorch, tmp_path, {})
-        model.configure_model = lambda: fully_shard(
-            model.model, mesh=model.device_mesh["data_parallel"]
-        )
-        model.on_train_start = lambda: None
-        shard = lightning.pytorch.strategies.ModelParallelStrategy(
-            data_parallel_size=1, tensor_parallel_size=1
-        )
-        lightning.pytorch.Trainer(
-            accelerator="cpu", devices=1, strategy=shard, plugins=plugin, max_steps=1,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(model, DataLoader(TOKENS, batch_size=2))  # fmt: skip
-    lines = [r.getMessage() for r in caplog.records if "checkpoint" in r.getMessage()]
-    assert sum("the bits below BF16 are lost" in line for line in lines) == 1
-    assert not any("exact values" in line for line in lines)
+    assert 2.0**-10 < _worst(model, optimizer, fp8) <= 2.0**-8
