@@ -20,7 +20,7 @@ import pytest
 
 import _fp8_autoload
 from _fp8_autoload import EXTENSIONS, ExtensionFinder
-from torch_fp8_tools.env.host_points import POINTS
+from tests.internals import POINTS
 
 COST_LIMIT_MS = 1.0
 

@@ -29,10 +29,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
-from torch_fp8.quantization.split_float import EXACT_BITS
-from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.split_weight import SplitTensor, join_parameter, split_parameter
-from torch_fp8.tensor.weight_half import half
+from tests.internals import EXACT_BITS, SplitTensor, half, join_parameter, plain, split_parameter
 
 SIDE = 64
 Property = Callable[["Kit"], Any]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.host_loops import WAYS, Net, batch, rank
+from tests.internals import SplitWeight
 from torch_fp8 import FP8Config
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _reference(model: nn.Module) -> list[Tensor]:

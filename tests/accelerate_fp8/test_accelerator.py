@@ -14,8 +14,7 @@ from torch import nn
 
 import accelerate_fp8
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.history import load_history, save_history
+from tests.internals import load_history, preparation_of, save_history
 from torch_fp8 import Float8Linear, scaling_state_dict
 from torch_fp8.ops import scaled_mm
 

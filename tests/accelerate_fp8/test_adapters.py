@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.fp8_checkpoints import LiveStorages
+from tests.internals import Float8FrozenWeight, reasons_to_stay
 from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
-from torch_fp8.optim.weight_owners import reasons_to_stay
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 CONFIG = llama_config(num_hidden_layers=1, vocab_size=96)
 IDS = torch.arange(64).view(2, 32)

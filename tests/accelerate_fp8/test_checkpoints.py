@@ -11,9 +11,8 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from accelerate_fp8.history import load_history, save_history
+from tests.internals import SplitWeight, load_history, save_history
 from torch_fp8 import convert_to_float8, merged_state_dict, scaling_state_dict
-from torch_fp8.tensor.split_weight import SplitWeight
 
 DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
 DELAYED_O1 = FP8Config(recipe="delayed", amax_history_len=4, opt_level="O1")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import _fp8_autoload
-from accelerate_fp8 import _register
+from tests.internals import accelerate_register as _register
 
 ENTER = "\r"
 FOURTH = "3"  # fp8, behind no, fp16 and bf16

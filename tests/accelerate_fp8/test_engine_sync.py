@@ -19,15 +19,12 @@ from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from accelerate_fp8 import engine_sync, rollouts
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from tests.accelerate_fp8.vllm_stub import LLM, Client, Engine, OldRunner, Runner
 from tests.fp8_checkpoints import tiny_llama
+from tests.internals import Float8FrozenWeight, engine_sync, make_recipe, rollouts, why_not_folded
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
-from torch_fp8.checkpoint.fold_adapters import why_not_folded
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 LIFE = ["initialize_layerwise_reload", "load_weights", "finalize_layerwise_reload"]
 MODES = ["colocate", "server"]

@@ -137,7 +137,7 @@ def test_what_the_format_cannot_hold_is_refused_before_training(accelerate):
 def test_sharded_models_are_refused_before_training(accelerate, monkeypatch):
     from accelerate.utils import DistributedType
 
-    from accelerate_fp8 import export as of_hosts
+    from tests.internals import accelerate_export as of_hosts
 
     for format, kind in ((None, DistributedType.FSDP), ("fine-grained", DistributedType.MULTI_GPU)):
         of_hosts.refuse_sharded_saving(FP8Config(save_format=format), kind)

@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import setup_fp8_env
 
-from accelerate_fp8.flags import given_flags, resolve_config
+from tests.internals import given_flags, resolve_config
 from torch_fp8 import FP8Config
 
 Export = Callable[..., None]

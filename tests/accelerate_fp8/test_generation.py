@@ -7,14 +7,10 @@ import pytest
 import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
 
-import torch_fp8.tensor.quantizer
 from tests.fp8_checkpoints import tiny_llama
-from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.rollout import rollout
+from tests.internals import Float8Layer, WeightQuantizer, linear_function, quantizer
+from torch_fp8 import FP8Config, convert_to_float8, rollout
 from torch_fp8.ops.quantize import dequantize
-from torch_fp8.tensor.quantizer import WeightQuantizer
 
 IDS = torch.randint(4, 256, (3, 6), generator=torch.Generator().manual_seed(0))
 NEW = 8
@@ -64,13 +60,13 @@ WAYS = {"plain": plain, "batched": batched, "static": static, "continuous": cont
 def casts(monkeypatch):
     """The addresses of what is cast, in order."""
     places: list[int] = []
-    original = torch_fp8.tensor.quantizer.quantize_layouts
+    original = quantizer.quantize_layouts
 
     def counted(x, *args, **kwargs):
         places.append(x.data_ptr())
         return original(x, *args, **kwargs)
 
-    monkeypatch.setattr(torch_fp8.tensor.quantizer, "quantize_layouts", counted)
+    monkeypatch.setattr(quantizer, "quantize_layouts", counted)
     return places
 
 

@@ -9,10 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from accelerate_fp8 import FP8Config
+from tests.internals import Float8Optimizer, SplitWeight
 from tests.leaving_peak import check_peak_of_leaving
 from torch_fp8 import Float8Linear
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
 
 O1 = FP8Config(opt_level="O1")
 

@@ -6,10 +6,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.internals import Float8Optimizer, SplitWeight
 from tests.tiny_gan import make_gan, train_gan
 from torch_fp8 import Float8Linear
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _at_once(accelerator, parts):

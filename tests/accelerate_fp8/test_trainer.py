@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from accelerate_fp8.trainer import post_init
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
+from tests.internals import Float8Optimizer, SplitWeight, post_init
 
 
 @pytest.fixture
@@ -75,7 +73,7 @@ def test_bf16_without_the_flag_stays(accelerate, tmp_path, options, precision):
 
 @pytest.mark.parametrize(("backend", "kept"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
 def test_arguments_of_transformers_4_have_no_mixed_precision(launched, backend, kept):
-    from accelerate_fp8.trainer import post_init
+    from tests.internals import post_init
 
     class Arguments:
         def __post_init__(self):  # what version 4.57 does under bf16=True

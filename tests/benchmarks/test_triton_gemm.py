@@ -8,11 +8,9 @@ import torch
 
 from benchmarks import triton_gemm_kernel
 from benchmarks.triton_gemm import TILES, blockwise_gemm
+from tests.internals import E4M3, CastSpec, sqnr_db
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul_reference
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import CastSpec
 
 GRANULARITIES = ("block_128x128", "block_1x128")
 SHARED_BYTES = 227 * 1024  # that one program may have, of Hopper's and Blackwell's multiprocessors

@@ -11,8 +11,8 @@ import torch
 from _fp8_points import TRIED
 from benchmarks import versions
 from benchmarks.rows import read_rows
+from tests.internals import RECIPES
 from torch_fp8.ops.hardware import check_device, runs_natively
-from torch_fp8.quantization.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()

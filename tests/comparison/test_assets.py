@@ -13,7 +13,7 @@ from fine_tuning_time import StepTime, Work, step_times
 from stdlib_corpus import documented_functions, is_held_out, source_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torch_fp8_tools.compare import bf16_products
+from tests.internals import bf16_products
 
 TINY = dataclasses.replace(
     assets.QUICK,

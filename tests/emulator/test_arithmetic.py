@@ -8,7 +8,7 @@ import torch
 
 from tests.emulator import arithmetic, conversions
 from tests.emulator.approximate import Approximate
-from torch_fp8.quantization.formats import E4M3, E5M2
+from tests.internals import E4M3, E5M2
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

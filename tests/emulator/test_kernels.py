@@ -9,8 +9,8 @@ from tests.emulator.driver import emulated
 from tests.emulator.families import corners, families
 from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
+from tests.internals import kernels_adamw as adamw
 from tests.kernel_cases import played
-from torch_fp8.kernels import adamw
 
 pytestmark = pytest.mark.long
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
 from tests.emulator.step_cases import CASES
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import CastOptions
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.scaled_mm import QuantizedTensor, lay_out

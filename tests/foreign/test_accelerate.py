@@ -18,7 +18,7 @@ from accelerate.test_utils import scripts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torch_fp8.optim.optimizer import Float8Optimizer
+from tests.internals import Float8Optimizer
 
 pytestmark = pytest.mark.slow
 

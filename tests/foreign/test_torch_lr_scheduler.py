@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
+from tests.internals import Float8Optimizer
 from torch_fp8 import convert_optimizer
-from torch_fp8.optim.optimizer import Float8Optimizer
 
 STEPS = 12
 SCHEDULERS = {

@@ -14,10 +14,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import Float8Optimizer, SplitWeight
 from tests.lightning_fp8.hosts import each_fabric, each_trainer, make_net
 from torch_fp8 import Float8Linear, merged_state_dict
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
 
 HOST = lightning.pytorch
 EPOCHS, STEPS = 3, 6

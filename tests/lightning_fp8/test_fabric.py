@@ -10,10 +10,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import Float8Optimizer, SplitWeight
 from tests.lightning_fp8.hosts import each_fabric, make_net
 from tests.tiny_gan import make_gan, train_gan
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
 
 HOST = lightning.fabric
 

@@ -76,7 +76,7 @@ def test_cli(run):
 def test_a_string_of_blocks_and_a_derived_request_are_refused():
     with pytest.raises(TypeError, match="blocks takes a sequence of class names, got 'Block'"):
         FP8FSDPStrategy(blocks="Block")
-    from lightning_fp8.unified_trainer import FP8FSDPStrategy as Own
+    from tests.internals import UnifiedFP8FSDPStrategy as Own
 
     class Derived(FP8FSDPStrategy):
         pass

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Config, FP8Precision, _register
-from lightning_fp8.precision import HostPrecision
+from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import HostPrecision
+from tests.internals import lightning_register as _register
 from tests.lightning_fp8.hosts import FABRICS, TRAINERS, each_fabric, each_host, each_trainer
 from torch_fp8 import Float8Linear, scaling_state_dict
 
@@ -187,7 +188,7 @@ def test_subclass_of_the_request_is_refused_with_the_class_to_derive_from():
 
 
 def test_subclass_of_a_host_plugin_is_used_as_it_is():
-    from lightning_fp8.unified_trainer import FP8Precision as TrainerPlugin
+    from tests.internals import UnifiedFP8Precision as TrainerPlugin
 
     class Mine(TrainerPlugin):
         pass

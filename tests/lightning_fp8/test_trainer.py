@@ -12,10 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import Float8Optimizer, SplitOptimizer, is_released
 from tests.lightning_fp8.hosts import each_trainer, make_net
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.split_optimizer import SplitOptimizer
-from torch_fp8.tensor.released_grad import is_released
 
 each_level = pytest.mark.parametrize("level", ["O2", "O3"])
 HOST = lightning.pytorch

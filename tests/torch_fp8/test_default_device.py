@@ -13,11 +13,16 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from tests.internals import RECIPES
+from tests.internals import kernels_adamw as adamw
 from tests.steps import train_steps
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.conversion.memory import memory_report
-from torch_fp8.kernels import adamw
-from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    merged_state_dict,
+)
 
 LEVELS = {
     "O1": {"opt_level": "O1"},

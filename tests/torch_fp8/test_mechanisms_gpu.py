@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.internals import CastOptions, links, make_recipe, sqnr_db
 from tests.models import llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed import links
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, scaled_grouped_matmul
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import make_recipe
 
 FORMS = [(64, 48), (72, 200), (256, 512)]
 OPTIONS = {

@@ -7,11 +7,8 @@ import torch
 import transformers
 from torch import nn
 
+from tests.internals import Float8GatedMLP, Float8RMSNorm, SharedOutput, takes_input_alone
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.conversion.detect_rms_norm import takes_input_alone
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.layer_norm import SharedOutput
-from torch_fp8.nn.rms_norm import Float8RMSNorm
 
 ANY = {
     "vocab_size": 128,

@@ -13,10 +13,9 @@ from torch import nn
 
 import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
+from tests.internals import linear_function, pause, safetensors_files
+from tests.internals import whole_folder_module as whole_folder
 from torch_fp8 import FP8Config, convert_to_float8, export
-from torch_fp8.checkpoint import safetensors_files, whole_folder
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import pause
 
 
 def _trained(recipe, steps=2, config=None, **changes):

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.internals import export_checkpoint, grouped_linear_function, make_recipe
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import (
     FP8Config,
@@ -16,10 +17,7 @@ from torch_fp8 import (
     export,
     weights_for_engine,
 )
-from torch_fp8.nn import grouped_linear_function
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 32}
 WIDE["num_key_value_heads"] = 4

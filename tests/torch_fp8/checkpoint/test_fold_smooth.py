@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.fp8_checkpoints import tiny_llama
+from tests.internals import SmoothFold, sqnr_db
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
-from torch_fp8.checkpoint.fold_adapters import SmoothFold
-from torch_fp8.quantization.metrics import sqnr_db
 
 CASES = [
     ("tensorwise", "compressed-tensors"),

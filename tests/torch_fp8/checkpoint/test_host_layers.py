@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.fp8_checkpoints import exact, quantized
+from tests.internals import take_over
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
 
 BLOCKS = {
     "tensor": (256, 128),

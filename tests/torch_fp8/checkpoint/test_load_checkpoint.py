@@ -19,6 +19,7 @@ from tests.fp8_checkpoints import (
     write,
     write_llama,
 )
+from tests.internals import block_scaled, residual_of
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -28,8 +29,6 @@ from torch_fp8 import (
     load_trainable,
     merged_state_dict,
 )
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.quantization import block_scaled
 
 
 class _Layer(nn.Module):

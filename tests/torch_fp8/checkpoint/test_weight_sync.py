@@ -7,11 +7,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.fp8_checkpoints import LiveStorages, tiny_llama, write_llama
+from tests.internals import linear_function, make_recipe, pause
 from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen, weights_for_engine
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import pause
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import make_recipe
 
 UP = "model.layers.0.mlp.up_proj.weight"
 

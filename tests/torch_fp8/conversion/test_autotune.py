@@ -12,13 +12,19 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
+from tests.internals import (
+    MARGIN,
+    LayerShape,
+    SplitWeight,
+    candidates,
+    check_style,
+    halves_of,
+    layer_benchmark,
+    layer_shapes,
+    layer_times,
+)
 from tests.models import llama_config
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.conversion import layer_benchmark
-from torch_fp8.conversion.autotune import MARGIN, candidates, layer_shapes
-from torch_fp8.conversion.layer_benchmark import LayerShape, layer_times
-from torch_fp8.distributed.tensor_parallel.styles import check_style
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of
 
 AUTO = FP8Config(tokens=16)
 H200 = torch.device("cuda:0")

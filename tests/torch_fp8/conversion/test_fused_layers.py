@@ -14,15 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import Float8GatedMLP, Float8RMSNorm, LazyQuantizedTensor, shared, sqnr_db
 from tests.steps import Calls, assert_equal, gaussian, saved_bytes, train
 from tests.torch_fp8.block_models import MLP, Attention, Model, Norm
-from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.layer_norm import shared
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
 
 FUSED = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 

@@ -9,8 +9,10 @@ import warnings
 import pytest
 import torch
 
+from tests.internals import Float8GatedMLP, Float8RMSNorm
 from tests.torch_fp8.block_models import Model
 from torch_fp8 import (
+    Float8Linear,
     FP8Config,
     convert_to_float8,
     freeze,
@@ -18,9 +20,6 @@ from torch_fp8 import (
     revert,
     scaling_state_dict,
 )
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.rms_norm import Float8RMSNorm
 
 
 def _model():

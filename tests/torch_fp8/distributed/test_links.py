@@ -5,10 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.internals import Exchanges, Times, links
 from torch_fp8 import FP8Config
-from torch_fp8.distributed import links
-from torch_fp8.distributed.ddp.connection import DDPReport
-from torch_fp8.distributed.links import Exchanges, Times
+from torch_fp8.distributed import DDPReport
 
 PLAIN, CODES = "all-reduce torch.bfloat16", "all-to-all torch.uint8"
 IN_FLOAT32 = "all-reduce torch.float32"

@@ -6,11 +6,10 @@ import re
 import pytest
 import torch
 
+from tests.internals import Record, StepScalars, WeightPayload
+from tests.internals import kernels_adamw as adamw
 from tests.kernel_cases.optimizer import GRADS, WEIGHTS
 from tests.kernel_cases.states import optimizer_matrix
-from torch_fp8.kernels import adamw
-from torch_fp8.kernels.adamw_record import Record
-from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 
 LOW_BITS = ("bf16 with 8 bits",)
 PAYLOADS = ("tensorwise", "block_128x128")

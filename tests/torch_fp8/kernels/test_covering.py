@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.internals import kernels_quantize as quantize
+from tests.internals import kernels_smooth as smooth
 from tests.torch_fp8.kernels.conftest import Launch, covering
-from torch_fp8.kernels import quantize, smooth
 
 
 def launches(kernel, *, without=()):

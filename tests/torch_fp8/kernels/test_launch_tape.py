@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from torch_fp8.kernels import launch_tape
-from torch_fp8.kernels.launch_tape import Replayed, recording
-from torch_fp8.kernels.quick_launch import QuickKernel
+from tests.internals import QuickKernel, Replayed, launch_tape, recording
 
 KERNELS = Path(launch_tape.__file__).parent
 OPERATORS = KERNELS.with_name("ops")

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from torch_fp8.kernels import quick_launch
-from torch_fp8.kernels.launch_tape import Recording
-from torch_fp8.kernels.quick_launch import _MOST, quick
+from tests.internals import _MOST, Recording, quick, quick_launch
 
 
 @pytest.fixture

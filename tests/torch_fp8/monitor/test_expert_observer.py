@@ -8,13 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import torch_fp8.nn.grouped_linear_function as grouped
+from tests.internals import TOKENS, WORST, decibel, read_run
+from tests.internals import grouped_linear_function as grouped
 from tests.moe_experts import LAYOUTS, E, H, K, experts
 from torch_fp8 import FP8Config, Monitor, convert_to_float8, revert
-from torch_fp8.monitor.expert_statistics import TOKENS, WORST
-from torch_fp8.monitor.statistics import decibel
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8_tools.report.run_record import read_run
 
 TOKENS_A_STEP = 160
 

@@ -9,10 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.golden.training import Run, adamw, llama
+from tests.internals import FILE_NAME, Float8Layer, read_run
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
-from torch_fp8.monitor.run_log import FILE_NAME
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8_tools.report.run_record import read_run
 
 
 def _run(config, steps, folder=None, **options):

@@ -10,17 +10,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.ops.scaled_mm
+from tests.internals import (
+    RECIPES,
+    LazyQuantizedTensor,
+    format_of,
+    linear_function,
+    pause,
+    read_run,
+    resume,
+)
 from tests.torch_fp8.block_models import Norm
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import pause, resume
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.smooth import column_amax, smooth_factors
-from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8_tools.report.run_record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 M, K, N, OUT = 40, 160, 144, 176

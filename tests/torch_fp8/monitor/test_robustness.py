@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import LossSpikes, is_paused, read_run
 from tests.torch_fp8.monitor.test_faults import MLP, Watched, _outlier_channel
 from tests.waits import Waits
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
-from torch_fp8.monitor.alarm import LossSpikes
-from torch_fp8.nn.linear import is_paused
-from torch_fp8_tools.report.run_record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 

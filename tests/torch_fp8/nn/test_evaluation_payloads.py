@@ -11,12 +11,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
-from torch_fp8.nn import layer_fp8
-from torch_fp8.nn.rollout import rollout
+from tests.internals import PayloadCache, SplitWeight, layer_fp8, split_parameter
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    revert,
+    rollout,
+)
 from torch_fp8.ops import scaled_mm
-from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 

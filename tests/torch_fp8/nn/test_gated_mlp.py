@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import Float8GatedMLP, LazyQuantizedTensor, sqnr_db
 from tests.steps import (
     Calls,
     assert_equal,
@@ -24,11 +25,7 @@ from tests.steps import (
     train,
 )
 from tests.torch_fp8.block_models import MLP, Adapter, JoinedMLP, UpFirstMLP
-from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 INNER = 256

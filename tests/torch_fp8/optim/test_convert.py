@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import Float8Moment, Float8Optimizer, SplitWeight, residual_of, split_parameter
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -18,10 +19,6 @@ from torch_fp8 import (
     merged_state_dict,
     restore_weights,
 )
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 
 def _model():

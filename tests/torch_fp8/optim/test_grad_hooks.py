@@ -8,14 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.internals import (
+    Float8Grad,
+    ReleasedGrad,
+    WideGrad,
+    gradients_report,
+    hook_of,
+    stored_grad,
+)
 from tests.steps import adamw
-from torch_fp8 import FP8Config, convert_optimizer, restore_weights
-from torch_fp8.optim.convert import OptimizerReport, gradients_report
-from torch_fp8.optim.grad_hooks import hook_of
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.released_grad import ReleasedGrad
-from torch_fp8.tensor.wide_grad import WideGrad
+from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
 
 O3 = FP8Config(opt_level="O3")
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import SplitWeight, is_released, stored
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -19,8 +20,6 @@ from torch_fp8 import (
     merged_state_dict,
     restore_weights,
 )
-from torch_fp8.tensor.released_grad import is_released
-from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class Tied(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Grad, SplitWeight, expected_memory, stored_grad
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -14,10 +15,6 @@ from torch_fp8 import (
     memory_report,
     restore_weights,
 )
-from torch_fp8.conversion.memory import expected_memory
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import SplitWeight
 
 STEPS = 6
 

@@ -8,8 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
-from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
+from tests.internals import GRADIENT, MOMENT1, MOMENT2, BlockScaled, decode, encode, num_groups
 
 FORMATS = {f.name: f for f in (MOMENT1, MOMENT2, GRADIENT)}
 EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))

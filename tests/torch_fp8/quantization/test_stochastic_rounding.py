@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.quantization.stochastic_rounding import (
+from tests.internals import (
     element_index,
     random_words,
     second_words,

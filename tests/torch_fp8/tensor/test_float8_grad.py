@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8.kernels.arguments import GradientParts
+from tests.internals import EncodedView, Float8Grad, GradientParts
 from torch_fp8.ops import grad_codec
 from torch_fp8.ops.grad_codec import Rounding
-from torch_fp8.tensor.encoded import EncodedView
-from torch_fp8.tensor.float8_grad import Float8Grad
 
 SHAPES = [(128, 96), (70, 33), (4, 40, 64), (16, 16, 3, 3), (0, 32)]
 

@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import torch_fp8.ops.quantize
-import torch_fp8.tensor.halves
+from tests.internals import (
+    PayloadCast,
+    expected_bytes_per_param,
+    halves_module,
+    split_parameter,
+)
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
-from torch_fp8.conversion.memory import expected_bytes_per_param
-from torch_fp8.tensor.payload_cast import PayloadCast
-from torch_fp8.tensor.split_weight import split_parameter
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
 
@@ -63,7 +65,7 @@ def weight_reads(monkeypatch):
         return original(x)
 
     monkeypatch.setattr(torch_fp8.ops.quantize, "tensor_amax", counted)
-    monkeypatch.setattr(torch_fp8.tensor.halves, "tensor_amax", counted)
+    monkeypatch.setattr(halves_module, "tensor_amax", counted)
     return shapes
 
 

@@ -11,15 +11,20 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.internals import (
+    Halves,
+    SplitShard,
+    SplitWeight,
+    WideGrad,
+    half,
+    join_parameter,
+    multiply_half,
+    split_parameter,
+    stored,
+    stored_grad,
+)
 from tests.steps import through_a_file
 from torch_fp8 import revert
-from torch_fp8.optim.embedding_dtype import multiply_half
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_shard import SplitShard
-from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter, stored
-from torch_fp8.tensor.weight_half import half
-from torch_fp8.tensor.wide_grad import WideGrad
 
 SIZE = 64
 X, SQUARE = torch.randn(32, SIZE), torch.randn(SIZE, SIZE)

@@ -13,11 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
+from tests.internals import QuantizedAllReduce, averaging, sqnr_db, worst_row_sqnr_db
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed import averaging
-from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
+from torch_fp8.distributed import connect_ddp, ddp_options
 
 CONFIG = FP8Config(opt_level="O1")
 SHAPES = ((96, 64), (64,), (4096,), (65, 77), (7, 5), (64, 128), (64, 80), (3,), (0,), (80, 96))

@@ -10,13 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import local, scaling_buffers, sqnr_db
 from tests.models import llama
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.nn.delayed_scaling import scaling_buffers
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.dtensor import local
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
 
 
 def case_ddp_in_parts():

@@ -14,6 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import (
+    Float8Grad,
+    GradientBucket,
+    averaging,
+    fp8_grad_reducer,
+    gradients_report,
+    residual_of,
+    stored_grad,
+)
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -23,14 +32,7 @@ from torch_fp8 import (
     restore_weights,
     revert,
 )
-from torch_fp8.distributed import averaging
-from torch_fp8.distributed.ddp import fp8_grad_reducer
-from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.optim.convert import gradients_report
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.distributed import connect_ddp, ddp_options
 
 
 class Branches(nn.Module):

@@ -26,16 +26,12 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import CastOptions, SplitShard, local, sqnr_db
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, set_forward_precision
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.distributed import connect_fsdp, split_sharded
 from torch_fp8.ops.quantize import quantize_layouts
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.split_shard import SplitShard
 
 
 def case_own_states():

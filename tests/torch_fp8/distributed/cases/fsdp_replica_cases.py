@@ -13,13 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from tests.comm_counter import count_communication
+from tests.internals import GROUP_SIZE, Float8Replicas, disconnect_replicas, param_groups
 from tests.rows_of_messages import pack, unpack
 from torch_fp8 import FP8Config
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.reduce_scatter import Float8Replicas, disconnect_replicas
-from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed import connect_fsdp
 from torch_fp8.ops import messages
-from torch_fp8.quantization.formats import GROUP_SIZE
 
 
 def mesh_2d():

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from tests.comm_counter import count_communication
+from tests.internals import Float8Grad
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.distributed import connect_fsdp
 
 
 def case_bytes():

@@ -14,11 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.comm_counter import count_communication
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.styles import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-)
+from torch_fp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, connect_fsdp
 
 
 def mesh_2d():

@@ -14,14 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import expert_gather, transposed_stacked
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp import expert_gather
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.nn.expert_storage import transposed_stacked
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
 STEPS = 2
 

@@ -22,14 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.batched_muon import SingleDeviceMuon
 from tests.comm_counter import count_communication
+from tests.internals import Int8Momentum, adopt_steps, local
 from tests.moe_experts import batch, experts
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.split_optimizer import adopt_steps
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.int8_momentum import Int8Momentum
+from torch_fp8.distributed import connect_ddp, connect_fsdp, split_sharded
 
 WIDTH, HIDDEN = 128, 199
 CONFIG = FP8Config(communication="off")

@@ -34,30 +34,32 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import (
+    RECIPES,
+    AllGatheredFloat8Tensor,
+    Shards,
+    gather_activation,
+    group_amax,
+    make_recipe,
+    scale_from_amax,
+)
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import (
+    Float8Linear,
     FP8Config,
     convert_to_float8,
     revert,
     scaling_state_dict,
     set_forward_precision,
 )
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.all_gather import (
-    AllGatheredFloat8Tensor,
-    Shards,
-    gather_activation,
-)
-from torch_fp8.distributed.tensor_parallel.styles import (
+from torch_fp8.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    connect_fsdp,
 )
-from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
-from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 
 
 def case_block_against_one_rank():
@@ -528,9 +530,7 @@ def case_delayed_histories():
 
 def case_issued_before_it_is_needed():
     """A gather is under way while the weight is cast: order of events in forward and backward."""
-    from torch_fp8.distributed.tensor_parallel import all_gather
-    from torch_fp8.nn import linear_function
-    from torch_fp8.tensor.quantizer import WeightQuantizer
+    from tests.internals import WeightQuantizer, all_gather, linear_function
 
     events = []
     watched = [

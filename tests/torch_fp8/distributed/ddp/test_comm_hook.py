@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.distributed.averaging import Run, joined, runs_of, target_of
-from torch_fp8.distributed.ddp.comm_hook import pieces_of
+from tests.internals import Run, joined, pieces_of, runs_of, target_of
 
 pytestmark = pytest.mark.long
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.distributed import connect_ddp, ddp_options
 
 pytestmark = pytest.mark.long
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.internals import UnshardedFloat8Weight
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
+from torch_fp8.distributed import connect_fsdp
 
 pytestmark = pytest.mark.long
 

@@ -9,12 +9,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_fp8
+from tests.internals import SplitShard, plain, reshard, with_data
 from torch_fp8 import FP8Config
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
-from torch_fp8.tensor.dtensor import with_data
-from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.split_shard import SplitShard
+from torch_fp8.distributed import connect_fsdp, join_sharded, split_sharded
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
 
