@@ -27,7 +27,7 @@ from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 from torch_fp8 import FP8Config
-from torch_fp8.quantization.option_values import read_json
+from torch_fp8.quantization.options import read_json
 
 CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
 _PREFIX = "ACCELERATE_FP8_"

@@ -73,12 +73,12 @@ class EvaluationModels:
         """
         if not self._frozen:
             return None
-        shared = share_equal_weights([*trained, *self._frozen])
-        if not shared.num_weights:
+        num_weights, num_bytes = share_equal_weights([*trained, *self._frozen])
+        if not num_weights:
             return None
         return (
-            f"{shared.num_weights} frozen weights equal others and share one copy with them until "
-            f"either is written, saving {size_text(shared.num_bytes)}"
+            f"{num_weights} frozen weights equal others and share one copy with them until "
+            f"either is written, saving {size_text(num_bytes)}"
         )
 
 

@@ -13,9 +13,9 @@ from torch_fp8.config import given_config
 class FP8Kwargs(KwargsHandler):
     """The kwargs handler that selects this engine and its configuration for one Accelerator.
 
-    ``Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(FP8Config(recipe="rowwise"))])``
+    ``Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(FP8Config(opt_level="O3"))])``
 
-    ``FP8Kwargs(recipe="rowwise")`` is a short form of the same handler. It overrides
+    ``FP8Kwargs(opt_level="O3")`` is a short form of the same handler. It overrides
     ``TORCH_FP8_CONFIG`` and the launcher's flags.
 
     Args:

@@ -1,12 +1,8 @@
 """The difference between rollout and training log-probabilities, and its consequences.
 
-Let d be the mean absolute difference per token. If log-ratios are independent and normal, their
-standard deviation is ``s = d sqrt(pi / 2)``. The log-ratio of a sequence of T tokens then has a
-deviation of ``s sqrt(T)``, and its mean under the rollouts is ``-T s^2 / 2``. TRL's sequence-level
-correction multiplies a sequence's gradient by the ratio, and drops the sequence if the ratio is
-above a cap C. The share of the gradients' weight that remains is
-``Phi((log C - T s^2 / 2) / (s sqrt(T)))``. Real differences are correlated, so this is only
-a guide.
+TRL's sequence-level correction multiplies a sequence's gradient by the importance ratio, whose mean
+is 1, and drops the sequence if the ratio is above a cap. The mean of the ratios, with 0 for dropped
+sequences, is therefore the share of the gradients' weight that remains.
 
 `SampledLogprobs`: the log-probabilities of tokens that a policy samples with ``generate``.
 
@@ -147,13 +143,12 @@ class Measured:
 
     Attributes:
         mean: the mean of ``|log p - log q|`` per token.
-        tokens: the average number of tokens of a sequence.
-        dropped: the share of sequences with importance ratio zero, or None if there are no ratios.
+        kept: the mean importance ratio of sequences, with 0 for those that were dropped; None if
+            there are no ratios of sequences.
     """
 
     mean: float
-    tokens: float
-    dropped: float | None
+    kept: float | None
 
     @property
     def error(self) -> float:
@@ -178,12 +173,12 @@ class LogprobDifference:
         """
         delta = (sampled - scored).float().abs()
         real = mask.bool() & delta.isfinite()
-        rows = mask.bool().any(-1)
-        dropped = with_ratio = torch.zeros_like(rows)
+        share = rows = torch.zeros((), device=delta.device, dtype=torch.float64)
         if ratio is not None and ratio.shape[-1] == 1:  # of sequences
-            dropped, with_ratio = (ratio.reshape(-1) == 0) & rows, rows
-        counts = [flags.sum().double() for flags in (real, rows, dropped, with_ratio)]
-        sums = torch.stack([delta.where(real, 0.0).sum(dtype=torch.float64), *counts])
+            is_row = mask.bool().any(-1)
+            share, rows = ratio.reshape(-1).double().where(is_row, 0.0).sum(), is_row.sum().double()
+        difference = delta.where(real, 0.0).sum(dtype=torch.float64)
+        sums = torch.stack([difference, real.sum().double(), share, rows])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, accelerator: Any) -> Measured | None:
@@ -195,28 +190,10 @@ class LogprobDifference:
         own = self._sums
         self._sums = None
         if own is None:
-            own = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
+            own = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
         sums = accelerator.gather(own.float().view(1, -1)).double().sum(0)
-        total, tokens, rows, dropped, with_ratio = sums.tolist()
-        if not tokens:
-            return None
-        return Measured(
-            total / tokens, tokens / max(rows, 1.0), dropped / with_ratio if with_ratio else None
-        )
-
-
-def kept_weight(mean: float, tokens: float, cap: float) -> float:
-    """Return the share of the gradients' weight that a sequence-level correction keeps.
-
-    Args:
-        mean: absolute difference of log-probabilities per token.
-        tokens: the number of tokens of a sequence.
-        cap: the largest ratio that is not dropped.
-    """
-    deviation = mean * math.sqrt(math.pi / 2 * tokens)
-    if deviation == 0:
-        return 1.0
-    return 0.5 * math.erfc(-(math.log(cap) - deviation**2 / 2) / deviation / math.sqrt(2))
+        total, tokens, share, rows = sums.tolist()
+        return Measured(total / tokens, share / rows if rows else None) if tokens else None
 
 
 def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterator[tuple[str, str]]:
@@ -245,18 +222,14 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
         yield "bound", f"{finding}, above {bound}: {why}"
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
     corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
-    cap = getattr(trainer, "vllm_importance_sampling_clip_max", None)
-    cap = getattr(trainer, "vllm_importance_sampling_cap", None) if cap is None else cap
-    if not corrects or mode != "sequence_mask" or cap is None or cap <= 0:
+    if not corrects or mode != "sequence_mask" or measured.kept is None:
         return
-    share, dropped = kept_weight(measured.mean, measured.tokens, cap), measured.dropped or 0.0
-    if min(share, 1 - dropped) < LEAST_KEPT:
+    if measured.kept < LEAST_KEPT:
         yield (
             "correction",
             f"{finding}. vllm_importance_sampling_mode='sequence_mask' drops rollouts whose ratio "
-            f"is above {cap}: {dropped:.0%} of these, and at {measured.tokens:.0f} tokens each "
-            f"about {share:.0%} of the gradients' weight is kept. Correct each token separately "
-            "(vllm_importance_sampling_mode='token_truncate', "
+            f"is above its cap, and {measured.kept:.0%} of the gradients' weight is kept. Correct "
+            "each token separately (vllm_importance_sampling_mode='token_truncate', "
             "vllm_importance_sampling_clip_max=2.0), or reduce the difference: use one recipe with "
             "scales per token in training and in the engine",
         )

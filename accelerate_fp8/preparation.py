@@ -51,7 +51,6 @@ class Preparation:
         self.communication: MutableMapping[nn.Module, object] = WeakKeys()
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
-        self._taken_over: MutableMapping[nn.Module, bool] = WeakKeys()  # -> is trained
         self._left: MutableMapping[nn.Module, str] = WeakKeys()
         self._runs_fp8 = self._knows_steps = False
         self._waiting: list[nn.Module] = []
@@ -85,7 +84,9 @@ class Preparation:
             return
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         prepared = "_fp8_saving" in vars(inner)
-        self._take_over(model, device, not evaluation_mode, sharded)
+        trained = not evaluation_mode
+        for line in take_over(model, self.config, device, trained=trained, sharded=sharded):
+            log_visibly(f"FP8: {line}")
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
             try:
                 with _forwards_reachable(model):
@@ -166,19 +167,6 @@ class Preparation:
         """Raise ValueError in the first backward if `bf16_last` is set and no Trainer counts."""
         if not self._knows_steps:
             refuse_share(self.config, "a loop of your own")
-
-    def _take_over(
-        self, model: nn.Module, device: torch.device | None, trained: bool, sharded: bool
-    ) -> None:
-        """Take over a model that transformers loaded from an FP8 checkpoint, once.
-
-        A second time only if it was prepared for evaluation first and is prepared for training now.
-        """
-        if model in self._taken_over and self._taken_over[model] >= trained:
-            return
-        self._taken_over[model] = trained
-        for line in take_over(model, self.config, device, trained=trained, sharded=sharded):
-            log_visibly(f"FP8: {line}")
 
     def connect_sharded(
         self, model: nn.Module, sharded: nn.Module, evaluation_mode: bool = False

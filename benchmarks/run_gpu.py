@@ -160,8 +160,8 @@ def command_of(name: str, results: Path) -> list[str]:
     if name == "self-test":
         report = str((results / "self_test.txt").resolve())
         only = SUBJECTS if torch.cuda.is_available() else SUBJECTS[:1]  # hosts train in `step`
-        command = [sys.executable, "-m", "torch_fp8", "env", "--self-test", "--report", report]
-        return [*command, "--only", *only]
+        command = [sys.executable, "-m", "torch_fp8", "env", "--self-test", "--only", *only]
+        return ["bash", "-c", 'set -o pipefail; "$@" | tee "$0"', report, *command]
     csv = str((results / f"{name}.csv").resolve())
     if name not in TESTS:
         return [sys.executable, "-m", f"benchmarks.bench_{name}", "--csv", csv]

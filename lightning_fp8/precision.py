@@ -63,7 +63,7 @@ class FP8Precision(Request):
 
     Args:
         config: the configuration; None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
-        options: fields of FP8Config instead of `config`, as in ``FP8Precision(recipe="rowwise")``.
+        options: fields of FP8Config instead of `config`, as in ``FP8Precision(opt_level="O3")``.
     Raises:
         TypeError: `config` is not an FP8Config.
         ValueError: an option or value is not valid, also in ``TORCH_FP8_CONFIG``; both `config` and

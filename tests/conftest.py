@@ -168,7 +168,7 @@ class _Clock:
     def __call__(self, device, run):
         run()
         self.runs.append(run)
-        plain, fp8 = self.table[tuple(run.module.weight.shape)]
+        plain, fp8 = self.table[tuple(run.layer.weight.shape)]
         return 1e-6 * (plain if run.recipe is None else fp8[run.recipe.name])
 
 

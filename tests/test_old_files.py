@@ -1,4 +1,8 @@
-"""Files that the release 0.1.0 wrote load, in `tests/data/v0.1.0` (its `write.py` wrote them)."""
+"""Files that the release 0.1.0 wrote load, or are refused whole if they hold 4-bit values.
+
+They are in `tests/data/v0.1.0`, whose `write.py` wrote them. ``pickled_optimizers.pt`` (commit
+1eeb94f9) has models and optimizers with ``moment_bits=4`` and ``residual_bits`` 0 and 4.
+"""
 
 import dataclasses
 import io
@@ -12,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.internals import REMOVED
+from tests.internals import REMOVED, convert_optimizer_file
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -23,8 +27,10 @@ from torch_fp8 import (
 
 FOLDER = Path(__file__).parent / "data" / "v0.1.0"
 FIELDS = {field.name: field.default for field in dataclasses.fields(FP8Config)}
-EXACT = ("o2", "o3_fp8", "residuals_4", "residuals_0", "bf16_residuals_4", "bf16_residuals_0")
+EXACT = ("o2", "o3_fp8", "residuals_4", "residuals_0", "bf16_residuals_0")
 """Files whose weights and moments are as they were saved; other moments are rounded to 8 bits."""
+MOMENTS = r"FP8Config\(moment_bits=4\) of torch-fp8 0.1.0.*save the states with checkpoint_states="
+RESIDUALS = r"FP8Config\(residual_bits=4\) of torch-fp8 0.1.0.*save torch_fp8.merged_state_dict"
 
 
 def read(name):
@@ -75,7 +81,7 @@ def assert_moments_close(loaded, values):
             assert torch.equal(loaded[key], value), key
 
 
-@pytest.mark.parametrize("name", [*EXACT, "moments_4", "moments_4_fp8"])
+@pytest.mark.parametrize("name", [*EXACT, "moments_4"])
 def test_states_of_models_and_optimizers_load(name):
     saved, values = read(name)
     model, optimizer = training(name)
@@ -88,6 +94,36 @@ def test_states_of_models_and_optimizers_load(name):
     else:
         assert_moments_close(loaded, values)
     step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("moments_4_fp8", r"'exp_avg_ratio': 'int4'.*save the states with checkpoint_states="),
+        ("bf16_residuals_4", RESIDUALS),
+    ],
+)
+def test_states_of_4_bits_are_refused_whole_by_name(tmp_path, name, message):
+    saved, _ = read(name)
+    model, optimizer = training(name)
+    before = rows_of(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved["optimizer"])
+    if name == "moments_4_fp8":
+        torch.save(saved["optimizer"], tmp_path / "ours.pt")
+        with pytest.raises(ValueError, match="'exp_avg_ratio': 'int4'"):
+            convert_optimizer_file(tmp_path / "ours.pt", tmp_path / "stock.pt")
+        del saved["optimizer"]["torch_fp8"]
+        with pytest.raises(ValueError, match=MOMENTS):
+            optimizer.load_state_dict(saved["optimizer"])
+    loaded = rows_of(model, optimizer)
+    assert all(torch.equal(loaded[key], value) for key, value in before.items())
+    step(model, optimizer)
+
+
+def test_pickles_of_4_bits_are_refused():
+    with pytest.raises(ValueError, match=RESIDUALS):
+        torch.load(FOLDER / "pickled_optimizers.pt", weights_only=False)
 
 
 def state_of(model, optimizer):
@@ -110,8 +146,8 @@ def test_a_folder_of_distributed_checkpoint_loads():
 
 
 @pytest.mark.parametrize("checkpoint_states", ["float32", "fp8"])
-def test_a_folder_with_moments_in_4_bits_loads_once_it_is_a_file(tmp_path, checkpoint_states):
-    """torch itself refuses the folder, whole; the way out is that of docs/troubleshooting.md."""
+def test_a_folder_with_moments_in_4_bits_is_refused(tmp_path, checkpoint_states):
+    """torch itself refuses the folder, whole, and we refuse the file that it becomes."""
     model, optimizer = training(checkpoint_states=checkpoint_states)
     state, before = state_of(model, optimizer), rows_of(model, optimizer)
     with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .*\.0\.weight\.exp_avg"):
@@ -119,8 +155,8 @@ def test_a_folder_with_moments_in_4_bits_loads_once_it_is_a_file(tmp_path, check
     set_state(model, optimizer, state)
     assert_moments_close(rows_of(model, optimizer), before)
     dcp_to_torch_save(FOLDER / "dcp_moments_4", tmp_path / "checkpoint.pt")
-    set_state(model, optimizer, torch.load(tmp_path / "checkpoint.pt", weights_only=False))
-    assert_moments_close(rows_of(model, optimizer), read("dcp_moments_4_values")[1])
+    with pytest.raises(ValueError, match=MOMENTS):
+        set_state(model, optimizer, torch.load(tmp_path / "checkpoint.pt", weights_only=False))
     step(model, optimizer)
 
 

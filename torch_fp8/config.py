@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
-from torch_fp8.quantization.contradictions import ON_ALARM, PROBES, check_contradictions
 from torch_fp8.quantization.formats import FORMATS
-from torch_fp8.quantization.option_values import checked, named, option, read_json
-from torch_fp8.quantization.overrides import Overrides, check_override, is_high_precision
+from torch_fp8.quantization.options import (
+    ON_ALARM,
+    PROBES,
+    Overrides,
+    check_options,
+    is_high_precision,
+    named,
+    option,
+    read_json,
+)
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.suggestions import (
     naming_valid_options,
@@ -215,15 +222,7 @@ class FP8Config:
     fallback_steps: int = option(100, least=1, of="monitor")
 
     def __post_init__(self) -> None:
-        for of_field in fields(self):
-            if of_field.name != "overrides":
-                value = checked(of_field, getattr(self, of_field.name))
-                object.__setattr__(self, of_field.name, value)
-        overrides = Overrides.checked(self.overrides, named(FP8Config, "layer"))
-        object.__setattr__(self, "overrides", overrides)
-        check_contradictions(self)
-        for pattern, options in self.overrides.items():
-            check_override(self, pattern, options)
+        check_options(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(_DEFAULTS | without_removed(state, _DEFAULTS))

@@ -24,9 +24,12 @@ from typing import NoReturn
 from torch_fp8._version import __version__
 from torch_fp8.quantization.suggestions import REMOVED, suggestion
 
-_RENAMED = {"beside": "it is --compare now"}
+_REMOVED = {
+    **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
+    "report": "write the output to a file: torch-fp8 env --self-test > FILE",
+}
 _COMMANDS = (
-    *("env.command", "commands.export_command", "commands.convert_command", "plan.command"),
+    *("env.command", "commands.command", "plan.command"),
     *("check.command", "report.command", "compare.command"),
 )
 """The modules of the sub-commands, in the order of the help."""
@@ -102,7 +105,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"--?[\w-]+|'[^']*'", message)
         name = words[0].strip("-").replace("-", "_") if words else ""
-        if message.startswith("unrecognized arguments: -") and name in (gone := REMOVED | _RENAMED):
+        if message.startswith("unrecognized arguments: -") and name in (gone := REMOVED | _REMOVED):
             message = f"no longer takes {words[0]}: {gone[name]}"
         elif message.startswith("unrecognized arguments: -"):
             texts = [parser.format_usage() for parser in (self, *self.commands.values())]

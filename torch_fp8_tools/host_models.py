@@ -1,9 +1,11 @@
 """`model_folder` and `model_class`: the local folder of a transformers model, and its class."""
 
+import contextlib
 import importlib
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -37,15 +39,11 @@ def model_folder(name: str | Path) -> Path | None:
     Args:
         name: a folder, or the name of a model on the Hugging Face hub such as ``org/model``.
     """
-    folder = Path(name)
-    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
-        return folder if folder.exists() else None
-    try:
-        hub = importlib.import_module("huggingface_hub")
-        cached = hub.try_to_load_from_cache(str(name), "config.json")
-    except (ImportError, ValueError):
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
+    from torch_fp8.checkpoint.adopt_checkpoint import folder_of
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module("huggingface_hub")
+    return Path(name) if Path(name).exists() else folder_of(SimpleNamespace(name_or_path=str(name)))
 
 
 def model_class(checkpoint: Path) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8_tools.compare import bf16_products
 from transformers import PreTrainedModel
 
 
@@ -45,13 +46,22 @@ class StepTime:
 def step_times(model: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[StepTime, StepTime]:
     """Measure steps in BF16 autocast and in FP8; the model is trained and converted.
 
+    Slow BF16 products are computed in float32, as ``--fast-cpu`` does in the trials.
+
     Args:
         model: float32, on the CPU.
         batch: input_ids and labels of a micro-batch, and what else the model takes.
     Returns:
         the seconds in BF16 and in FP8.
     """
-    return _measured(model, batch, fp8=False), _measured(model, batch, fp8=True)
+    is_slow = bf16_products.slowness() >= bf16_products.SLOW
+    if is_slow:
+        bf16_products.compute_in_float32()
+    try:
+        return _measured(model, batch, fp8=False), _measured(model, batch, fp8=True)
+    finally:
+        if is_slow:
+            bf16_products.restore()
 
 
 def _measured(model: PreTrainedModel, batch: dict[str, Tensor], fp8: bool) -> StepTime:

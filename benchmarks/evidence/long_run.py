@@ -1,7 +1,7 @@
 """A long run of a small model in BF16 and FP8, with the monitor's files of each.
 
     nice -n 19 python -m benchmarks.evidence.long_run --output runs/long            # from the root
-    torch-fp8 report runs/long/fp8 --compare runs/long/bf16
+    torch-fp8 report runs/long/fp8
 
 10,000 steps of 128 tokens of the standard library for a Llama of a quarter of a million parameters,
 each variant in a folder of its own: ``bf16``, ``fp8`` and, with ``--smooth``, ``fp8-smooth``

@@ -419,13 +419,6 @@ CONTROLS = {
     **dict.fromkeys((OPTION, OTHERS, LAYERS, HEAD, FROZEN_HEAD), "O2"),
 }
 """The run to which a group's runs are compared."""
-SIX_SEEDS = (
-    *(LEFT_OUT, OTHERS, RULES),
-    *("1/16 of the input channels in BF16", "error feedback of the weight"),
-    *("scales are powers of two", "inputs clipped at 99.9 %"),
-    *("stochastic inputs", "stochastic weights", "scales of rows, gradients E5M2"),
-)
-"""Groups and runs that get six seeds, and others ten."""
 NOT_OF = {
     ("mamba", "attention alone"),
     ("mamba", "MLPs alone"),
@@ -459,14 +452,12 @@ def main() -> None:
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * arguments.minutes
     # The first three seeds of all come first: an interrupted benchmark has compared every run.
-    for first, last, left in ((0, 3, ()), (3, 6, ()), (6, 10, SIX_SEEDS)):
+    for first, last in ((0, 3), (3, 6), (6, None)):
         seeds = arguments.seeds[first:last]
         for group in arguments.groups:
             models, runs = _of_group(group)
             models = [m for m in models if m in (arguments.models or models)]
             for run, how in runs.items():
-                if group in left or run in left:
-                    continue
                 for model in models:
                     for seed in seeds:
                         if time.monotonic() > end:

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, __version__
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from tests.fp8_checkpoints import FINE_GRAINED, exact, tiny_llama, write, write_llama
-from tests.internals import residual_of
-from torch_fp8 import freeze, merged_state_dict
+from torch_fp8 import merged_state_dict
 
 STOCK_BREAKS = tuple(map(int, __version__.split(".")[:2])) < (5, 24)
 """Whether transformers quantizes all matrices of a model that it has dequantized, to save it."""
@@ -39,66 +38,26 @@ def _logits(model):
         return model.eval()(TOKENS).logits
 
 
-def _stock_twin(state):
-    """A model of stock layers with these weights, built without a checkpoint."""
-    twin = tiny_llama()
-    twin.load_state_dict(state)
-    return twin
-
-
 @pytest.mark.parametrize("dequantize", [True, False], ids=["dequantize=True", "no GPU"])
-def test_full_fine_tuning_starts_from_the_files_values(accelerate, tmp_path, dequantize):
+def test_full_fine_tuning_starts_from_the_hosts_values(accelerate, tmp_path, dequantize):
+    """transformers rounds them to BF16."""
     from transformers import FineGrainedFP8Config
 
     fp8 = write_llama(tmp_path)
     given = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if dequantize else {}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    loaded = {key: value.detach().clone() for key, value in model.state_dict().items()}
     _, model, optimizer = _prepared(accelerate, model)
     merged = merged_state_dict(model, optimizer.optimizer)
-    worst = {}
-    for key, (qdata, scale, block) in fp8.items():
-        true = exact(qdata, scale, block)
-        worst[key] = float(((merged[key] - true).abs() / true.abs().clamp(min=1e-300)).max())
-    assert len(worst) == 14
-    assert 2.0**-18 < max(worst.values()) <= 2.0**-16
-    assert residual_of(model.model.layers[0].mlp.up_proj.weight).any()
+    assert len(fp8) == 14
+    assert all(torch.equal(merged[key], loaded[key].float()) for key in fp8)
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(accelerate, tmp_path, order):
-    write_llama(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if order == "model first":
-        model = accelerator.prepare(model)
-        optimizer = accelerator.prepare(optimizer)
-    else:
-        optimizer = accelerator.prepare(optimizer)
-        model = accelerator.prepare(model)
-    weight = model.model.layers[1].mlp.down_proj.weight
-    assert residual_of(weight).any()
-
-
-def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(accelerate, tmp_path):
-    """transformers' Trainer prepares its model for evaluation before it trains it."""
-    write_llama(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    _logits(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    weight = model.model.layers[1].mlp.down_proj.weight
-    assert residual_of(weight).any()
-
-
-def test_models_for_evaluation_get_no_residuals(accelerate, tmp_path):
-    write_llama(tmp_path)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-    reference = accelerator.prepare_model(reference, evaluation_mode=True)
-    assert residual_of(reference.model.layers[0].mlp.up_proj.weight) is None
+def _stock_twin(state):
+    """A model of stock layers with these weights, built without a checkpoint."""
+    twin = tiny_llama()
+    twin.load_state_dict(state)
+    return twin
 
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["FP8 checkpoint", "BF16 checkpoint"])
@@ -218,40 +177,17 @@ def _bytes_held(model):
     }
 
 
-@pytest.mark.parametrize("changed", [False, True], ids=["as loaded", "one changed"])
-def test_a_frozen_base_has_the_very_bytes_of_the_checkpoint(accelerate, tmp_path, changed):
+def test_a_frozen_base_that_the_host_dequantized_is_quantized_again(accelerate, tmp_path):
     fp8 = write_llama(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    if changed:
-        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.01)
-    accelerator, model, optimizer = _prepared(accelerate, _lora(model))
-    for steps in (0, 2):
-        _steps(accelerator, model, optimizer, steps)
-        held = _bytes_held(model)
-        assert held.keys() == fp8.keys()
-        differ = [
-            key
-            for key, (qdata, scale, _) in fp8.items()
-            if not held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
-            or not torch.equal(held[key].scale, scale)
-        ]
-        assert differ == ["model.layers.0.mlp.up_proj.weight"] * changed
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_reference_model_has_the_very_bytes_when_it_is_frozen(
-    accelerate, tmp_path, requires_grad
-):
-    fp8 = write_llama(tmp_path)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(requires_grad)
-    handler = FP8Kwargs(FP8Config(frozen_weights="fp8"))
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True)
-    reference = accelerator.prepare_model(reference, evaluation_mode=True)
-    if requires_grad:  # until somebody freezes it
-        freeze(reference)
-    held = _bytes_held(reference)
-    for key, (qdata, _, _) in fp8.items():
-        assert held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+    model = _lora(AutoModelForCausalLM.from_pretrained(tmp_path))
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    _steps(accelerator, model, optimizer, 2)
+    held = _bytes_held(model)
+    assert held.keys() == fp8.keys()
+    for key, (qdata, scale, block) in fp8.items():
+        true = exact(qdata, scale, block)
+        error = (held[key].dequantize().double() - true).norm() / true.norm()
+        assert error < 10 ** (-(31.0 - 0.5) / 20)  # the SQNR of E4M3
 
 
 @pytest.fixture
@@ -304,7 +240,6 @@ def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
         true = exact(qdata, scale, block)
         assert ((merged[key] - true).abs() <= 2.0**-16 * true.abs()).all()
     assert "14 are trained from their exact values" in caplog.text
-    assert "trained weights continue" not in caplog.text  # said once
     before = merged["model.layers.0.mlp.up_proj.weight"]
     _steps(accelerator, model, optimizer)
     unwrapped = accelerator.unwrap_model(model)

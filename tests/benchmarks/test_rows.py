@@ -5,6 +5,7 @@ import re
 import pytest
 
 from benchmarks import rows
+from benchmarks.overview import PICTURE, saving
 from benchmarks.rows import CODE, EARLIER, RESULTS, ROOT, append_rows, read_rows, write_rows
 
 SOURCES = sorted(
@@ -18,6 +19,11 @@ def test_every_committed_row_says_which_code_made_it(path):
     assert committed
     for row in committed:
         assert re.fullmatch(f"({EARLIER})?[0-9a-f]{{12}}", row[CODE]), row
+
+
+def test_the_picture_shows_the_rows():
+    assert f"peak memory, {saving()}" in (ROOT / "README.md").read_text()
+    assert saving().encode() in PICTURE.read_bytes()
 
 
 def test_rows_keep_the_code_that_made_them(tmp_path):

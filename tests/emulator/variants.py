@@ -77,7 +77,7 @@ def few_rows() -> Iterator[None]:
     inputs = {name: _input(name, SHAPES[name], x.dtype) for name, x in whole.items()}
     odd = {name: _input(name, shape, BF16) for name, shape in ODD_SHAPES.items()}
     rows = {inputs[name].data_ptr(): x.shape[0] for name, x in whole.items()}
-    partial_amax, column_amaxes = quantize._partial_amax, quantize.partial_column_amaxes
+    partial_amax, column_amaxes = quantize.partial_amaxes, quantize.partial_column_amaxes
 
     def as_many(x: Tensor, partial: Tensor, count: int) -> Tensor:
         """Repeat partial maxima, as many as there are of all rows."""
@@ -102,7 +102,7 @@ def few_rows() -> Iterator[None]:
             (test_producers_compiled, "ROWS", PROGRAM_ROWS),
             (test_producers_compiled, "empty", values),
             (test_producers_compiled, "saved", save_input),
-            (quantize, "_partial_amax", of_all),
+            (quantize, "partial_amaxes", of_all),
             (quantize, "partial_column_amaxes", of_columns),
             (rms_norm, "MULTIPROCESSORS", 1),
             (rms_norm, "BACKWARD_SLABS", 7),

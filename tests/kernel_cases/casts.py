@@ -61,6 +61,13 @@ def transpose_kernel() -> CastKernel:
     return transpose.transposed_bytes
 
 
+def beside_kernel() -> CastKernel:
+    """Return the kernel that casts, and transposes a payload beside it."""
+    from tests.internals import quantize_beside
+
+    return quantize_beside.quantize_2d_beside
+
+
 def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
     """Return rows of every size, edges of float32, and values on the rounding boundaries of FP8."""
     generator = torch.Generator().manual_seed(
@@ -138,6 +145,33 @@ def check_transpose(transpose: CastKernel, device: str, shapes: Iterable[Shape] 
             made = transpose(codes.to(device).view(torch.float8_e4m3fn), columns)
             expected = transposed_bytes.reference(codes, columns)
             same_bits(made.view(torch.uint8), expected, f"transpose of {(rows, cols)}")
+
+
+BESIDE = ((144, 272, 160), (137, 272, 160), (16, 48, 400), (37, 131, 16), (16, 16, 24))
+"""Rows and columns of a gradient, and of columns of the weight: one launch, or two of odd sizes."""
+
+
+def check_beside(beside: CastKernel, device: str) -> None:
+    """Check a cast, with each source of its scale, and the transpose of a payload beside it."""
+    for (rows, cols, width), dtype, col in itertools.product(BESIDE, FORMATS, (True, False)):
+        x = matrix("row spread", (rows, cols), torch.bfloat16)
+        codes = torch.arange(cols * width).view(cols, width).remainder(251).to(torch.uint8)
+        plain = CastOptions(dtype, "tensorwise", False, True, col)
+        given, slot = torch.tensor(0.37), torch.tensor(0.01)
+        for options in (plain, plain._replace(amax=tensor_amax(x)), plain._replace(scale=given)):
+            what = f"{dtype} of {(rows, cols)} beside {(cols, width)}, {options.scale}"
+            raised = options if options.scale is None else options._replace(amax=slot.clone())
+            moved = (None if t is None else t.to(device) for t in (raised.scale, raised.amax))
+            on_card = CastOptions(*raised[:5], *moved)
+            payload = codes.to(device).view(torch.float8_e4m3fn)
+            *made, transposed = beside(x.to(device), on_card, payload)
+            for got, want in zip(made, reference(x, options), strict=True):
+                require((got is None) == (want is None), f"{what}: another layout")
+                if got is not None:
+                    same_bits(got, want, what)
+            same_bits(transposed.view(torch.uint8), codes.t().contiguous(), f"{what}: transpose")
+            if options.scale is not None:
+                same_bits(on_card.amax, tensor_amax(x), f"{what}: slot")
 
 
 def check_known_scale(

@@ -119,7 +119,7 @@ def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
 
 
 def _of_casts(made: Arguments) -> Iterator[Call]:
-    from tests.internals import quantize_2d, quantize_2d_sum, transposed_bytes
+    from tests.internals import quantize_2d, quantize_2d_beside, quantize_2d_sum, transposed_bytes
 
     for g in GRANULARITIES:
         yield Call(f"cast {g}", quantize_2d, (made.x, cast(g)))
@@ -132,6 +132,7 @@ def _of_casts(made: Arguments) -> Iterator[Call]:
         yield Call(f"cast and sum {g}", quantize_2d_sum, (made.x, cast(g), BF16))
     yield Call("cast and sum with a slot", quantize_2d_sum, (made.x, made.raising, BF16))
     yield Call("transpose", transposed_bytes, (made.codes, -(-made.rows // 16) * 16))
+    yield Call("cast beside a transpose", quantize_2d_beside, (made.x, made.raising, made.codes))
 
 
 def _of_norms(made: Arguments) -> Iterator[Call]:

@@ -1,4 +1,4 @@
-"""FP8 checkpoints in a LightningModule: trained from the files' values, saved for stock."""
+"""FP8 checkpoints in a LightningModule: trained from the host's values, saved for stock."""
 
 import lightning.fabric
 import lightning.pytorch
@@ -63,7 +63,7 @@ def test_a_trainer_tunes_an_fp8_checkpoint_and_stock_opens_it(host, tmp_path):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, DataLoader(TOKENS, batch_size=2))
-    assert 2.0**-18 < model.worst <= 2.0**-16
+    assert 2.0**-10 < model.worst <= 2.0**-8
 
     model.model.save_pretrained(tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -79,10 +79,10 @@ def test_a_trainer_tunes_an_fp8_checkpoint_and_stock_opens_it(host, tmp_path):
 @pytest.mark.parametrize(
     "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__
 )
-def test_fabric_starts_from_the_files_values(host, tmp_path):
+def test_fabric_starts_from_the_hosts_values(host, tmp_path):
     fp8 = write_llama(tmp_path)
     fabric = host.Fabric(accelerator="cpu", plugins=FP8Precision(FP8Config(opt_level="O3")))
     model = _loaded(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fabric.setup(model, optimizer)
-    assert 2.0**-18 < _worst(model, optimizer, fp8) <= 2.0**-16
+    assert 2.0**-10 < _worst(model, optimizer, fp8) <= 2.0**-8

@@ -82,13 +82,6 @@ FAULTS = [
         f"{_TESTS} tests/torch_fp8/test_mixture_of_experts.py",
     ),
     Fault(
-        "an expert's rows in a benchmark are those of all tokens",
-        "torch_fp8/conversion/expert_choice.py",
-        "rows = tokens if is_batched(module) else -(-tokens * top_k // count)",
-        "rows = tokens",
-        f"{_TESTS}/test_expert_choice.py",
-    ),
-    Fault(
         "the last steps begin a step early",
         "torch_fp8/conversion/forward_precision.py",
         "self.steps, self.first = steps, steps - max(1, round(share * steps))",

@@ -95,4 +95,11 @@ FAULTS = [
         "",
         "tests/torch_fp8/distributed/tensor_parallel/test_styles.py",
     ),
+    Fault(
+        "FSDP2 sums whole gradients of micro-batches in BF16",
+        "torch_fp8/distributed/fsdp/split_weights.py",
+        "        param.reduce_dtype = torch.float32\n",
+        "        pass\n",
+        f"{_FSDP}/test_connect.py",
+    ),
 ]

@@ -3,6 +3,7 @@
 from tests.planted.fault import Fault
 
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
+_BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
 _GRAPHS = "tests/emulator/test_graphs.py"
 FAULTS = [
     Fault(
@@ -36,9 +37,37 @@ FAULTS = [
     Fault(
         "Inductor computes a kernel's input once per use",
         "torch_fp8/kernels/traced_launch.py",
-        "return x.as_strided(x.shape, x.stride()) if isinstance(x, Tensor) and _is_dense(x) else x",
-        "return x",
+        "    return (base if same else x).as_strided(x.shape, x.stride())\n",
+        "    return x\n",
         "tests/benchmarks/test_compiled_block.py",
+    ),
+    Fault(
+        "a cast beside a transpose swaps its two layouts",
+        "torch_fp8/kernels/quantize_beside.py",
+        "*pointers((slot, by_row, by_col, payload, transpose), scale),",
+        "*pointers((slot, by_col, by_row, payload, transpose), scale),",
+        _BESIDE,
+    ),
+    Fault(
+        "the last tiles of a payload are not transposed beside a cast",
+        "torch_fp8/kernels/quantize_beside.py",
+        "programs + cdiv(payload.shape[0], BLOCK) *",
+        "programs + payload.shape[0] // BLOCK *",
+        _BESIDE,
+    ),
+    Fault(
+        "rows that need padding are cast beside a transpose without",
+        "torch_fp8/kernels/quantize_beside.py",
+        '        PAD=pad_of(rows, "tensorwise", True),\n',
+        "        PAD=1,\n",
+        _BESIDE,
+    ),
+    Fault(
+        "a slot is not raised beside a transpose",
+        "torch_fp8/kernels/quantize_beside.py",
+        "        AMAX=slot is not None,\n",
+        "        AMAX=False,\n",
+        _BESIDE,
     ),
     Fault(
         "partial sums behind the first block are left out",

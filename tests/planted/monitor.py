@@ -56,6 +56,20 @@ FAULTS = [
         f"{_TESTS}",
     ),
     Fault(
+        "what graphs saturated is reported in each measured step",
+        "torch_fp8/monitor/parameters.py",
+        '        reported["graphs"] = total\n',
+        "",
+        f"{_TESTS}/test_monitor.py",
+    ),
+    Fault(
+        "what graphs saturated is no alarm",
+        "torch_fp8/monitor/alarm.py",
+        'Bound("graphs", "saturated", -INF, 0.0,',
+        'Bound("graphs", "saturated", -INF, INF,',
+        f"{_TESTS}/test_monitor.py",
+    ),
+    Fault(
         "experts without a token are no alarm",
         "torch_fp8/monitor/alarm.py",
         'Bound("experts", "empty", -INF, 0.0,',

@@ -8,7 +8,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.internals import CastOptions, links, make_recipe, sqnr_db
 from tests.models import llama
@@ -94,22 +93,6 @@ def test_experts_are_as_near_to_bf16s_as_on_the_cpu(device, layout):
     for name, value in exact.items():
         least = sqnr_db(value.float(), reference[name].float()) - 1  # of one dB, by other sums
         assert sqnr_db(value.float(), ours[name].cpu().float()) >= least, name
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_on_a_card_auto_times_experts():
-    """Whichever is faster, the report says both times and follows them."""
-    pytest.importorskip("transformers")
-    from tests.moe_experts import experts
-
-    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 1024}
-    module = nn.ModuleDict({"experts": experts(**sizes)}).to("cuda", torch.bfloat16)
-    module["linear"] = nn.Linear(4096, 14336, bias=False, device="cuda", dtype=torch.bfloat16)
-    report = convert_to_float8(module, FP8Config())
-    assert report.choice.not_measured is None
-    (speedup,) = report.choice.experts.speedups.values()
-    assert (len(report.experts) == 2) == (speedup >= 1.05)
 
 
 @pytest.mark.gpu

@@ -41,5 +41,8 @@ def test_a_removed_flag_of_the_command_is_refused(capsys):
     message = f"no longer takes --save-attention: {REMOVED['save_attention']}"
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["report", "run", "--beside", "other"])
-    assert "no longer takes --beside: it is --compare now" in capsys.readouterr().err
+        main(["report", "run", "--compare", "other"])
+    assert "no longer takes --compare: take torch-fp8 compare" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["env", "--self-test", "--report", "file.txt"])
+    assert "no longer takes --report: write the output to a file" in capsys.readouterr().err

@@ -4,7 +4,7 @@
   multiplies by a BF16 copy of the weight.
 * ``nn.Linear`` as the library compressed-tensors changes it: codes, ``weight_scale`` and a
   ``quantization_scheme``; a hook of the model converts all weights to BF16 in the first forward.
-  Its scales have the model's dtype, so the files' scales are used if they are available.
+  Its scales are those that the host has rounded to the model's dtype.
 * transformers' ``FP8Experts``: E4M3 codes (E, R, C), and ``weight_scale_inv`` of 128 x 128 blocks.
 
 Their bytes are those of the file. A frozen weight keeps them, and a trained weight becomes BF16 and
@@ -15,7 +15,7 @@ frozen weights are cast again with a scale for each row, since grouped GEMMs do 
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ def take_over_layers(
     model: nn.Module,
     config: FP8Config,
     spec: CastSpec,
-    scale_of: Callable[[nn.Module], Tensor | None],
     *,
     trained: bool,
     residuals: bool = True,
@@ -59,8 +58,6 @@ def take_over_layers(
         config: the configuration; level O1, ``frozen_weights="keep"`` and another backend leave the
             layers as they are.
         spec: the cast of frozen weights.
-        scale_of: a function that returns the float32 scales of a layer in its checkpoint, or None
-            if they are not available.
         trained: whether weights that require gradients are trained.
         residuals: whether their bits below BF16 are kept for an optimizer.
     Returns:
@@ -75,7 +72,7 @@ def take_over_layers(
     option = option_that_keeps(config)
     if option is not None:
         return [f"{len(layers)} {_kind(layers[0][1])} are left unchanged ({option})"]
-    weights = [_weight_of(name, layer, scale_of) for name, layer in layers]
+    weights = [_weight_of(name, layer) for name, layer in layers]
     lines = take_over_experts(model, config, trained=trained, residuals=residuals)
     num_layers, kind = len(layers), _kind(layers[0][1])
     num_trained = num_anew = 0
@@ -137,15 +134,9 @@ def _block_of(name: str, layer: Any) -> tuple[int, int]:
     return block[0] or rows, block[1] or cols
 
 
-def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | None]) -> FP8Weight:
+def _weight_of(name: str, layer: Any) -> FP8Weight:
     scale_name = _scale_name(layer)
-    qdata, held = layer.weight.detach(), layer._parameters[scale_name].detach()
-    scale = held.float()
-    if held.dtype in (torch.bfloat16, torch.float16):  # the scales were rounded at load
-        of_file = scale_of(layer)
-        if of_file is not None and of_file.numel() == held.numel():
-            of_file = of_file.to(held.device).reshape(held.shape)
-            scale = of_file if torch.equal(of_file.to(held.dtype), held) else scale
+    qdata, scale = layer.weight.detach(), layer._parameters[scale_name].detach().float()
     block = _block_of(name, layer)
     grid = scale_grid(qdata.shape, block)
     shape = tuple(scale.shape)

@@ -83,7 +83,7 @@ def load_trainable(
             return read
         if not config.keeps_residuals:
             return read.dequantize(torch.bfloat16)
-        empty = torch.empty(read.shape, dtype=torch.bfloat16, device=read.qdata.device)
+        empty = torch.empty_like(read.qdata, dtype=torch.bfloat16)
         parameter = nn.Parameter(empty)
         split_parts(parameter, read.parts())
         return parameter

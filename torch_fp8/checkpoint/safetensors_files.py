@@ -3,8 +3,9 @@
 A file is eight bytes with the length of a JSON header (little-endian), the header, which has the
 dtype, shape and place of each key, and the bytes of all tensors
 (https://github.com/huggingface/safetensors). A checkpoint is one file, or several with an index,
-``<name>.index.json``, whose ``weight_map`` names the file of each key. A tensor is read into its
-own memory; a mapped file would keep pages of tensors that are no longer needed.
+``<name>.index.json``, whose ``weight_map`` names the file of each key. The safetensors library
+reads them; a tensor is copied into its own memory, because a mapped file would keep pages of
+tensors that are no longer needed.
 
 Before a checkpoint is written, names, dtypes and shapes are planned on the meta device, because the
 header depends on them. Each tensor is then computed, written to its place and freed before the next
@@ -14,14 +15,13 @@ come first, so each tensor starts at a multiple of its element size.
 
 import ctypes
 import json
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,26 +43,20 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """The place of one tensor in a file.
 
     Attributes:
         file: the path of the file.
         dtype: the format's name of the dtype, for example ``"F8_E4M3"``.
         shape: the shape.
-        start: the offset of its first byte in the file.
-        num_bytes: the number of its bytes.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 class SafetensorsFiles(Mapping[str, Tensor]):
@@ -87,15 +81,8 @@ class SafetensorsFiles(Mapping[str, Tensor]):
             raise ValueError(
                 f"{key!r} in {stored.file} has dtype {stored.dtype}, which is not supported"
             )
-        dtype = DTYPES[stored.dtype]
-        if not stored.num_bytes:
-            return torch.empty(stored.shape, device="cpu", dtype=dtype)
-        buffer = bytearray(stored.num_bytes)
-        with stored.file.open("rb") as opened:
-            opened.seek(stored.start)
-            if opened.readinto(buffer) != stored.num_bytes:
-                raise ValueError(f"{stored.file} ends within {key!r}; was it copied completely?")
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(stored.shape)
+        with _opened(stored.file) as file:
+            return file.get_tensor(key).clone()  # the tensor in the file keeps it mapped
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -131,28 +118,24 @@ def _files(path: Path) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    size = file.stat().st_size
+    with _opened(file) as opened:
+        parts = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        return {
+            key: StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
+            for key, part in parts.items()
+        }
+
+
+def _opened(file: Path) -> Any:
+    """Open a file with the safetensors library."""
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if not 0 < length <= min(size - 8, _MAX_HEADER):
-                raise ValueError(f"its header would have {length} bytes")
-            entries: dict[str, Any] = json.loads(opened.read(length))
-        entries.pop("__metadata__", None)
-        stored = {key: _stored(file, 8 + length, size, entry) for key, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        safetensors = import_module("safetensors")
+    except ImportError as error:
+        raise ImportError(f"reading {file} needs safetensors: pip install safetensors") from error
+    try:
+        return safetensors.safe_open(file, framework="pt")
+    except safetensors.SafetensorError as error:
         raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    return stored
-
-
-def _stored(file: Path, data: int, size: int, entry: dict[str, Any]) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    dtype = DTYPES.get(entry["dtype"])
-    wrong = dtype is not None and end - begin != math.prod(shape) * dtype.itemsize
-    if wrong or not 0 <= begin <= end <= size - data:
-        raise ValueError(f"a tensor of {entry['dtype']} {shape} lies at bytes {begin} to {end}")
-    return StoredTensor(file, entry["dtype"], shape, data + begin, end - begin)
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -101,12 +101,8 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield the path of a file to write, renamed to `path` at the end or removed on error.
 
-    A link stays, and its target is replaced. A device or a pipe, ``/dev/stdout``, is written to:
-    a rename would put a regular file in its place.
+    A link stays, and its target is replaced.
     """
-    if path.exists() and not path.is_file():
-        yield path
-        return
     path = path.resolve()
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     partial.touch()  # an OSError names the cause better than some of the callers' writers

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.layer_benchmark import (
-    Card,
     LayerShape,
     LayerTimes,
     kept_weights,
@@ -49,25 +48,6 @@ MARGIN = 0.02
 
 
 @dataclass(frozen=True)
-class ExpertChoice:
-    """Measurements of ``auto`` on fused experts.
-
-    Attributes:
-        speedups: time in BF16 divided by time in FP8, by a description of the block.
-        left: reasons why expert weights stay in BF16, by qualified name.
-    """
-
-    speedups: Mapping[str, float] = field(default_factory=dict)
-    left: Mapping[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return "; ".join(f"{words}: {ratio:.2f} times" for words, ratio in self.speedups.items())
-
-
-NO_EXPERTS = ExpertChoice()
-
-
-@dataclass(frozen=True)
 class RecipeChoice:
     """The recipe that ``auto`` chose, with its measurements.
 
@@ -80,7 +60,6 @@ class RecipeChoice:
         not_measured: reason why nothing was measured, or None if there was a measurement.
         alone: whether this process, one of several in the job, measured for itself because there
             was no process group yet.
-        experts: measurements of fused experts.
     """
 
     recipe: str
@@ -89,7 +68,6 @@ class RecipeChoice:
     left: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
     alone: bool = False
-    experts: ExpertChoice = NO_EXPERTS
 
     @property
     def label(self) -> str:
@@ -140,13 +118,14 @@ def choose_recipe(
     split = all(w.dtype == torch.float32 and not isinstance(w, DTensor) for w in weights)
     kept = kept_weights(config) if split else None
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
-    card = Card.of(device)
-    texts = "a layer of ", repr(default), f", or fewer tokens than {config.tokens}"
+    question = repr((card_name(device), options, distinct))
 
     def time(shape: LayerShape) -> LayerTimes:
-        return layer_times(card, shape, config.tokens, recipes, kept)
+        return layer_times(device, shape, config.tokens, recipes, kept)
 
-    answer = agreed_times(device, options, distinct, time, *texts)
+    answer = json.loads(
+        answer_of_one(question, lambda: _timed(device, distinct, time, config.tokens))
+    )
     if "failure" in answer:
         return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
@@ -222,45 +201,20 @@ def _why_not_measured(config: FP8Config, names: Sequence[str]) -> str | None:
     return None
 
 
-def agreed_times(
-    device: torch.device,
-    options: tuple[Any, ...],
-    shapes: Sequence[Any],
-    time: Callable[[Any], Any],
-    *texts: str,
-) -> dict[str, Any]:
-    """Return the times of all shapes, measured by one rank for all; warn if that fails.
-
-    Args:
-        device: device to time on.
-        options: everything else the times depend on.
-        shapes: shapes to time.
-        time: function that returns the times of a shape.
-        texts: three parts of the warning: the noun before a shape, what ``auto`` runs without
-            times, and further advice.
-    Returns:
-        ``{"times": [times of each shape]}`` or ``{"failure": reason}``.
-    """
-    question = repr((card_name(device), options, shapes))
-    answer: dict[str, Any] = json.loads(
-        answer_of_one(question, lambda: _timed(device, shapes, time, *texts))
-    )
-    return answer
-
-
 def _timed(
-    device: torch.device, shapes: Sequence[Any], time: Callable[[Any], Any], *texts: str
+    device: torch.device, shapes: Sequence[Any], time: Callable[[Any], Any], tokens: int
 ) -> str:
-    times, (noun, runs, way_out) = [], texts
+    """Return the times of all shapes as JSON, or the reason why they cannot be timed; warn then."""
+    times = []
     try:
         for shape in shapes:
             times.append(time(shape))
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0][:200]
-        failure = f"timing {noun}{shape} failed ({type(error).__name__}: {line})"
+        failure = f"timing a layer of {shape} failed ({type(error).__name__}: {line})"
         warnings.warn(
-            f"FP8Config(recipe='auto') runs {runs} without measuring: {failure}. Name a recipe to "
-            f"skip measuring{way_out}",
+            f"FP8Config(recipe='auto') runs {resolve_auto(device)!r} without measuring: {failure}. "
+            f"Name a recipe to skip measuring, or fewer tokens than {tokens}",
             stacklevel=2,
         )
         return json.dumps({"failure": failure})

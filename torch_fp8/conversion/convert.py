@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
 from torch_fp8.conversion.detect_gated_mlp import down_projections
-from torch_fp8.conversion.expert_choice import choose_experts
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
@@ -141,10 +140,9 @@ def _choose(
     """Measure if the recipe is ``auto``; return the choice (else None) and the model's recipe."""
     if config.recipe != "auto":
         return None, recipe
-    free = {n: m for n, m in products.items() if n not in own or own[n].recipe == "auto"}
-    choice = choose_recipe(model, {n: m for n, m in free.items() if is_linear(m)}, config, target)
-    fused = {n: m for n, m in free.items() if not is_linear(m)}
-    choice = replace(choice, experts=choose_experts(model, fused, config, target))
+    free = [name for name in products if name not in own or own[name].recipe == "auto"]
+    linear = {name: products[name] for name in free if is_linear(products[name])}
+    choice = choose_recipe(model, linear, config, target)
     if choice.not_measured is None:
         recipe = recipe_of(config, choice.recipe)
         check_device(target, recipe.name, config.emulate)  # another rank's card may be better
@@ -175,7 +173,7 @@ def _swap(
         own: configurations of the layers that have an override.
         choice: result of ``auto``, with the layers that are slower in FP8; None: a named recipe.
     """
-    slower = {} if choice is None else {**choice.left, **choice.experts.left}
+    slower = {} if choice is None else choice.left
     downs = down_projections(model, (config, *own.values()))
     native = reason_not_grouped(target, False) is None
     layers = _Layers([], [], [], {})
@@ -267,7 +265,11 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
         ValueError: `device` cannot run the recipe, or no kernel can start there.
         ImportError: Triton, or Transformer Engine if `config` asks for it, is not installed.
     """
-    recipe = _resolve(config, device)
+    name = config.recipe
+    if name == "auto":
+        name = resolve_auto(device)
+        name = name if name in RECIPES or not _is_te(config) else "tensorwise"
+    recipe = recipe_of(config, name)
     if _is_te(config):
         check_transformer_engine(device, recipe.name)
     else:
@@ -278,15 +280,6 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
 
 def _is_te(config: FP8Config) -> bool:
     return config.backend == "transformer-engine"
-
-
-def _resolve(config: FP8Config, device: torch.device) -> Recipe:
-    name = config.recipe
-    if name == "auto":
-        name = resolve_auto(device)
-        if _is_te(config) and name not in RECIPES:
-            name = "tensorwise"
-    return recipe_of(config, name)
 
 
 def _is_smooth(module: nn.Module) -> bool:

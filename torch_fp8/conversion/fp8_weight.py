@@ -20,12 +20,6 @@ from torch_fp8.tensor.frozen_payload import FrozenPayload, frozen_from_bytes
 FROZEN_BLOCK = (128, 128)
 """Rows and columns that share a scale in frozen weights, and in the recipe ``blockwise``."""
 
-_SCALES = "_fp8_checkpoint_scales"
-"""Attribute of a frozen Parameter that holds its scales and the block size."""
-
-_LEAST_SCALE = 2.0**-100
-"""Least scale: with smaller ones, products leave BF16's normal range and lose their code."""
-
 
 @dataclass(frozen=True)
 class FP8Weight:
@@ -41,11 +35,6 @@ class FP8Weight:
     scale: Tensor
     block: tuple[int, int]
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape (N, K) of the weight."""
-        return self.qdata.shape
-
     def to(self, device: torch.device) -> "FP8Weight":
         """Return the weight on another device."""
         return FP8Weight(self.qdata.to(device), self.scale.to(device), self.block)
@@ -60,14 +49,10 @@ class FP8Weight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight (N, K) in `dtype`, rounded once more for BF16 or float16."""
-        whole = torch.empty(self.shape, dtype=dtype, device=self.qdata.device)
+        whole = torch.empty(self.qdata.shape, dtype=dtype, device=self.qdata.device)
         for rows, value in self.parts():
             whole[rows] = value
         return whole
-
-    def has_frozen_blocks(self) -> bool:
-        """Return whether a frozen weight can hold these bytes: one scale, or 128 x 128 blocks."""
-        return self.scale.numel() == 1 or self.block == FROZEN_BLOCK
 
 
 def scale_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -89,7 +74,7 @@ def frozen_payload(
     Returns:
         A payload that shares memory with `weight`; None if its blocks do not fit `spec`.
     """
-    (rows, cols), scale = weight.shape, weight.scale
+    (rows, cols), scale = weight.qdata.shape, weight.scale
     if spec.granularity == "tensorwise":
         if scale.numel() != 1:
             return None
@@ -99,70 +84,6 @@ def frozen_payload(
     elif weight.block != FROZEN_BLOCK:
         return None
     return frozen_from_bytes(weight.qdata, scale.contiguous(), spec, name, dtype)
-
-
-def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8Weight | None:
-    """Recover the E4M3 codes of a dequantized weight: rounded ``codes * scale`` equals `weight`.
-
-    Quantizing the weight again with the same scales gives the codes back, because BF16 has a
-    relative error of 2^-9 at most, and half the distance of two neighbours in E4M3 is 2^-5 or more.
-    The function then compares the products of these codes with the weight, bit for bit.
-
-    Args:
-        weight: (N, K) bfloat16 or float32.
-        scale: (ceil(N / R), ceil(K / C)) float32.
-        block: (R, C), numbers of rows and columns that share a scale.
-    Returns:
-        The codes and scales; None if any element is not such a product (the weight was trained, or
-        is another one), or if the weight has another dtype.
-    """
-    if weight.dtype not in (torch.bfloat16, torch.float32) or weight.is_meta:
-        return None
-    if not weight.numel() or float(scale.min()) < _LEAST_SCALE:
-        return None
-    qdata = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    stored = FP8Weight(qdata, scale.to(weight.device), block)
-    for rows in row_parts(*weight.shape):
-        factor = _spread(stored, rows)
-        part = weight[rows]
-        # Values beyond the largest code saturate or become NaN, and fail the comparison.
-        codes = (part.float() / factor).to(torch.float8_e4m3fn)
-        if not torch.equal(codes.float().mul_(factor).to(weight.dtype), part):
-            return None
-        qdata[rows] = codes
-    return stored
-
-
-def remember_scales(weight: Tensor, known: FP8Weight) -> None:
-    """Attach the scales of a frozen weight to it, for `known_bytes`."""
-    setattr(weight, _SCALES, (known.scale, known.block))
-
-
-def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | None:
-    """Return `known_bytes` as the payload of a frozen weight.
-
-    Args:
-        weight: weight (N, K) with the scales of `remember_scales`, if it has any.
-        spec: cast of the frozen weight.
-        name: qualified name, for errors.
-    Returns:
-        The payload; None if the bytes are not known, or their blocks do not fit `spec`.
-    """
-    known = known_bytes(weight)
-    return None if known is None else frozen_payload(known, spec, name, weight.dtype)
-
-
-@torch.no_grad()
-def known_bytes(weight: Tensor) -> FP8Weight | None:
-    """Return the bytes of the checkpoint from which a frozen weight was loaded.
-
-    Args:
-        weight: weight with the scales of `remember_scales`, if it has any; they are removed.
-    Returns:
-        The bytes and scales; None if there are no scales, or the weight has changed since.
-    """
-    scales = vars(weight).pop(_SCALES, None)
-    return None if scales is None else bytes_behind(weight.data, *scales)
 
 
 def _spread(weight: FP8Weight, rows: slice) -> Tensor:

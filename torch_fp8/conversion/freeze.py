@@ -19,11 +19,11 @@ from torch_fp8.conversion.frozen_layers import (
     freeze_weights,
     option_that_keeps,
     proven_frozen,
-    thaw_weights,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.layer_options import base_config
 from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import guard
 from torch_fp8.quantization.argument_types import check_arguments
@@ -88,7 +88,7 @@ def thaw(model: nn.Module) -> int:
         RuntimeError: FSDP2 has sharded a frozen weight.
     """
     check_arguments(thaw, locals())
-    count = thaw_weights(model)
+    count = sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
     layers = _layers(model)
     if count:
         convert_producers(model, base_config(layers))

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.fp8_weight import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.expert_gather import is_expert_weight, why_not_gathered
@@ -197,8 +196,6 @@ def _freeze(
     if _is_taken_over(module):
         payload = held["weight"].payload
         before = payload.num_bytes
-    elif isinstance(module, Float8Layer) and not (held or isinstance(module.weight, DTensor)):
-        payload = known_payload(module.weight, recipe.weight, f"{name}.weight")
     if payload is not None or not held:
         module.freeze_weights(recipe, emulate, notice, payload)
     after = sum(w.payload.num_bytes for w in module.frozen_weights.values()) or numel
@@ -236,11 +233,6 @@ def _thawed_bytes(weights: Iterable[Tensor]) -> int:
         w.payload.thawed_dtype if isinstance(w, Float8FrozenWeight) else w.dtype for w in shards
     ]
     return sum(w.numel() * dtype.itemsize for w, dtype in zip(shards, dtypes, strict=True))
-
-
-def thaw_weights(model: nn.Module) -> int:
-    """Give all frozen weights of `model` their dtype back; return their number."""
-    return sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
 
 
 def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:
@@ -286,27 +278,14 @@ _SAMPLE = 256
 """Number of bytes from the middle of a weight in its fingerprint, before a full comparison."""
 
 
-@dataclass(frozen=True)
-class SharedWeights:
-    """The result of `share_equal_weights`.
-
-    Attributes:
-        num_weights: number of weights that now use the memory of another one.
-        num_bytes: number of bytes that they freed.
-    """
-
-    num_weights: int = 0
-    num_bytes: int = 0
-
-
 @torch.no_grad()
-def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
+def share_equal_weights(models: Iterable[nn.Module]) -> tuple[int, int]:
     """Let the frozen weights of several models that have equal bytes and scales share memory.
 
     Args:
         models: any models; of equal weights, the memory of the first one is kept.
     Returns:
-        The numbers of weights and of freed bytes.
+        The number of weights that now use the memory of another one, and of the bytes freed.
     """
     known: dict[Hashable, list[FrozenPayload]] = {}
     num_weights = num_bytes = 0
@@ -321,7 +300,7 @@ def share_equal_weights(models: Iterable[nn.Module]) -> SharedWeights:
         elif payload.qdata.data_ptr() != equal.qdata.data_ptr():
             num_weights, num_bytes = num_weights + 1, num_bytes + payload.num_bytes
             payload.share(equal)
-    return SharedWeights(num_weights, num_bytes)
+    return num_weights, num_bytes
 
 
 def _payloads(layer: FrozenStorage) -> list[FrozenPayload]:

@@ -5,12 +5,11 @@ pass casts its operands, except payloads or scales of the weight that are kept b
 steps, and every input needs a gradient. Legend: M tokens, K in, N out.
 """
 
-import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,44 +64,29 @@ class LayerTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Card:
-    """A device. Devices of the same name compare equal, because their timings are alike."""
-
-    name: str
-    device: torch.device = field(compare=False)
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Card":
-        """Return the `Card` of a device."""
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return cls(name, device)
-
-
-@dataclass(frozen=True)
 class TimedPass:
-    """A forward and backward of a module, which a call runs without storing gradients.
+    """A forward and backward of a layer, which a call runs without storing gradients.
 
     Attributes:
-        module: linear layer or block of experts with random parameters.
-        recipe: recipe of the module; None: without FP8.
-        arguments: arguments of its forward; the first one requires a gradient.
+        layer: linear layer with random parameters.
+        recipe: the layer's recipe, or None without FP8.
+        x: its input, which requires a gradient.
         grad_output: gradient of its output.
     """
 
-    module: nn.Module
+    layer: nn.Module
     recipe: Recipe | None
-    arguments: tuple[Tensor, ...]
+    x: Tensor
     grad_output: Tensor
 
     def __call__(self) -> None:
-        output = self.module(*self.arguments)
-        inputs = [self.arguments[0], *(p for p in self.module.parameters() if p.requires_grad)]
-        torch.autograd.grad(output, inputs, self.grad_output)
+        inputs = [self.x, *(p for p in self.layer.parameters() if p.requires_grad)]
+        torch.autograd.grad(self.layer(self.x), inputs, self.grad_output)
 
 
 @functools.cache
 def layer_times(
-    card: Card,
+    device: torch.device,
     shape: LayerShape,
     tokens: int,
     recipes: tuple[Recipe, ...],
@@ -114,14 +98,18 @@ def layer_times(
     change random states, autocast or gradient modes.
 
     Args:
-        card: card to time on.
+        device: the device to time on.
         shape: shape of the layer.
         tokens: M, the number of tokens.
         recipes: recipes that the card runs natively.
         kept: cached parts of the weight, see `kept_weights`.
     """
-    with undisturbed(card.device):
-        taken = samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
+    with (  # gradients and no autocast, whatever the caller's modes
+        _disable_current_modes(),
+        torch.inference_mode(False),  # also enables gradients
+        torch.autocast(device.type, enabled=False),
+    ):
+        taken = samples(device, _passes(device, shape, tokens, recipes, kept))
     plain, *fp8 = (statistics.median(times) for times in taken)
     return LayerTimes(plain, {r.name: time for r, time in zip(recipes, fp8, strict=True)})
 
@@ -169,8 +157,7 @@ def _passes(
     plain = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
     bias = nn.Parameter(random(num_out)) if shape.bias else None
     x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
-    layers = [_layer(plain, bias, recipe, kept) for recipe in (None, *recipes)]
-    return [TimedPass(*pair, (x,), grad) for pair in zip(layers, (None, *recipes), strict=True)]
+    return [TimedPass(_layer(plain, bias, r, kept), r, x, grad) for r in (None, *recipes)]
 
 
 def _layer(
@@ -192,14 +179,3 @@ def _layer(
             if kept:
                 split.halves.keep_payload(cast)  # filled by the warm-up pass
     return layer
-
-
-@contextlib.contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Compute on real tensors with gradients and without autocast, whatever the caller's modes."""
-    with (
-        _disable_current_modes(),
-        torch.inference_mode(False),  # also enables gradients
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield

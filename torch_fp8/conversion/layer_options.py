@@ -15,7 +15,7 @@ from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.ops.hardware import check_device
-from torch_fp8.quantization.overrides import is_high_precision
+from torch_fp8.quantization.options import is_high_precision
 from torch_fp8.quantization.recipe import Recipe
 
 _NEAREST = 3

@@ -222,8 +222,6 @@ class ConversionReport:
             yield f"  override  {first_of(names)}: {recipe}"
         yield f"  GEMMs     {backend}"
         yield from self._producer_lines()
-        if self.choice is not None and self.choice.experts.speedups:
-            yield f"  experts   {self.choice.experts} as fast as BF16, forward and backward"
         if self.experts:
             yield (
                 f"  experts   {counted(len(self.experts), 'fused weight')} in FP8 grouped GEMMs, "

@@ -7,7 +7,7 @@ other and compare descriptions; in `torch_fp8.ops.one_rank` they take the answer
 A meeting takes a few requests per rank, however many ranks there are. Each rank counts itself, and
 the first rank with a description counts and writes it. The last rank that comes ends the meeting,
 or, if the time is over, the first rank that notices ends it with a list of missing ranks. Only if
-ranks are missing or differ, each rank reads what the others wrote.
+ranks are missing or differ, each rank looks for the others and reads what they wrote.
 
 `check_same_config` checks at start-up that all ranks run the same configuration and model. A rank
 with another level, recipe or version exchanges other tensors than its peers. The collectives then
@@ -129,13 +129,8 @@ def _wait_for_all(
 
 
 def _missing(store: Any, numbers: Sequence[int]) -> list[int]:
-    """Return the ranks that have not come, by bisection: one request tells that many have."""
-    if store.check([str(number) for number in numbers]):
-        return []
-    if len(numbers) == 1:
-        return list(numbers)
-    half = len(numbers) // 2
-    return _missing(store, numbers[:half]) + _missing(store, numbers[half:])
+    """Return the ranks that have not come."""
+    return [number for number in numbers if not store.check([str(number)])]
 
 
 def _poll(condition: Callable[[], bool], seconds: float) -> bool:

@@ -83,23 +83,18 @@ class Exchanges:
     times: Mapping[str, Times] = field(default_factory=dict)
     origin: str = ""
 
-    @property
-    def is_auto(self) -> bool:
-        """Whether a measurement, in this run or an earlier one, made the choice."""
-        return bool(self.origin)
-
     def __getitem__(self, kind: str) -> bool:
         return self.in_8_bits.get(kind, True)
 
     def adopt(self, choice: Mapping[str, bool]) -> None:
         """Adopt the choice of a checkpoint, if this run would measure."""
-        if self.is_auto:
+        if self.origin:
             self.in_8_bits = {**self.in_8_bits, **choice}
             self.origin = "as in the checkpoint"
 
     def note(self, *kinds: str) -> str:
         """Describe how the choice for these kinds was made; empty if the user made it."""
-        if not self.is_auto:
+        if not self.origin:
             return ""
         timed = [f"{kind} {self.times[kind]}" for kind in kinds if kind in self.times]
         told = f" ({'; '.join(timed)}, {NUMEL >> 20} million elements)" if timed else ""
@@ -145,7 +140,7 @@ def exchanges_state(model: nn.Module) -> Tensor | None:
     None if nothing was measured.
     """
     exchanges = _first_of(model, _exchanges)
-    if exchanges is None or not exchanges.is_auto:
+    if exchanges is None or not exchanges.origin:
         return None
     values = [exchanges.in_8_bits.get(kind, _NOT_CHOSEN) for kind in KINDS]
     return torch.tensor([int(value) for value in values], dtype=torch.uint8, device="cpu")

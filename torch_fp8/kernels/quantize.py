@@ -127,13 +127,13 @@ def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bo
         if whole is not None:
             source = "whole"
         elif partial is None:
-            partial = _partial_amax(x)
+            partial = partial_amaxes(x)
     pad = pad_of(x.shape[0], "tensorwise", pads)
     by_row, by_col = _cast_tiles(x, options, source, scale, partial, pad, sums, whole)
     return by_row, None if scale is options.scale else scale, by_col, None
 
 
-def _partial_amax(x: Tensor) -> Tensor:
+def partial_amaxes(x: Tensor) -> Tensor:
     """Return (P,) int32 partial maxima; the largest is the bits of the amax of x.
 
     P is a multiple of 16, so one binary of the reader serves all R; some programs may have no tile.

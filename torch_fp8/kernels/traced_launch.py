@@ -103,8 +103,16 @@ def launch(
 
 
 def _addressed(x: Any) -> Any:
-    """Return a tensor in a form that Inductor computes once, not once per use as an argument."""
-    return x.as_strided(x.shape, x.stride()) if isinstance(x, Tensor) and _is_dense(x) else x
+    """Return a tensor in a form that Inductor computes once, not once per use as an argument.
+
+    If x is another shape of a tensor, Inductor computes that one, for its other readers, too.
+    """
+    if not isinstance(x, Tensor) or not _is_dense(x):
+        return x
+    base: Any = x._base
+    same = base is not None and base.dtype == x.dtype and _is_dense(base)
+    same = same and statically_known_true(base.numel() == x.numel())
+    return (base if same else x).as_strided(x.shape, x.stride())
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -42,6 +42,7 @@ DEFAULT_BOUNDS = (
         Bound("history", operand, -INF, 0.0, "delayed scaling left amaxes out, casts saturated")
         for operand in LEFT_OUT
     ),
+    Bound("graphs", "saturated", -INF, 0.0, "values were beyond the last step's scales"),
     Bound("update", "flushed", -INF, 1e-3, "v is zero while m is not"),
     Bound("update", "rms", -INF, 10.0, "v lags behind the gradient"),
     Bound("experts", "empty", -INF, 0.0, "experts had no token since the last measured step"),

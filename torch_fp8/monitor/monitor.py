@@ -39,6 +39,7 @@ from torch_fp8.monitor.parameters import (
     logits_layer,
     look_at_gated_mlps,
     look_at_histories,
+    look_at_saturation,
     look_at_updates,
     trained,
 )
@@ -239,6 +240,7 @@ class Monitor:
             self._notice_compiled()
         parts: tuple[Callable[[], Iterable[tuple[str, Tensor]]], ...] = (
             lambda: look_at_histories(self._layers, self._reported),
+            lambda: look_at_saturation(self._layers, self._reported),
             lambda: look_at_updates(self._trained, self._optimizers),
             lambda: look_at_gated_mlps(self._mlps),
             lambda: self._experts.look_at_tokens(self._device),

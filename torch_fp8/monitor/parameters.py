@@ -12,6 +12,7 @@ from torch_fp8.conversion import detect_gated_mlp
 from torch_fp8.monitor.layer_observer import GRAD_OUTPUT, INPUT, WEIGHT
 from torch_fp8.monitor.statistics import (
     CLIP,
+    GRAPHS,
     LEFT_OUT,
     OPERAND,
     SHARPNESS,
@@ -70,6 +71,27 @@ def _leaves_out(layer: nn.Module) -> bool:
     if not isinstance(layer, Float8Layer):
         return False
     return layer.fp8.scaling is not None and layer.fp8.scaling.rule.algorithm == "max"
+
+
+def look_at_saturation(layers: Layers, reported: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield how many operands were beyond the last step's scales since the last call.
+
+    Args:
+        layers: the model's layers.
+        reported: the number up to the last call, updated here.
+    """
+    shared = [layer.fp8.scaling.saturation for _, layer in layers if _saturates(layer)]
+    if shared:
+        count = sum({id(saturation): saturation.count for saturation in shared}.values())
+        total = torch.tensor([count], dtype=torch.float32, device="cpu")
+        yield "graphs", total - reported.get("graphs", torch.zeros_like(total))
+        reported["graphs"] = total
+
+
+def _saturates(layer: nn.Module) -> bool:
+    """Return whether graphs cast a layer's operands with the scales of the last step."""
+    scaling = layer.fp8.scaling if isinstance(layer, Float8Layer) else None
+    return scaling is not None and not scaling.rule.eager
 
 
 def look_at_updates(
@@ -152,6 +174,8 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
             kinds[f"{name}/update"] = UPDATE
         if _leaves_out(layer):
             kinds[f"{name}/history"] = LEFT_OUT
+    if any(_saturates(layer) for _, layer in layers):
+        kinds["graphs"] = GRAPHS
     kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in mlps}
     if "logit_sharpness" in probes:
         kinds["logits"] = SHARPNESS

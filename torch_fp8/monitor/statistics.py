@@ -50,8 +50,13 @@ LEFT_OUT = ("input", "weight", "grad_output")
 out.
 """
 
+GRAPHS = ("saturated",)
+"""The statistic of graphs with scales of the last step: the number of operands, once for each step,
+whose values were beyond their scale since the last measured step.
+"""
+
 REDUCTIONS = {
-    **dict.fromkeys(LEFT_OUT, "max"),
+    **dict.fromkeys((*LEFT_OUT, *GRAPHS), "max"),
     **dict.fromkeys(("amax", "scale", "saturation", "direction_error", "outliers"), "max"),
     **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
     **dict.fromkeys(("tokens_most", "tokens_variation", "empty"), "max"),

@@ -31,6 +31,7 @@ from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.dgrad_operands import dgrad_operands
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import (
     Quantizer,
@@ -307,16 +308,17 @@ class LinearFunction(torch.autograd.Function):
             weight_dtype = ctx.weight_dtype
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
-        compiling = torch.compiler.is_compiling()
-        if wants_dgrad and not compiling:  # while a collective may still fill the gradient
-            w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"))  # (K, N), along N
-        # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias
-        g, g_t, grad_bias = ctx.grad_output(
-            grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
-        )
-        if g is not None and compiling:
-            after = g.scale if ctx.grad_output.source.scale is None else g.qdata
-            w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), after)
+        # (M, N) along N for dgrad, (N, M) along M for wgrad, (N,) for the bias; w (K, N), along N
+        layouts: dict[str, Any] = {"columnwise": fp8_wgrad, "sum_dtype": sum_dtype}
+        if wants_dgrad and torch.compiler.is_compiling():
+            of_weight = for_weight, saved["weight"], saved.get("w_scale")
+            g, g_t, grad_bias, w = dgrad_operands(
+                ctx.grad_output, grad_output, *of_weight, **layouts
+            )
+        else:
+            if wants_dgrad:  # while a collective may still fill the gradient
+                w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"))
+            g, g_t, grad_bias = ctx.grad_output(grad_output, rowwise=wants_dgrad, **layouts)
         if options.quantizers.observer is not None:
             options.quantizers.observer.backward(grad_output, g, g_t, saved.get("weight"), w)
         if g is not None:

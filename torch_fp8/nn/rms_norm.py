@@ -195,13 +195,13 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, options: _Options) -> Tensor:
-        matrix = x.reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
+        matrix = x.detach().reshape(-1, x.shape[-1])  # (..., C) -> (R, C)
         keep = options.keep and any(ctx.needs_input_grad[:2])
         save = keep and options.save_fp8
         dropped = options.keep and saves_nothing()
         col = options.keep and not dropped
         offset, out_dtype = options.offset, options.out_dtype
-        inputs = NormInputs(matrix.detach(), weight.detach(), eps, offset, out_dtype)
+        inputs = NormInputs(matrix, weight.detach(), eps, offset, out_dtype)
         ctx.unread = None
         if keep:
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype

@@ -43,11 +43,6 @@ def reason_not_grouped(device: torch.device, emulate: bool) -> str | None:
     return f"torch has FP8 grouped GEMMs only for sm_90 and sm_100, but this card is {number}"
 
 
-def grouped_natively(device: torch.device) -> bool:
-    """Return whether torch's kernel runs grouped GEMMs on `device`."""
-    return device.type == "cuda" and reason_not_grouped(device, False) is None
-
-
 def scaled_grouped_matmul(
     a: QuantizedTensor,
     b: QuantizedTensor,

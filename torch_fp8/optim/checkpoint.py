@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
     STATE_FORMATS,
-    VALID_FORMATS,
-    codes_of,
     is_encoded,
     misfit,
 )
@@ -130,10 +128,10 @@ def _check_options(saved: Any) -> None:
     if isinstance(bits, bool) or bits not in _SAVED_BITS:
         raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {_SAVED_BITS}")
     formats = saved.get(FORMATS_KEY, STATE_FORMATS)
-    if formats not in VALID_FORMATS:
+    if formats != STATE_FORMATS:
         raise ValueError(
             f"{where}[{FORMATS_KEY!r}] is {formats!r:.200}, but this version of torch-fp8 reads "
-            f"{STATE_FORMATS}; save the states with checkpoint_states='float32'"
+            f"{STATE_FORMATS}; save the states with checkpoint_states='float32' there"
         )
 
 
@@ -141,6 +139,12 @@ def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> Non
     """Raise ValueError unless a checkpoint entry is a state of this parameter."""
     for name in ("step", *_MOMENTS):
         if name not in entry and not is_encoded(name, entry):
+            if f"{name}_ratio_codes" in entry:
+                raise ValueError(
+                    f"{where} has a first moment of 4 bits, from FP8Config(moment_bits=4) of "
+                    "torch-fp8 0.1.0, which this version does not read; with 0.1.0, save the "
+                    "states with checkpoint_states='float32'"
+                )
             raise ValueError(f"{where} has no {name!r}; is it a checkpoint of Adam or AdamW?")
     if not _is_count(entry["step"]):
         raise ValueError(f"{where}['step'] is {entry['step']!r:.80}, expected a number of steps")
@@ -149,7 +153,7 @@ def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> Non
             reason = misfit(name, entry, parameter)
             if reason is not None:
                 raise ValueError(f"{where}{reason}")
-            _check_has_data(parameter, codes_of(name, entry), f"{where}[{name!r}]")
+            _check_has_data(parameter, entry[f"{name}_codes"], f"{where}[{name!r}]")
             continue
         value = entry[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -35,7 +35,7 @@ from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.quantization.option_values import given
+from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_shard import SplitShard

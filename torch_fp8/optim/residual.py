@@ -25,7 +25,6 @@ from torch_fp8.quantization.split_float import (
     RESIDUAL_BITS,
     residual_dtype,
     split,
-    unpack_nibbles,
 )
 from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
@@ -57,9 +56,6 @@ def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
     shape = local(weight).shape
     if known[0].numel() != math.prod(residual_shape(shape, known[1])):
         return None  # another shape: the weight's data were exchanged
-    if known[1] == 4:  # a Parameter that 0.1.0 has pickled
-        set_residual(weight, loaded_residual(local(weight), *known))
-        known = vars(weight)[_ATTRIBUTE]
     return known
 
 
@@ -130,9 +126,18 @@ def zero_residual(shard: Tensor, bits: int) -> Tensor:
 
 
 def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
-    """Return the shape of the stored residual of a whole parameter; 4 bits are of 0.1.0."""
-    rows, cols = matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
-    return rows, -(-cols // 2) if bits == 4 else cols
+    """Return the shape of the stored residual of a whole parameter.
+
+    Raises:
+        ValueError: the residual has 4 bits, as 0.1.0 could store it.
+    """
+    if bits == 4:
+        raise ValueError(
+            "this checkpoint or pickle has residuals of 4 bits, from FP8Config(residual_bits=4) of "
+            "torch-fp8 0.1.0, which this version does not read; with 0.1.0, save "
+            "torch_fp8.merged_state_dict(model, optimizer), whose weights are float32"
+        )
+    return matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
 
 
 def loaded_residual(shard: Tensor, saved: Tensor, bits: int) -> Tensor:
@@ -141,15 +146,12 @@ def loaded_residual(shard: Tensor, saved: Tensor, bits: int) -> Tensor:
     Args:
         shard: this rank's part of the weight.
         saved: its residual, of any shape.
-        bits: its number of bits. 4 bits, which 0.1.0 could store, two to a byte, become 8.
+        bits: its number of bits.
     """
     if not shard.numel():
         return zero_residual(shard, bits)
     source = local(saved).contiguous().view(residual_dtype(bits))
-    source = source.view(residual_shape(shard.shape, bits)).to(shard.device, copy=True)
-    if bits == 4:
-        source = (unpack_nibbles(source, matrix_shape(shard.shape)[1]) << 4).to(torch.int8)
-    return source
+    return source.view(residual_shape(shard.shape, bits)).to(shard.device, copy=True)
 
 
 def residual_to_checkpoint(weight: Tensor) -> Tensor | None:

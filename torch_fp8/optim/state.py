@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.optim.encoded_states import (
     decoded,
     encoded_entry,
-    is_ratio,
     restore,
     shards_rows,
 )
@@ -139,7 +138,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
         if isinstance(step, Tensor)
         else torch.tensor(float(step), device="cpu", dtype=torch.float32)
     )
-    if not large or not shards_rows(parameter) or is_ratio(entry):
+    if not large or not shards_rows(parameter):
         entry = decoded(entry)
     if not large:
         dtype = small_dtype(parameter)

@@ -87,17 +87,3 @@ def saturated(weight: Tensor, bits: int) -> Tensor:
 def residual_dtype(bits: int) -> torch.dtype:
     """Return the dtype in which a residual of 8 or 16 bits is stored."""
     return torch.int16 if bits == EXACT_BITS else torch.int8
-
-
-def unpack_nibbles(stored: Tensor, cols: int) -> Tensor:
-    """Unpack signed 4-bit integers, two to a byte with the even column in the low half.
-
-    Args:
-        stored: (R, ceil(K / 2)) int8.
-        cols: K.
-    Returns:
-        int32 (R, K).
-    """
-    stored = stored.to(torch.int32)
-    even, odd = (stored << 28) >> 28, stored >> 4  # low and high nibble, with their signs
-    return torch.stack([even, odd], dim=-1).flatten(1)[:, :cols]

@@ -27,7 +27,6 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import group_amax, scale_from_amax, tensor_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput, input_stand_ins
-from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.payload_cast import PayloadCast
 from torch_fp8.tensor.scale_source import ScaleSource
@@ -178,12 +177,12 @@ class WeightQuantizer(NamedTuple):
         version = cache.version_of(weight)
         return cache.evaluation_row(version, lambda: self.for_fprop(weight), weight.device)
 
-    def _kept_for_dgrad(self, halves: Halves, after: Tensor | None) -> QuantizedTensor | None:
-        """Return the kept payload as (K, N), quantized along N; None: a cast differs from it."""
-        cast, payload = PayloadCast.of(self.quantizer.spec, self.transposed), halves.payload
-        if payload is None or cast != halves.cast or cast.flip or not halves.is_filled:
+    def kept_payload(self, weight: Tensor) -> QuantizedTensor | None:
+        """Return the kept payload of which backward reads the bytes, as `weight` is stored."""
+        cast = PayloadCast.of(self.quantizer.spec, self.transposed)
+        if not isinstance(weight, SplitWeight) or weight.halves.cast != cast:
             return None
-        return payload if self.transposed else transposed(payload, after)
+        return weight.halves.payload if cast.serves_backward and weight.halves.is_filled else None
 
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, after: Tensor | None = None
@@ -200,11 +199,12 @@ class WeightQuantizer(NamedTuple):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
             row, col = type(weight).quantize(weight, self.quantizer, **needs, after=after)
         else:
-            if isinstance(weight, SplitWeight):
-                payload = self._kept_for_dgrad(weight.halves, after)
-                if payload is not None:
-                    return payload
-                weight = weight.halves.high
+            payload = self.kept_payload(weight)
+            if payload is not None:
+                layout = payload if flip else transposed(payload, after)
+                assert layout is not None
+                return layout
+            weight = weight.halves.high if isinstance(weight, SplitWeight) else weight
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)

@@ -5,7 +5,7 @@ it, it looks like the float32 Parameter that it replaces:
 
 * An operator that reads it joins the halves first (`torch_fp8.quantization.split_float`).
 * An operator that writes to it splits the float32 result exactly, into BF16 and 16 bits. The
-  optimizer's next step keeps 8, 4 or none of these bits, as configured, by stochastic rounding.
+  optimizer's next step keeps 8 of these bits, by stochastic rounding.
 * Aliases (``p.data``, ``p.detach()``) and views share the halves. ``deepcopy`` of a Parameter
   copies the halves. Other copies and pickles are plain float32 tensors. A process to which torch's
   multiprocessing sends the weight shares its halves.

@@ -121,22 +121,12 @@ def _headline(model: nn.Module, batches: list[torch.Tensor], options: argparse.N
 
 
 def _as_dict(proposal: Proposal) -> dict[str, Any]:
-    fields = "db", "largest_channel", "aligned_channels", "experts", "experts_without_tokens"
     layers = [
-        {
-            "name": layer.found.name,
-            "options": layer.options,
-            "reasons": list(layer.reasons),
-            **{field: getattr(layer.found, field) for field in fields},
-        }
+        {**asdict(layer.found), "options": layer.options, "reasons": list(layer.reasons)}
         for layer in proposal.layers
     ]
-    return {
-        "config": changed_options(proposal.config),
-        "layers": layers,
-        "notes": list(proposal.notes),
-        "skipped": dict(proposal.skipped),
-    }
+    more = {"notes": list(proposal.notes), "skipped": dict(proposal.skipped)}
+    return {"config": changed_options(proposal.config), "layers": layers, **more}
 
 
 _MOST_CHARACTERS = 4_000_000

@@ -5,7 +5,6 @@
 optimizer can load. If a file holds several optimizers or a model, the rest is copied.
 """
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch_fp8.optim.checkpoint import OPTIONS_KEY
 from torch_fp8.optim.encoded_states import (
     FORMATS_KEY,
     STATE_FORMATS,
-    VALID_FORMATS,
     decoded,
     is_encoded,
 )
@@ -66,21 +64,18 @@ def _loaded(source: Path) -> Any:
 
 def _why_not_loaded(source: Path) -> str:
     """Say in our words why a file cannot be loaded; torch's message proposes to run its code."""
-    if not zipfile.is_zipfile(source):
+    try:
+        unknown = ", ".join(sorted(get_unsafe_globals_in_checkpoint(source))[:3])
+    except Exception:  # another kind of file
+        unknown = ""
+    if not unknown:
         return (
             "is not a file that torch.save wrote, or is cut off; name the one that holds the "
             "optimizer's state: optimizer.pt of transformers, optimizer.bin of Accelerate, a .ckpt "
             "of Lightning"
         )
-    try:
-        unknown = get_unsafe_globals_in_checkpoint(source)
-    except Exception:  # a zip file of something else
-        unknown = []
-    if not unknown:
-        return "is a zip file without tensors that torch.load can read"
-    names = ", ".join(sorted(unknown)[:3])
     return (
-        f"holds objects beside tensors and numbers ({names}), and loading those could run code; "
+        f"holds objects beside tensors and numbers ({unknown}), and loading those could run code; "
         "save optimizer.state_dict() alone with torch.save, and convert that file"
     )
 
@@ -103,7 +98,7 @@ def _converted(value: Any, count: list[int]) -> Any:
 
 def _check_formats(state_dict: dict[str, Any]) -> None:
     formats = (state_dict.get(OPTIONS_KEY) or {}).get(FORMATS_KEY, STATE_FORMATS)
-    if formats not in VALID_FORMATS:
+    if formats != STATE_FORMATS:
         raise ValueError(
             f"its moments are in the formats {formats!r:.200}, but this version of torch-fp8 reads "
             f"{STATE_FORMATS}"

@@ -97,7 +97,7 @@ def _environment(trial: Trial, path: Path) -> dict[str, str]:
     environment["PATH"] = os.pathsep.join(filter(None, folders))
     config = environment.pop("TORCH_FP8_CONFIG", "")
     if trial.options is not None:
-        from torch_fp8.quantization.option_values import read_json
+        from torch_fp8.quantization.options import read_json
 
         given = read_json(config) if config.strip() else {}
         environment["TORCH_FP8_CONFIG"] = json.dumps({**given, **trial.options})

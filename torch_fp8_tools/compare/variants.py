@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.config import FP8Config
-from torch_fp8.quantization.option_values import read_json
+from torch_fp8.quantization.options import read_json
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8.quantization.suggestions import suggestion
 

@@ -1,7 +1,6 @@
 """The sub-command ``torch-fp8 env``."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
@@ -34,8 +33,6 @@ def add_parser(commands: Any) -> None:
         help=f"only these of the self-test, without hosts: {', '.join(SUBJECTS)}")  # fmt: skip
     add("--all", **flag, help="print a line for everything, with the hosts' extension points")
     add("--json", **flag, help="print JSON instead of tables")
-    add("--report", type=Path, metavar="FILE",
-        help="write a report for an issue; with --self-test one is written anyway")  # fmt: skip
     run = "torch_fp8_tools.env.machine:describe"
     env.set_defaults(run=run, parser=env, mistakes=(), failures=())
 

@@ -1,6 +1,5 @@
 """A line of the report of ``torch-fp8 env``."""
 
-import datetime
 import re
 import textwrap
 import traceback
@@ -22,7 +21,7 @@ class Result:
         status: `INFO`, `OK`, `FAILED` or `NOT_RUN`.
         detail: one line of text.
         seconds: the duration in seconds; 0 if it was not measured.
-        log: a traceback and the printed output, for the report.
+        log: a traceback and the printed output.
         part: whether another line summarizes it; the brief list then omits it, unless it failed.
     """
 
@@ -97,17 +96,6 @@ def summary(results: Sequence[Result]) -> str:
     failed = [r.name for r in results if r.status == FAILED]
     named = f" ({', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''})" if failed else ""
     return f"{', '.join(counts)}{named}"
-
-
-def report_text(results: Sequence[Result], command: str) -> str:
-    """Return the text of a report file: the tables, followed by the output of each failed check."""
-    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    parts = [f"{command}\n{now}\n\n{lines(results)}{summary(results)}\n"]
-    for result in results:
-        if result.status == FAILED and result.log:
-            rule = "-" * 80
-            parts.append(f"\n{rule}\n{result.section}: {result.name}\n{rule}\n{result.log}\n")
-    return "".join(parts)
 
 
 def _sections(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:

@@ -6,6 +6,7 @@ Marks cut it before and after the forward and the backward of each layer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,24 +46,32 @@ class LongLoop(Exception):
     """A layer calls so many operators that it must loop over tokens."""
 
 
+Moment = tuple[int, int]
+
+
 @dataclass
 class Part:
     """A part of a step, with bytes beyond those that its start held and had sent.
 
     Attributes:
-        peak, saved_at_peak: the highest bytes, and what was saved for backward of them.
+        moments: the live bytes, and those of them that were saved for backward, at each moment that
+            can be the peak.
         live, saved: the same at its end.
         gathered, scattered: the bytes that FSDP2 sent for weights and for gradients.
         cast: the bytes of `live` that the end of autocast frees: weights that it has cast.
     """
 
-    peak: int
-    saved_at_peak: int
+    moments: list[Moment]
     live: int
     saved: int
     gathered: int
     scattered: int
     cast: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most bytes."""
+        return max(self.moments, key=itemgetter(0))
 
 
 class FollowedStep(MemoryTracker):
@@ -72,6 +81,7 @@ class FollowedStep(MemoryTracker):
         parts: what precedes the layers, the forward of each layer, the last one with the loss, and,
             if the model is trained, the backward of each layer, the last layer's first; then the
             rest. The rest includes the first layer's backward if its input needs no gradient.
+        moments: what was live, and saved for backward of that, since the part began.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
         calls: the number of operators.
 
@@ -82,6 +92,8 @@ class FollowedStep(MemoryTracker):
     def __init__(self, model: nn.Module, trained: bool, most: float = math.inf) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
+        self.moments: list[Moment] = []
+        self._rises = False
         self._trained = trained
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
@@ -95,7 +107,7 @@ class FollowedStep(MemoryTracker):
         self._results = KnownResults()
         self.calls = 0
         self._most, self.begun = most, 0
-        self.begin_of_root: dict[str, int] = {}
+        self.begin_of_root = 0, 0
         self._start()
         for block in self._blocks:  # before FSDP2 gathers its weights
             block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -135,15 +147,40 @@ class FollowedStep(MemoryTracker):
         self.assign(tensor, "workspace")
         return tensor
 
-    def beyond(self, start: dict[str, int]) -> dict[str, int]:
-        """Return the bytes by category at the peak beyond those at a start."""
-        return {name: size - start[name] for name, size in self.peak.items()}
+    @property
+    def now(self) -> Moment:
+        """The live bytes, and those of them that are saved for backward."""
+        return self.total, self.current["saved activations"]
 
-    def add_call(self, beyond: dict[str, int], calls: int) -> None:
+    def _see_peak(self) -> None:
+        self._rises = True
+
+    def _falls(self) -> None:
+        if self._rises:  # the moments since the last fall only had fewer bytes
+            self.moments.append(self.now)
+            self._rises = False
+
+    def restart(self) -> Moment:
+        """Start new moments, and return the first."""
+        self.moments, self._rises = [self.now], False
+        return self.now
+
+    def drop(self, number: int) -> None:
+        """Forget the moments after the first `number`."""
+        del self.moments[number:]
+        self._rises = False
+
+    def beyond(self, start: Moment) -> Moment:
+        """Return the bytes at the peak of the moments beyond those at a start."""
+        self._falls()
+        total, saved = max(self.moments, key=itemgetter(0))
+        return total - start[0], saved - start[1]
+
+    def add_call(self, beyond: Moment, calls: int) -> None:
         """Count the operators of a call, and the bytes at its peak beyond those that live now."""
         self.calls += calls
-        if self.total + sum(beyond.values()) > self.peak_total:
-            self.peak = {name: size + beyond[name] for name, size in self.current.items()}
+        total, saved = self.now
+        self.moments.append((total + beyond[0], saved + beyond[1]))
 
     def _count_sent(self, name: str, args: tuple[Any, ...]) -> None:
         if not name.startswith((*_GATHERS, *_SCATTERS)):
@@ -172,10 +209,9 @@ class FollowedStep(MemoryTracker):
         return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
     def _start(self) -> None:
-        self.reset_peak()
         self._begin_block()
-        saved = self.current["saved activations"]
-        self._begin = {"live": self.total, "saved": saved, **self._sent}
+        live, saved = self.restart()
+        self._begin = {"live": live, "saved": saved, **self._sent}
 
     def _begin_block(self, _: Any = None) -> None:
         self.begun = self.calls
@@ -183,12 +219,13 @@ class FollowedStep(MemoryTracker):
     def mark(self, _: Any = None) -> None:
         """End a part of the step."""
         self.see_resized()
+        self._falls()
         for key in self._known:
             self._born.setdefault(key, len(self.parts))
-        begin, name = self._begin, "saved activations"
-        peak, saved_at_peak = self.peak_total - begin["live"], self.peak[name] - begin["saved"]
-        now = {"live": self.total, "saved": self.current[name], **self._sent}
-        self.parts.append(Part(peak, saved_at_peak, **{n: now[n] - begin[n] for n in now}))
+        live, saved = self._begin["live"], self._begin["saved"]
+        now = dict(zip(("live", "saved"), self.now, strict=True)) | self._sent
+        moments = [(total - live, of_total - saved) for total, of_total in self.moments]
+        self.parts.append(Part(moments, **{name: now[name] - self._begin[name] for name in now}))
         self._start()
 
     def living(self) -> dict[int, tuple[int, int]]:
@@ -226,7 +263,8 @@ class FollowedStep(MemoryTracker):
         for place, part in enumerate((*before, *after)):
             if place == len(before):
                 live -= sum(each.cast for each in before)
-            peaks.append((live + part.peak, saved + part.saved_at_peak))
+            peak, saved_at_peak = part.peak
+            peaks.append((live + peak, saved + saved_at_peak))
             live, saved = live + part.live, saved + part.saved
             gathered, scattered = gathered + part.gathered, scattered + part.scattered
             if place == 0:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from torch_fp8_tools.plan.followed_step import FollowedStep
+from torch_fp8_tools.plan.followed_step import FollowedStep, Moment
 from torch_fp8_tools.plan.known_results import Layout, key_of, layout_of, new_layouts
 
 FEWEST_OPERATORS = 500
@@ -28,8 +28,8 @@ class _Bytes:
     """The bytes of a call.
 
     Attributes:
-        forward, backward: at the peak, the bytes by category beyond those at the start; and the
-            number of operators.
+        forward, backward: at the peak, the bytes beyond those at the start; and the number of
+            operators.
         outputs: the layout of each output, whether backward needs it, and whether it has a
             gradient; None for an output that is None.
         is_tuple: whether the function returns a tuple.
@@ -38,8 +38,8 @@ class _Bytes:
         gradients: the layout of each input's gradient; None: it has none.
     """
 
-    forward: tuple[dict[str, int], int]
-    backward: tuple[dict[str, int], int]
+    forward: tuple[Moment, int]
+    backward: tuple[Moment, int]
     outputs: list[tuple[Layout, bool, bool] | None]
     is_tuple: bool
     held: int
@@ -97,12 +97,12 @@ class KernelFunctions:
         The peak of backward counts all inputs, as if the caller held them.
         """
         step = self._step
-        peak, calls, begun = step.peak, step.calls, step.begun
+        calls, begun, moments = step.calls, step.begun, step.moments
         inputs = [step.new(t, layout_of(t)).requires_grad_(t.requires_grad) for t in like]
         needing = [tensor for tensor in inputs if tensor.requires_grad]
         # Not the hooks of activation checkpointing, which drop what backward needs.
         with torch.autograd.graph.saved_tensors_hooks(step.save, lambda tensor: tensor):
-            start = step.reset_peak()
+            start = step.restart()
             returned = call([t.view_as(t) for t in inputs])  # autocast caches casts of leaves
             forward = step.beyond(start), step.calls - calls
             is_tuple = isinstance(returned, tuple)
@@ -113,11 +113,11 @@ class KernelFunctions:
                 None if t is None else (layout_of(t), step.saves(t), t.requires_grad)
                 for t in results
             ]
-            held = step.total - sum(start.values())
+            held = step.total - start[0]
             held -= sum(t.untyped_storage().nbytes() for t in tensors)
             saved = [i for i, tensor in enumerate(inputs) if step.saves(tensor)]
             of_inputs: dict[int, Any] = {}
-            backward = dict.fromkeys(start, 0), 0
+            backward: tuple[Moment, int] = (0, 0), 0
             if roots := [tensor for tensor in tensors if tensor.requires_grad]:
                 before = step.begun = step.calls
                 root = _Root.apply(step, *roots)
@@ -129,7 +129,7 @@ class KernelFunctions:
                 of_inputs = {id(t): g for t, g in pairs if g is not None}
                 new = (*inputs, *of_inputs.values())
                 is_plain = is_plain and new_layouts(new, inputs[0], ()) is not None
-        step.peak, step.calls, step.begun = peak, calls, begun
+        step.calls, step.begun, step.moments = calls, begun, moments
         if not is_plain or forward[1] + backward[1] < FEWEST_OPERATORS:
             return None
         gradients = [layout_of(of_inputs[id(t)]) if id(t) in of_inputs else None for t in inputs]
@@ -147,7 +147,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         gradients = [ctx.step.new(gradient, layout) for layout in ctx.layouts]
-        ctx.step.begin_of_root = ctx.step.reset_peak()
+        ctx.step.begin_of_root = ctx.step.restart()
         return None, *gradients
 
 
@@ -176,7 +176,7 @@ class _SameBytes(torch.autograd.Function):
         held = ctx.saved_tensors[0]
         step.add_call(*known.backward)
         step.free(held)
-        peak = step.peak  # the call's; torch frees inputs and gradients of outputs at its end
+        number = len(step.moments)  # torch frees inputs and gradients of outputs at the call's end
         gradients = [each and step.new(held, each) for each in known.gradients]
-        step.peak = peak
+        step.drop(number)
         return None, None, *gradients

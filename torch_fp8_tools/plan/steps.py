@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Part, StepBytes
+from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Moment, Part, StepBytes
 from torch_fp8_tools.plan.kernel_functions import KernelFunctions
 from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.models import (
@@ -74,14 +74,26 @@ def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
     """Continue the parts of steps of 1, 2 and 3 lengths to `count` lengths, as polynomials.
 
     Masks and scores of attention grow with the square of the sequence, all else with the sequence.
+    The moment that is highest at a short length need not be that at a long one, so a peak is the
+    highest continued moment. Loops outside of `KernelFunctions` have other moments at each length,
+    and there the peaks themselves are continued.
     """
 
     def newton(first: int, second: int, third: int) -> int:
         bend = third - 2 * second + first
         return first + (count - 1) * (second - first) + (count - 1) * (count - 2) // 2 * bend
 
-    values = [[dataclasses.astuple(part) for part in step] for step in parts]
-    return [Part(*map(newton, *each)) for each in zip(*values, strict=True)]
+    def moments(*lists: list[Moment]) -> list[Moment]:
+        pairs = (zip(*moment, strict=True) for moment in zip(*lists, strict=True))
+        return [(newton(*total), newton(*saved)) for total, saved in pairs]
+
+    continued = []
+    for each in zip(*parts, strict=True):
+        first, *values = zip(*(vars(part).values() for part in each), strict=True)
+        alike = len({*map(len, first)}) == 1
+        lists = first if alike else [[part.peak] for part in each]
+        continued.append(Part(moments(*lists), *(newton(*value) for value in values)))
+    return continued
 
 
 def run_step(

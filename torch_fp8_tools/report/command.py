@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +25,16 @@ def add_parser(commands: Any) -> None:
     report.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")
     report.add_argument("--output", type=Path, metavar="FOLDER",
                         help="where to write (default: RUN/fp8_report)")  # fmt: skip
-    report.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN",
-                        help="other runs, whose losses are drawn and compared too")  # fmt: skip
     report.set_defaults(run=_report, mistakes=(), failures=(ValueError, ImportError))
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest distinct names of folders: their last parts."""
-    most = max(len(folder.parts) for folder in folders)
-    for count in range(1, most + 1):
-        names = ["/".join(folder.parts[-count:]) or "run" for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            break
-    return [f"{n}, again" if n in names[:i] else n for i, n in enumerate(names)]
-
-
-def _named(file: Path) -> Path:
-    """Return the folder of a run, or the file of a further model in it."""
-    return file.parent if file.name == FILE_NAME else file.with_suffix("")
-
-
 def _report(options: argparse.Namespace) -> int:
-    record, *others = map(read_run, (options.path, *options.compare))
-    name, *names = names_of([_named(run.path.resolve()) for run in (record, *others)])
+    record = read_run(options.path)
     model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
-    folder = options.output or record.path.parent / f"fp8_report{model}"
-    beside = dict(zip(names, others, strict=True))
-    for other, run in beside.items():
-        lost = [] if run.losses else ["The run has no losses, so nothing was drawn."]
-        record.notes += [f"{other}: {note}" for note in (*run.notes, *lost)]
-    written = write_figures(record, folder, beside, name)
+    written = write_figures(record, options.output or record.path.parent / f"fp8_report{model}")
     for note in record.notes:
         print(f"note: {note}", file=sys.stderr)
+    name = record.path.resolve().parent.name
     print(f"{name}: {len(record.steps)} measured steps, {len(record.events)} events")
     print(f"{tables(record)}\n")
     for path in written:

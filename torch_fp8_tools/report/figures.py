@@ -19,81 +19,31 @@ EVENTS = {
     "return": (GREEN, "back to FP8"),
 }
 """Colour and label of each kind of event."""
-_BESIDE = (INK, GREEN, "#c05621", AWAY)
 _MOST_LABELS, _MOST_LETTERS, _MOST_TITLE = 48, 44, 130
 _DPI = 150
 
 
-def draw_loss(
-    losses: Mapping[int, float],
-    events: Sequence[Mapping[str, Any]],
-    beside: Mapping[str, Mapping[int, float]],
-    name: str,
-) -> bytes:
+def draw_loss(losses: Mapping[int, float], events: Sequence[Mapping[str, Any]]) -> bytes:
     """Draw a run's losses, smoothed over the raw values, with its events marked, as a PNG.
-
-    If other runs are given, a second panel below shows the difference of each run's loss to the
-    first of these, because in the first panel the curves overlap.
 
     Args:
         losses: the loss of each step.
         events: the events of the run.
-        beside: other runs to compare, name to losses; differences are relative to the first one.
-        name: the name of the run.
     """
-    differences = _differences(losses, beside, name)
-    panels = _figure(3.6, 1.9) if differences else _figure(3.6)
-    axes, panel = panels[0], panels[-1]
+    axes = _figure(3.6)
     steps = sorted(losses)
     axes.plot(steps, [losses[s] for s in steps], color=BLUE, alpha=0.22, linewidth=0.7)
-    axes.plot(*_smoothed(losses), color=BLUE, linewidth=2.2, label=name)
-    colours = dict(zip(beside, _BESIDE * len(beside), strict=False))
-    for other, others in beside.items():
-        axes.plot(*_smoothed(others), "--", color=colours[other], linewidth=1.3, label=other)
+    axes.plot(*_smoothed(losses), color=BLUE, linewidth=2.2, label="loss")
     _mark(axes, events)
-    axes.set_ylabel("loss")
-    _limit(axes, [v for run in (losses, *beside.values()) for v in run.values()], 0, 0.995, 1e-9)
-    _dress(axes)
+    axes.set(xlabel="step", ylabel="loss")
+    finite = list(filter(math.isfinite, losses.values()))
+    if len(finite) > 20:  # a spike would flatten the rest
+        low, high = _imported("numpy").quantile(finite, (0, 0.995))
+        space = 0.1 * (high - low) + 1e-9
+        axes.set_ylim(low - space, high + space)
+    axes.grid(axis="y", color="#e4e7eb")
     axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
-    panel.set_xlabel("step")
-    if not differences:
-        return _finished(axes.figure)
-    panel.axhline(0.0, color=INK, linewidth=0.8)
-    for other, (_, shown) in differences.items():
-        colour, wide = (BLUE, 1.7) if other == name else (colours[other], 1.3)
-        panel.plot(*shown, "-" if other == name else "--", color=colour, linewidth=wide)
-    for step in {event["step"] for event in events}:
-        panel.axvline(step, color=FAINT, linewidth=0.7, alpha=0.7)
-    # A run's first steps, or a spike, are outliers; 0 is in the panel.
-    _limit(panel, [v for _, (_, curve) in differences.values() for v in curve], 0.01, 0.99, 0.02, 0)
-    _dress(panel)
-    base = next(iter(beside))
-    ends = ", ".join(f"{other} {end:+.2f} %" for other, (end, _) in differences.items())
-    words = f"difference to {base}, %; in the last twentieth: {ends}"
-    panel.set_title(words, loc="left", fontsize=8.5, color=INK, pad=4)
     return _finished(axes.figure)
-
-
-def _differences(
-    losses: Mapping[int, float], beside: Mapping[str, Mapping[int, float]], name: str
-) -> dict[str, tuple[float, tuple[list[int], list[float]]]]:
-    """Return each run's difference to the first run of `beside` in %, at the end and as a curve."""
-    if not beside:
-        return {}
-    first, *_ = beside
-    runs = {name: losses} | {other: run for other, run in beside.items() if other != first}
-    differences = {}
-    for run, own in runs.items():
-        base = beside[first]
-        apart = {
-            step: 100 * (own[step] / base[step] - 1)
-            for step in own.keys() & base.keys()
-            if base[step] and math.isfinite(own[step]) and math.isfinite(base[step])
-        }
-        if len(apart) > 1:
-            last = [apart[step] for step in sorted(apart)[-max(1, len(apart) // 20) :]]
-            differences[run] = sum(last) / len(last), _smoothed(apart)
-    return differences
 
 
 def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
@@ -112,18 +62,11 @@ def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(steps, high, transform=above, label=words, zorder=4, **marks)
 
 
-def _dress(axes: Any) -> None:
-    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.margins(x=0.01)
-
-
 def draw_map(heat: HeatMap) -> bytes:
     """Draw a map of layers and steps as a PNG, with a line at each bound beside the colours."""
     rows, columns, topic = len(heat.rows), len(heat.columns), heat.topic
     tall = min(max(0.19 * rows, 0.9), 8.5)
-    (axes,) = _figure(tall + 0.75)
+    axes = _figure(tall + 0.75)
     norm, colours = colours_of(heat)
     shown = _imported("numpy").clip(heat.values, *topic.scale)  # an infinite value is an end
     image = axes.imshow(shown, colours, norm, aspect="auto", interpolation="nearest")
@@ -134,17 +77,10 @@ def draw_map(heat: HeatMap) -> bytes:
     axes.set_xlabel("step", fontsize=9)
     words = textwrap.fill(f"{topic.title}. {topic.meaning}", _MOST_TITLE)
     axes.set_title(words, loc="left", fontsize=8.5, color=INK)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    for row in range(1, rows if each == 1 else 0):  # lines would hide thin rows
-        axes.axhline(row - 0.5, color="white", linewidth=0.8)
     thick = min(2.2, 0.35 * 72 * tall / rows)
     for row, first, last in heat.away:
         axes.hlines(row, first - 0.5, last + 0.5, color=AWAY, linewidth=thick)
     bar = axes.figure.colorbar(image, ax=axes, fraction=0.02, pad=0.015, aspect=6.5 * tall)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=8, length=2, color=FAINT)
-    bar.ax.minorticks_off()
     factor = 100 if topic.unit == " %" else 1
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{factor * value:,.6g}{topic.unit}")
     for bound in filter(math.isfinite, heat.bounds):
@@ -181,15 +117,12 @@ def _imported(name: str) -> Any:
         ) from error
 
 
-def _figure(*heights: float) -> list[Any]:
-    """Return the axes of a figure, one below the other, of these heights in inches."""
-    module = _imported("matplotlib.figure")
-    figure = module.Figure(figsize=(11, sum(heights)), facecolor="white", layout="constrained")
-    rows = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
-    for axes in rows[:, 0]:
-        axes.tick_params(colors=INK, labelsize=8.5)
-        axes.xaxis.label.set_color(INK)
-    return list(rows[:, 0])
+def _figure(height: float) -> Any:
+    """Return the axes of a figure of this height in inches."""
+    figure = _imported("matplotlib.figure").Figure((11, height), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(labelsize=8.5)
+    return axes
 
 
 def _finished(figure: Any) -> bytes:
@@ -206,22 +139,3 @@ def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
     sums, at = numpy.cumsum([0.0, *(losses[step] for step in steps)]), numpy.arange(len(steps))
     low, high = numpy.maximum(0, at - half), numpy.minimum(len(steps), at + half + 1)
     return steps, ((sums[high] - sums[low]) / (high - low)).tolist()
-
-
-def _limit(
-    axes: Any, values: Sequence[float], low: float, high: float, room: float, *shown: float
-) -> None:
-    """Limit a panel to two quantiles of its values: a spike would flatten the rest.
-
-    Args:
-        axes: the panel.
-        values: its values; non-finite ones are ignored.
-        low, high: the quantiles.
-        room: the minimum space around them.
-        shown: further values that the panel includes.
-    """
-    finite = list(filter(math.isfinite, values))
-    if len(finite) > 20 or shown:
-        ends = [*_imported("numpy").quantile(finite, (low, high)), *shown]
-        space = 0.1 * (max(ends) - min(ends)) + room
-        axes.set_ylim(min(ends) - space, max(ends) + space)

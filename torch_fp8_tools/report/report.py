@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
@@ -14,19 +14,11 @@ from torch_fp8_tools.report.heat_map import TOPICS, heat_map
 from torch_fp8_tools.report.run_record import RunRecord
 
 _WORST, _MOST_EVENTS = 12, 200
-_BAD = {
-    **{"alarm": "alarm", "loss_spike": "loss spike"},
-    **{"fallback": "fallback", "restore": "return to a checkpoint"},
-}
-"""The events that the verdict counts, with labels."""
+_BAD = ("alarm", "loss_spike", "fallback")
+"""The events that the verdict counts."""
 
 
-def write_figures(
-    record: RunRecord,
-    folder: Path,
-    beside: Mapping[str, RunRecord] | None = None,
-    name: str = "run",
-) -> list[Path]:
+def write_figures(record: RunRecord, folder: Path) -> list[Path]:
     """Write the loss, and a map of layers and steps for each statistic, as PNGs.
 
     A statistic that is ideal in every measured layer and step has no map.
@@ -34,18 +26,14 @@ def write_figures(
     Args:
         record: the record of the run.
         folder: the folder for the files; it is created if it does not exist.
-        beside: other runs by name, whose losses are drawn, too; differences are relative to the
-            first.
-        name: the name of the run.
     Returns:
         The files.
     Raises:
         ImportError: matplotlib is missing.
     """
     pictures: dict[str, bytes] = {}
-    others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
     if record.losses:
-        pictures["loss"] = draw_loss(record.losses, record.events, others, name)
+        pictures["loss"] = draw_loss(record.losses, record.events)
     for topic in TOPICS:
         heat = heat_map(record, topic)
         if heat is not None and not heat.is_blank:
@@ -60,7 +48,7 @@ def write_figures(
 def tables(record: RunRecord) -> str:
     """Return the verdict on a run, its events, and the tensors closest to a bound."""
     counts = Counter(str(event["event"]) for event in record.events)
-    bad = ", ".join(counted(counts[kind], noun) for kind, noun in _BAD.items() if counts[kind])
+    bad = ", ".join(counted(counts[kind], EVENTS[kind][1]) for kind in _BAD if counts[kind])
     last = [record.losses[step] for step in sorted(record.losses)[-50:]]
     sections = [
         f"{bad}." if bad else "No bound was crossed and the loss did not jump.",

@@ -14,7 +14,6 @@ from tests.internals import (
     FP8Weight,
     QuantizedFiles,
     SafetensorsFiles,
-    bytes_behind,
     frozen_payload,
     read_format,
 )
@@ -93,25 +92,6 @@ def test_exponents_that_are_stored_as_bytes_are_powers_of_two(tmp_path):
         assert torch.equal(weight.dequantize(), qdata.float() * 2.0**-7)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_codes_behind_a_dequantized_weight_are_the_very_bytes(tmp_path, layout, dtype):
-    for qdata, scale, block in _written(tmp_path, layout).values():
-        weight = exact(qdata, scale, block).float().to(dtype)
-        found = bytes_behind(weight, scale, block)
-        assert found.qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
-
-
-def test_every_code_is_found_behind_its_bfloat16_product():
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn).view(2, 127)
-    for scale in (1.0, 0.0123, 3e-5, 1.9999, 7.1e20):
-        grid = torch.full((1, 1), scale)
-        weight = (codes.float() * grid).bfloat16()
-        found = bytes_behind(weight, grid, (2, 127))
-        assert found.qdata.view(torch.uint8).equal(codes.view(torch.uint8))
-
-
 @pytest.mark.parametrize(
     ("block", "granularity", "shape"),
     [
@@ -135,15 +115,6 @@ def test_frozen_weights_hold_bytes_whose_blocks_are_theirs(block, granularity, s
     assert payload.scale.shape == shape
     spread = payload.scale.expand(2, 2) if granularity == "tensorwise" else payload.scale
     assert torch.equal(exact(payload.qdata, spread, (128, 128)), exact(qdata, scale, block))
-
-
-@pytest.mark.parametrize("change", [2.0**-8, float("nan"), 100.0], ids=["trained", "NaN", "large"])
-def test_a_weight_that_was_changed_has_no_codes_behind_it(tmp_path, change):
-    qdata, scale, block = _written(tmp_path)["up_proj.weight"]
-    weight = exact(qdata, scale, block).float().bfloat16()
-    weight[100, 7] = weight[100, 7] * (1 + change)
-    assert bytes_behind(weight, scale, block) is None
-    assert bytes_behind(weight.half(), scale, block) is None
 
 
 def _without(key):

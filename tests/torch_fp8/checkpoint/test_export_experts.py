@@ -8,15 +8,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.fp8_checkpoints import exact
-from tests.internals import export_checkpoint, grouped_linear_function, make_recipe, take_over
+from tests.internals import export_checkpoint, grouped_linear_function, make_recipe
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
     export,
-    merged_state_dict,
     weights_for_engine,
 )
 from torch_fp8.ops.quantize import dequantize, quantize
@@ -220,43 +218,6 @@ def test_a_nan_in_one_expert_is_named(tmp_path):
     ):
         export(model, tmp_path / "out", "compressed-tensors")
     assert not (tmp_path / "out").exists()
-
-
-def loaded(folder):
-    """A model that stock transformers has dequantized from an FP8 checkpoint."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    export(converted(recipe="blockwise", **WIDE), folder)
-    quantization = FineGrainedFP8Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=quantization, dtype=torch.bfloat16
-    )
-
-
-def test_trained_experts_continue_from_the_exact_values_of_an_fp8_checkpoint(tmp_path):
-    model = loaded(tmp_path / "fp8")
-    lines = take_over(model, FP8Config())
-    assert "fused" not in lines[0]
-    stored = read(tmp_path / "fp8")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_to_float8(model)
-    convert_optimizer(optimizer, model=model)
-    parts = [
-        exact(stored[f"{name}.weight"], stored[f"{name}.weight_scale_inv"], (128, 128))
-        for expert in range(4)
-        for name in (f"model.layers.1.mlp.experts.{expert}.{p}_proj" for p in ("gate", "up"))
-    ]
-    want = torch.cat(parts)
-    got = merged_state_dict(model, optimizer)[FUSED].view(-1, 128)
-    assert ((got - want).abs() <= 2.0**-16 * want.abs()).all()
-    model.save_pretrained(tmp_path / "saved")
-    assert {key.removesuffix("_scale_inv") for key in stored} == set(read(tmp_path / "saved"))
-
-
-def test_frozen_experts_of_an_fp8_checkpoint_stay_as_the_host_loaded_them(tmp_path):
-    model = loaded(tmp_path / "fp8").requires_grad_(False)
-    (line, *_) = take_over(model, FP8Config())
-    assert "24 weights are fused (experts) and keep the values the host loaded" in line
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "NemotronH"])

@@ -3,15 +3,13 @@
 transformers' own layers are tested where the host is: tests/accelerate_fp8/test_fp8_checkpoints.py.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from tests.fp8_checkpoints import compressed, exact, quantized
+from tests.fp8_checkpoints import exact, quantized
 from tests.internals import take_over
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 
@@ -87,27 +85,6 @@ def test_frozen_layers_hold_the_bytes_where_their_blocks_allow(strategy):
     expected = x.double() @ true.t()
     assert (model[0](x) - expected).norm() < 0.1 * expected.norm()
     assert "frozen" in repr(model[0])
-
-
-def test_scales_that_the_host_has_rounded_are_those_of_the_file(tmp_path):
-    model, qdata, scale, block = _compressed("channel")
-    layer = model[0]
-    layer.weight_scale = nn.Parameter(scale.bfloat16())
-    inner = nn.Module()
-    inner.up_proj = layer
-    inner.config, inner.base_model_prefix = SimpleNamespace(name_or_path=str(tmp_path)), ""
-    outer = nn.Sequential(inner)
-    config = {"quantization_config": compressed("channel")}
-    tensors = {"up_proj.weight": qdata, "up_proj.weight_scale": scale}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-    optimizer = torch.optim.AdamW([layer.weight], lr=1e-3)
-    take_over(outer, FP8Config())
-    convert_to_float8(outer)
-    convert_optimizer(optimizer, model=outer)
-    true = exact(qdata, scale, block)
-    error = (merged_state_dict(outer, optimizer)["0.up_proj.weight"] - true).abs()
-    assert (error <= 2.0**-16 * true.abs()).all()
 
 
 def test_scales_of_another_shape_are_named_and_nothing_is_changed():

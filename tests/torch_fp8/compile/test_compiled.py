@@ -31,3 +31,16 @@ def test_ranks_that_share_weights_agree_on_the_last_steps_scales(cases):
     first, second = cases["last_step"]
     assert first == second
     assert all(scale > 0 for scales in first for scale in scales)
+
+
+def test_ranks_with_parts_of_an_input_agree_on_the_last_steps_scales(cases):
+    """The amax is that of all parts. Two layers, each 28 dB from exact in graphs and eager code."""
+    for first, second in zip(*cases["last_step_in_parts"], strict=True):
+        (of_first, scales, error), (of_second, of_other, _) = first, second
+        assert scales == of_other
+        assert of_first[1][0] < of_second[1][0]  # the input of the second layer
+        for layer in range(2):
+            largest = [max(x, y) for x, y in zip(of_first[layer], of_second[layer], strict=True)]
+            assert scales[layer][0] == pytest.approx(4 * largest[0] / 448)
+            assert scales[layer][2] == pytest.approx(8 * largest[2] / 57344)
+        assert error > 22

@@ -124,7 +124,7 @@ def test_a_second_conversion_measures_nothing_and_chooses_the_same(timed):
     first = convert_to_float8(net, AUTO)
     per_shape = (layer_benchmark.WARMUP + layer_benchmark.REPETITIONS) * 4
     assert len(timer.runs) == 3 * per_shape
-    assert all(run.arguments[0].shape[0] == 16 for run in timer.runs)
+    assert all(run.x.shape[0] == 16 for run in timer.runs)
     for other in (net, model()):
         again = convert_to_float8(other, AUTO)
         assert (again.converted, again.skipped) == (first.converted, first.skipped)
@@ -172,7 +172,7 @@ def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level
     convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
     fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
     assert fresh
-    halves = [halves_of(r.module.weight) for r in fresh if r.recipe]
+    halves = [halves_of(r.layer.weight) for r in fresh if r.recipe]
     if level == "O1":
         assert not any(halves)
     assert {h is not None and h.payload is not None for h in halves} == {cache}
@@ -264,7 +264,7 @@ def test_nothing_is_measured_of_what_stays_anyway(timed):
     timer = timed({WIDE: (100, fp8(60)), SMALL: (10, fp8(5))})
     skip = FP8Config(tokens=16, skip=("narrow",))
     assert convert_to_float8(model(), skip).choice.recipe == "tensorwise"
-    assert {tuple(run.module.weight.shape) for run in timer.runs} == {WIDE, SMALL}
+    assert {tuple(run.layer.weight.shape) for run in timer.runs} == {WIDE, SMALL}
     with pytest.raises(ValueError, match="skip="):
         convert_to_float8(model(), FP8Config(skip=("**",)))
 
@@ -287,7 +287,7 @@ def test_a_model_without_memory_is_measured_where_it_will_run(timed):
         net = model()
         report = convert_to_float8(net, AUTO, device="cpu")
     assert [name for name, _ in report.skipped] == ["small"]
-    assert {run.arguments[0].device.type for run in timer.runs} == {"cpu"}
+    assert {run.x.device.type for run in timer.runs} == {"cpu"}
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.internals import Card, LayerShape, layer_benchmark, layer_times, make_recipe
+from tests.internals import LayerShape, layer_benchmark, layer_times, make_recipe
 from torch_fp8 import Float8Linear
 from torch_fp8.ops import quantize
 
-CPU = Card.of(torch.device("cpu"))
+CPU = torch.device("cpu")
 SHAPE = LayerShape(48, 32, True, torch.bfloat16)
 NAMES = ("tensorwise", "rowwise", "blockwise")
 RECIPES = tuple(make_recipe(name) for name in NAMES)
@@ -101,20 +101,20 @@ def test_passes_are_those_of_training(timer):
         assert type(torch.empty(1)) is torch._subclasses.FakeTensor
     assert set(seen) == {None, "tensorwise", "rowwise", "blockwise"}
     for recipe, run in seen.items():
-        assert type(run.module) is (nn.Linear if recipe is None else Float8Linear)
-        assert run.module.training
-        assert type(run.arguments[0]) is torch.Tensor
-        assert (run.arguments[0].shape, run.grad_output.shape) == ((16, 32), (16, 48))
-        assert run.arguments[0].grad is None
-        for parameter in run.module.parameters():
+        assert type(run.layer) is (nn.Linear if recipe is None else Float8Linear)
+        assert run.layer.training
+        assert type(run.x) is torch.Tensor
+        assert (run.x.shape, run.grad_output.shape) == ((16, 32), (16, 48))
+        assert run.x.grad is None
+        for parameter in run.layer.parameters():
             assert parameter.requires_grad
             assert parameter.dtype == torch.bfloat16
             assert parameter.grad is None
             assert parameter.isfinite().all()
         # One weight and one input for all: no more memory than one layer takes.
-        assert run.module.weight is seen[None].module.weight
-        assert run.arguments[0] is seen[None].arguments[0]
-    assert len(list(seen[None].module.parameters())) == 2
+        assert run.layer.weight is seen[None].layer.weight
+        assert run.x is seen[None].x
+    assert len(list(seen[None].layer.parameters())) == 2
 
 
 @pytest.fixture
@@ -173,20 +173,19 @@ def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, 
         assert casts == ([] if of is None else expected[of]), of
 
 
-def test_what_was_timed_on_such_a_card_is_not_timed_again(timer):
+def test_what_was_timed_on_a_device_is_not_timed_again(timer):
     runs = timer(lambda run: 1.0)
-    first = layer_times(Card("H200", torch.device("cpu")), SHAPE, 16, RECIPES[:1])
+    first = layer_times(CPU, SHAPE, 16, RECIPES[:1])
     num_runs = len(runs)
-    second = layer_times(Card("H200", torch.device("cpu", 0)), SHAPE, 16, RECIPES[:1])
+    second = layer_times(torch.device("cpu"), SHAPE, 16, RECIPES[:1])
     assert second is first
     assert len(runs) == num_runs
-    for card, shape, tokens, recipes in (
-        (CPU, SHAPE, 16, RECIPES[:1]),
-        (Card("H200", CPU.device), SHAPE._replace(bias=False), 16, RECIPES[:1]),
-        (Card("H200", CPU.device), SHAPE, 32, RECIPES[:1]),
-        (Card("H200", CPU.device), SHAPE, 16, (make_recipe("tensorwise", wgrad="bf16"),)),
+    for shape, tokens, recipes in (
+        (SHAPE._replace(bias=False), 16, RECIPES[:1]),
+        (SHAPE, 32, RECIPES[:1]),
+        (SHAPE, 16, (make_recipe("tensorwise", wgrad="bf16"),)),
     ):
-        layer_times(card, shape, tokens, recipes)
+        layer_times(CPU, shape, tokens, recipes)
         assert len(runs) > num_runs
         num_runs = len(runs)
 
@@ -196,12 +195,12 @@ def test_what_was_timed_on_such_a_card_is_not_timed_again(timer):
 def test_a_card_times_its_layers():
     device = torch.device("cuda")
     shape, tokens = LayerShape(4096, 4096, True, torch.bfloat16), 8192
-    layer_times(Card.of(device), SHAPE, 16, RECIPES[:2])  # cuBLAS keeps workspaces from now on
+    layer_times(device, SHAPE, 16, RECIPES[:2])  # cuBLAS keeps workspaces from now on
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    times = layer_times(Card.of(device), shape, tokens, RECIPES[:2])
+    times = layer_times(device, shape, tokens, RECIPES[:2])
     assert 0 < times.plain < 1
     assert all(0 < t < 1 for t in times.fp8.values())
     assert torch.cuda.memory_allocated() == before

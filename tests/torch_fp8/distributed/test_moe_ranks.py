@@ -162,9 +162,3 @@ def test_sharded_experts_take_replayed_choices(cases, case):
         assert grad > 0
         assert other > 0
         assert changed != want
-
-
-def test_ranks_with_other_times_decide_alike(cases):
-    counts = {(count, tuple(reasons)) for count, _, reasons in cases["auto"]}
-    assert len(counts) == 1
-    assert sorted(bool(runs) for _, runs, _ in cases["auto"]) == [False, True]

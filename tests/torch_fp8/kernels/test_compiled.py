@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from tests.internals import CastOptions, TileSums, quantize_kernels, transpose
+from tests.internals import CastOptions, TileSums, quantize_beside, quantize_kernels, transpose
 from tests.internals import kernels_quantize as quantize
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -104,6 +104,21 @@ def test_transposes_compile_without_spills(rows, cols, record_launches, compile_
     (ptx,) = compile_all(launches)
     whole = "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     assert whole == (cols % 16 == 0), "lines of 16 bytes, where none is cut"
+
+
+@pytest.mark.long
+def test_casts_beside_transposes_compile_without_spills(record_launches, compile_all):
+    payload = torch.empty(4096, 1024, dtype=FORMATS[0])
+    with record_launches(quantize), record_launches(quantize_beside) as launches:
+        for format, col in itertools.product(FORMATS, (True, False)):
+            options = CastOptions(format, "tensorwise", False, True, col)
+            known = options._replace(scale=torch.ones(()), amax=torch.zeros(()))
+            for each in (options, options._replace(amax=torch.ones(())), known):
+                quantize_beside.quantize_2d_beside(INPUTS["bf16"], each, payload)
+            odd = payload[:512]
+            quantize_beside.quantize_2d_beside(INPUTS["bf16 odd rows"], options, odd)
+    assert {launch.kernel.__name__ for launch in launches} == {"cast_beside_kernel"}
+    _compile(launches, compile_all)
 
 
 @pytest.mark.parametrize(("row", "col"), [(True, True), (False, False)])

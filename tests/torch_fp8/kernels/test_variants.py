@@ -14,6 +14,7 @@ from tests.internals import (
     NormInputs,
     NormWithRstd,
     TileSums,
+    quantize_beside,
     quantize_kernels,
     transpose,
 )
@@ -25,6 +26,7 @@ from tests.internals import kernels_swiglu_backward as swiglu_backward
 
 MODULES = (
     quantize,
+    quantize_beside,
     quantize_kernels,
     rms_norm,
     smooth,
@@ -65,6 +67,11 @@ def quantizations():
     for given in ("scale", "amax"):
         made = cast("tensorwise", **{given: torch.ones(())})
         yield f"tensorwise with {given}", lambda x, made=made: quantize.quantize_2d(x, made)
+    for made in (cast("tensorwise"), raising()):
+        yield (
+            f"beside a transpose, {made.scale is not None}",
+            lambda x, made=made: quantize_beside.quantize_2d_beside(x, made, x[:16].t().to(E4M3)),
+        )
     yield "with a slot", lambda x: quantize.quantize_2d(x, raising())
     yield "with a slot and sums", lambda x: quantize.quantize_2d(x, raising(), TileSums())
 

@@ -142,7 +142,10 @@ def test_every_statistic_with_a_bound_is_measured():
     watched.step()
     watched.step()
     experts = WatchedExperts("plain")
-    names = {*watched.logged[2], *experts.step()}
+    graphs = Watched(recipe="tensorwise", graph_scales="last_step")
+    graphs.step()
+    graphs.step()
+    names = {*watched.logged[2], *graphs.logged[2], *experts.step()}
     measured = {tuple(name.rsplit("/", 2)[1:]) for name in names}
     assert {(bound.kind, bound.statistic) for bound in DEFAULT_BOUNDS} <= measured
 

@@ -96,6 +96,30 @@ def test_a_measured_step_of_a_compiled_model_runs_eagerly_and_is_seen():
     monitor.close()
 
 
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_what_graphs_cast_beyond_the_last_steps_scales_is_an_alarm_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    options = {"recipe": "tensorwise", "opt_level": "O1", "graph_scales": "last_step"}
+    config = FP8Config(**options, monitor=4)
+    convert_to_float8(model, config)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer, logged = torch.optim.SGD(model.parameters(), lr=1e-4), {}
+    log = {"log": lambda series, step: logged.update({step: series})}
+    monitor = Monitor(model, [optimizer], config, **log)
+    for step in range(1, 13):
+        x = torch.randn(16, 64) * (1000 if step == 5 else 1)
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saturated = {step: series["fp8/graphs/saturated"] for step, series in logged.items()}
+    assert saturated[4] == saturated[12] == 0
+    assert saturated[8] >= 1
+    alarms = [event for event in monitor.events if "fp8/graphs/saturated" in event["what"]]
+    assert [(event["event"], event["step"]) for event in alarms] == [("alarm", 8)]
+    monitor.close()
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_graph_that_is_built_in_a_measured_step_has_no_hooks_in_it(whole):
     torch.manual_seed(0)

@@ -40,6 +40,8 @@ def test_operators_that_cast(granularity, layouts):
     for scale, amax in ((one, None), (None, one)) if by_tensor else ((None, None),):
         known = *cast, scale, amax
         check("quantize_2d", (x, *known))
+        if by_tensor and save:
+            check("quantize_2d_beside", (x, *known, torch.randn(SHAPE[1], 9).to(E4M3)))
         check("rms_norm_quantize", (x, weight, torch.ones(SHAPE[0]), *norm, *known))
         check("swiglu_quantize", (x, x.clone(), weight, *known, save))
         check("gate_up_backward_quantize", (*backward, saved, *known))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.internals import join, split, unpack_nibbles
+from tests.internals import join, split
 
 ABS = 0x7FFFFFFF
 BITS = (8, 0)
@@ -129,12 +129,6 @@ def test_a_weight_that_somebody_zeroed_stays_tiny_and_keeps_its_sign(bits):
         read = join(zeros, torch.tensor([residual, residual]), bits)
         assert (read.abs() < 2.0**-133).all()
         assert torch.equal(read.signbit(), zeros.signbit())
-
-
-def test_nibbles_have_the_even_column_in_the_low_half():
-    stored = torch.tensor([[0xE1, 0x07], [0x88, 0x70]], dtype=torch.uint8).view(torch.int8)
-    assert unpack_nibbles(stored, 3).tolist() == [[1, -2, 7], [-8, -8, 0]]
-    assert unpack_nibbles(stored[:0], 3).shape == (0, 3)
 
 
 @EVERY_LENGTH

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 import torch_fp8.ops.quantize
 from tests.internals import (
@@ -372,6 +374,53 @@ def test_a_graph_takes_the_payload_and_is_compiled_once(weight_casts, recipe, ca
     quantized = sum(n for name, n in backend.operators.items() if name.startswith("quantize_2d"))
     assert quantized == casts
     assert backend.operators["transposed_in_backward"] == (recipe != "rowwise")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_graph_transposes_a_payload_in_backward(bias):
+    """In the launch that casts the gradient, unless that sums its rows."""
+    model, _ = _model()
+    reference = copy.deepcopy(model)
+    operators = []
+
+    def counted(module, inputs):
+        operators.append(
+            {
+                str(node.target).split(".")[1]
+                for node in module.graph.nodes
+                if "." in str(node.target)
+            }
+        )
+        return make_boxed_func(module.forward)
+
+    for layer in (*model[::2], *reference[::2]) if not bias else ():
+        layer.bias = None
+    partition = {"partition_fn": min_cut_rematerialization_partition}
+    backend = aot_autograd(fw_compiler=counted, bw_compiler=counted, **partition)
+    outputs = [_backward(torch.compile(model, backend=backend), 0), _backward(reference, 0)]
+    assert torch.equal(*outputs)
+    for compiled, eager in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(compiled.grad, eager.grad)
+    one, two = {"quantize_2d_beside"}, {"quantize_2d_sum", "transposed_in_backward"}
+    assert not operators[0] & (one | two)
+    assert operators[1] & (one | two) == (two if bias else one)
+
+
+def test_a_graph_reads_the_payload_of_a_transposed_weight_as_it_is():
+    torch.manual_seed(0)
+    model, config = nn.Sequential(Conv1D(128, 64), Conv1D(64, 128)), FP8Config(cache_weights=True)
+    for layer in model:
+        layer.bias.requires_grad_(False)
+    convert_to_float8(model, config)
+    convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    reference = copy.deepcopy(model)
+    assert all(layer.weight.halves.payload is not None for layer in model)
+    x = torch.randn(16, 64)
+    for run in (torch.compile(model, fullgraph=True, backend="aot_eager"), reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            run(x).float().square().sum().backward()
+    for layer, eager in zip(model, reference, strict=True):
+        assert torch.equal(layer.weight.grad, eager.weight.grad)
 
 
 def _tensors(model):

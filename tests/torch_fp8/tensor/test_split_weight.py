@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.internals import (
     Halves,
+    SplitShard,
     SplitWeight,
     half,
     join_parameter,
@@ -435,3 +436,24 @@ def test_its_class_makes_parameters_as_stock_does():
         parameter = type(weight)(torch.ones(3, 5), **given)
         assert type(parameter) is nn.Parameter
         assert parameter.requires_grad == given.get("requires_grad", True)
+
+
+def test_an_address_is_that_of_the_current_values():
+    weight = split_parameter(nn.Parameter(torch.randn(8, 8)))
+    earlier = weight.detach()
+    earlier.data_ptr()
+    with torch.no_grad():
+        weight.mul_(2)
+    for alias in (earlier, weight.detach()):
+        joined = torch.empty(0).set_(alias.untyped_storage())
+        assert torch.equal(joined, weight.detach().clone().flatten())
+
+
+def test_a_shard_that_is_copied_keeps_what_was_written():
+    padded = torch.zeros(8, 16, dtype=torch.bfloat16)
+    shard = SplitShard.of(torch.randn(6, 16), padded)
+    with torch.no_grad():
+        shard.mul_(1.0001)
+    copied = torch.ops.aten._to_copy.default(shard, device=torch.device("cpu"))
+    assert copied.halves is not shard.halves
+    assert torch.equal(copied.dequantize(), shard.dequantize())

@@ -154,8 +154,10 @@ def test_a_recorded_weight_moves_to_another_device():
         parameter.square().sum().backward()
         grad = parameter.grad
         assert not swappable(parameter)
-        parameter.become(SplitTensor(parameter.halves.mapped(torch.clone)))
+        moved = SplitTensor(parameter.halves.mapped(torch.clone))
+        parameter.become(moved)
         assert type(parameter) is SplitWeight
+        assert parameter.halves is moved.halves
         assert torch.equal(parameter.grad, grad)
         parameter.grad = None
         assert torch.equal(parameter.detach().clone(), expected)

@@ -44,9 +44,8 @@ def _report(folder, capsys, *options):
 
 
 def test_figures_are_written_and_tables_say_what_happened(tmp_path, capsys):
-    other = _write(tmp_path / "other")
     run = _write(tmp_path / "run")
-    status, out, err = _report(run, capsys, "--compare", other)
+    status, out, err = _report(run, capsys)
     assert (status, err) == (0, "")
     files = {"loss.png", "sqnr.png", "underflow.png", "alignment.png"}
     assert {path.name for path in (run / "fp8_report").iterdir()} == files
@@ -59,35 +58,6 @@ def test_figures_are_written_and_tables_say_what_happened(tmp_path, capsys):
     name, *numbers = worst.split()
     assert name.startswith("model.layers.1.mlp.down_proj/input/")
     assert numbers == ["0.4", "80", "0.4", "<=", "0.2", "over"]
-
-
-def test_runs_beside_are_told_apart_and_compared_with_the_first(tmp_path, capsys):
-    from tests.internals import _differences, names_of
-
-    step_of = dict.fromkeys(range(1, 101), 4.0)
-    apart = _differences(
-        {step: 4.0 * (1.02 if step > 50 else 1.0) for step in range(1, 91)},
-        {"bf16": {**step_of, 80: math.nan}, "same": dict(step_of), "other steps": {900: 3.0}},
-        "fp8",
-    )
-    assert list(apart) == ["fp8", "same"]
-    assert apart["fp8"][0] == pytest.approx(2.0)
-    assert apart["same"][0] == 0.0
-    steps, smoothed = apart["fp8"][1]
-    assert 80 not in steps
-    assert (smoothed[0], smoothed[-1]) == (0.0, pytest.approx(2.0))
-    assert _differences(step_of, {}, "fp8") == {}
-
-    folders = [_write(tmp_path / name) for name in ("a/fp8", "b/fp8", "b/bf16")]
-    assert names_of(folders) == ["a/fp8", "b/fp8", "b/bf16"]
-    assert names_of([folders[0], folders[0], folders[2]]) == ["fp8", "fp8, again", "bf16"]
-    (folders[1] / FILE_NAME).write_text((folders[1] / FILE_NAME).read_text()[:-30])
-    status, out, err = _report(folders[0], capsys, "--compare", *folders[1:])
-    assert status == 0
-    assert out.startswith("a/fp8: ")
-    assert (
-        err == "note: b/fp8: The last line was cut off, as when a run is stopped; it is ignored.\n"
-    )
 
 
 def test_numbers_that_are_not_finite_and_long_names_are_drawn(tmp_path, capsys):
@@ -182,7 +152,7 @@ def test_the_name_of_the_axis_has_room_beside_large_losses(monkeypatch):
 
     monkeypatch.setattr(figures, "_finished", finish)
     for scale in (1e-5, 1.0, 2e4, 1.3e5, 5.1e5, 1e6):
-        figures.draw_loss({step: scale * (1 + step / 7) for step in range(9)}, [], {}, "run")
+        figures.draw_loss({step: scale * (1 + step / 7) for step in range(9)}, [])
     for figure in drawn:
         axes = figure.axes[0]
         assert axes.yaxis.label.get_window_extent().x0 >= 0

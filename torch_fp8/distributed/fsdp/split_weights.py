@@ -8,6 +8,7 @@ Shards are processed one by one, so memory holds at most one additional shard.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ def split_sharded(
     ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
     trained = {p for o in ours for _, _, p in o.indexed_parameters() if p.requires_grad}
     reshard(model)
+    for group in fsdp_groups(model):
+        _sum_in_float32(group)
     whole = [
         parameter
         for parameter in model.parameters()
@@ -90,6 +93,30 @@ def _split(parameter: DTensor, param: Any) -> None:
         renew_unsharded(param)
 
 
+def _sum_in_float32(group: Any) -> None:
+    """Have FSDP2 sum the gradients of a group that it does not reduce yet in float32.
+
+    It sums them in the dtype in which it reduces. In BF16 a sum of 512 falls a third short.
+    """
+    policy = group.mp_policy
+    if policy.param_dtype is not None and policy.reduce_dtype in (None, policy.param_dtype):
+        for param in group.fsdp_params:
+            param.accumulate_unsharded_grad_if_needed = partial(_accumulate, group, param)
+
+
+def _accumulate(group: Any, param: Any) -> None:
+    """Add a micro-batch's gradient, after its backward, and round the last sum as FSDP2 reduces it.
+
+    FSDP2 widens gradients by `reduce_dtype` later, and all that it reduces must have one dtype.
+    """
+    type(param).accumulate_unsharded_grad_if_needed(param)
+    if not group.reduce_grads:
+        param.reduce_dtype = torch.float32
+    elif param.unsharded_accumulated_grad is not None:
+        dtype = group.mp_policy.param_dtype
+        param.unsharded_accumulated_grad = param.unsharded_accumulated_grad.to(dtype)
+
+
 @torch.no_grad()
 def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     """Turn the shards that `split_sharded` has split into plain float32 tensors again.
@@ -114,6 +141,9 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
         if isinstance(grad, DTensor):
             grad._local_tensor = plain(grad._local_tensor)
             parameter.grad = grad
+    for param in fsdp_params(model):
+        if vars(param).pop("accumulate_unsharded_grad_if_needed", None) is not None:
+            param.reduce_dtype = None
     for optimizer in optimizers:
         detach_hooks(optimizer)
         if isinstance(optimizer, ConvertedOptimizer):

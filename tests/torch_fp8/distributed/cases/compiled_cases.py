@@ -3,13 +3,14 @@
 import torch
 import torch.distributed as dist
 from fsdp_ranks import RANK, RANKS
+from parallel_ranks import WIDTH, Pair, pair_plan, parallel, rand
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.internals import local, sqnr_db
+from tests.internals import local, scaling_buffers, sqnr_db
 from tests.models import llama
 from tests.steps import adamw
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
@@ -42,6 +43,33 @@ def case_last_step():
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
     assert all(layer.fp8.scales_known for layer in layers)
     return [local(layer.fp8_scales)[:, 0].tolist() for layer in layers]
+
+
+def case_last_step_in_parts():
+    """What a rank records of its parts of operands, and the scales after each of three steps.
+
+    The second layer reads the parts of the first one's result, which are larger on rank 1.
+    """
+    config = FP8Config(opt_level="O1", graph_scales="last_step", communication="off")
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, _ = parallel(Pair(bias=False).bfloat16(), pair_plan(sequence=False), config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model.up.weight.to_local().mul_(1 + RANK)
+    compiled, results = torch.compile(model, backend="aot_eager"), []
+    for seed in range(3):
+        x = rand(2, 16, WIDTH, seed=seed)
+        output = compiled(x)
+        output.float().square().mean().backward()
+        slots = [scaling_buffers(layer)[2] for layer in (model.up, model.down)]
+        recorded = [[float(slot.view(torch.float32)) for slot in each] for each in slots]
+        optimizer.step()
+        scales = [local(layer.fp8_scales)[:, 0].tolist() for layer in (model.up, model.down)]
+        with torch.no_grad():
+            error = float(sqnr_db(model(x).float(), output.float()))
+        results.append((recorded, scales, error))
+    return results
 
 
 def _compared(train, config):

@@ -134,16 +134,24 @@ def case_o3():
 def case_many_micro_batches():
     """Sums of equal micro-batches, of shards and of whole gradients."""
     fp32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    policies = {"one": fp32, "sharded": BF16, "whole, float32": fp32, "whole, BF16": BF16}
     exact, result = [], {}
-    for name, count in (("one", 1), ("sharded", 64), ("unsharded", 64), ("unsharded", 512)):
+    cases = [("one", 1), ("sharded", 64), ("whole, float32", 64), ("whole, float32", 512)]
+    for name, count in (*cases, *(("whole, BF16", n) for n in (64, 512, 2048))):
         torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(32, 72), nn.LayerNorm(72))
-        model, _optimizer = trained(FP8Config(), BF16 if name == "sharded" else fp32, layers)
+        layers = nn.Sequential(nn.Linear(32, 144), nn.LayerNorm(144))
+        model, _optimizer = trained(FP8Config(), policies[name], layers)
         if count == 1:
             model.set_custom_reduce_scatter(DefaultReduceScatter())
+        retain = count >= 512  # one forward, whose gathered weights stay, is faster
+        model.set_reshard_after_backward(not retain)
+        loss = None
         for i in range(count):
             model.set_requires_gradient_sync(name == "sharded" or i == count - 1)
-            loss_of(model, batch(0)).backward()
+            if loss is None or not retain or i == count - 1:
+                loss = loss_of(model, batch(0))
+            loss.backward(retain_graph=retain)
+        model.reshard()
         grads = [p.grad.to_local().double() for p in model.parameters()]
         exact = exact or grads
         pairs = [(grad, of_one * count) for grad, of_one in zip(grads, exact, strict=True)]

@@ -1,15 +1,11 @@
 """Experts on two ranks that a monitor, a replay and ``auto`` look at."""
 
-from unittest import mock
-
 import torch
 from moe_cases import _batch, _loaded, _saved, _train
 from parallel_ranks import RANK, RANKS, full
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_fp8 import record_routing, routing_replay
-from tests.internals import expert_choice, layer_benchmark
 from tests.moe_experts import E, H, K, experts
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.distributed import connect_fsdp, split_sharded
@@ -101,20 +97,3 @@ def case_replayed_sharded():
 
 def case_replayed_parallel():
     return _replayed(fsdp_size=RANKS, ep_size=RANKS)
-
-
-def case_auto():
-    """Return the number of weights in FP8 where ranks measure different times, and who measures."""
-    runs = []
-
-    def seconds(device, run):
-        runs.append(run)
-        return 1.0 + (run.recipe is not None) * (1.0 if RANK else -0.5)
-
-    model = nn.Sequential(nn.Linear(H, H), experts("plain"))
-    with (
-        mock.patch.object(layer_benchmark, "seconds", seconds),
-        mock.patch.object(expert_choice, "grouped_natively", return_value=True),
-    ):
-        report = convert_to_float8(model, FP8Config(tokens=64))
-    return len(report.experts), len(runs), [s.reason for s in report.skipped]

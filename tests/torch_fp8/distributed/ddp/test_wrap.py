@@ -50,7 +50,9 @@ def test_an_optimizer_that_keeps_its_states_has_split_weights_and_narrow_gradien
         assert value["O3"] == [3, True, ["Float8Grad torch.float32"]]
 
 
-@pytest.mark.parametrize(("communication", "count"), [("fp8", 64), ("off", 64), ("fp8", 512)])
+@pytest.mark.parametrize(
+    ("communication", "count"), [("fp8", 64), ("off", 64), ("fp8", 512), ("fp8", 2048)]
+)
 def test_a_sum_of_many_micro_batches_does_not_fall_short(case, communication, count):
     for value in case("many_micro_batches"):
         *projections, decibels = value[f"{communication} {count}"]

@@ -233,7 +233,11 @@ def test_gradients_are_exact_up_to_their_rounding(scatters, policy, plain, optio
 
 
 @pytest.mark.parametrize(
-    ("grads", "count"), [("sharded", 64), ("unsharded", 64), ("unsharded", 512)]
+    ("grads", "count"),
+    [
+        *(("sharded", 64), ("whole, float32", 64), ("whole, float32", 512)),
+        *(("whole, BF16", count) for count in (64, 512, 2048)),
+    ],
 )
 def test_a_sum_of_many_micro_batches_does_not_fall_short(scatters, grads, count):
     for value in scatters["many_micro_batches"]:

@@ -1,4 +1,4 @@
-"""The sub-command ``torch-fp8 export``."""
+"""The sub-commands ``torch-fp8 export`` and ``torch-fp8 convert-optimizer``."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ _FORMATS = "; ".join(f"{name} ({', '.join(recipes)})" for name, recipes in SAVE_
 
 
 def add_parser(commands: Any) -> None:
-    """Add the sub-command to those of ``torch-fp8``."""
+    """Add both sub-commands to those of ``torch-fp8``."""
     exported = commands.add_parser(
         "export",
         help="write a checkpoint in an FP8 format that inference engines load",
@@ -31,11 +31,33 @@ def add_parser(commands: Any) -> None:
     exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
     exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE",
                           help="most bytes of a file (default: 5GB)")  # fmt: skip
-    exported.set_defaults(run=run, is_whole=True)
+    exported.set_defaults(run=export, is_whole=True)
+    converted = commands.add_parser(
+        "convert-optimizer",
+        help="convert an optimizer's 8-bit states to the format of stock AdamW",
+        description=(
+            "Write an optimizer's checkpoint, saved with FP8Config(checkpoint_states='fp8'), in "
+            "the format of torch.optim.AdamW. Exit status: 0 all is well, 1 a file cannot be read "
+            "or written, 2 a mistake in the call."
+        ),
+    )
+    converted.add_argument("checkpoint", type=Path, metavar="CHECKPOINT",
+                           help="a file that torch.save wrote: optimizer.pt of transformers, "
+                           "optimizer.bin of Accelerate, a .ckpt of Lightning")  # fmt: skip
+    converted.add_argument("path", type=Path, metavar="OUTPUT", help="a file that does not exist")
+    converted.set_defaults(run=convert)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the sub-command; returns the exit status."""
+def convert(options: argparse.Namespace) -> int:
+    """Convert a file with an optimizer's states; returns the exit status."""
+    from torch_fp8_tools.commands.stock_states import convert_optimizer_file
+
+    print(convert_optimizer_file(options.checkpoint, options.path))
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Export a checkpoint; returns the exit status."""
     from torch_fp8.config import FP8Config
     from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
     from torch_fp8_tools.env.cards import usable_device

@@ -1,0 +1,321 @@
+"""The options of `torch_fp8.FP8Config`: their values, those of some layers, and contradictions."""
+
+import json
+import os
+import sys
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import Field, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
+from torch_fp8.quantization.suggestions import suggestion
+
+_MOST_BYTES = 2**20
+"""Largest size of a configuration file in bytes; a larger file is something else."""
+_TYPES: dict[type, tuple[Any, str]] = {
+    tuple: ((tuple, list), "a tuple of strings"),
+    bool: (bool, "a bool"),
+    float: ((int, float), "a number"),
+    int: (int, "an int"),
+}
+"""The types of values that an option takes by the type of its default, and their text in errors."""
+
+
+def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read options from JSON text, from the path of a JSON file, or from a recipe's name.
+
+    Raises:
+        TypeError: `source` is no text and no path.
+        ValueError: `source` is none of these.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            "FP8Config.from_json takes JSON text, the path of a JSON file, or a recipe's name, got "
+            f"{type(source).__name__}; FP8Config(**options) takes a dict's items"
+        )
+    text = os.fspath(source).strip()
+    if text in ("auto", *RECIPES):
+        return {"recipe": text}
+    try:
+        values = json.loads(text if text.startswith("{") else _read_file(text))
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ValueError(f"not valid JSON: {reason}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
+    return values
+
+
+def _read_file(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration")
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        hint = suggestion(name, ("auto", *RECIPES))
+        raise ValueError(
+            f"{name!r} is neither a JSON object nor a readable file nor a recipe{hint}"
+        ) from error
+
+
+def option(default: Any, *, of: str = "", **rule: Any) -> Any:
+    """Return the field of an option whose values `checked` checks.
+
+    Args:
+        default: default value, whose type determines the valid types: a bool, an int, a float (from
+            `least` to `most`), a tuple of strings, or one of `choices`; None with `least`: an int
+            or None.
+        of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
+            to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
+            backend ``torch``, the ``monitor``.
+        rule: ``choices``, a tuple of valid values or of valid items of a tuple; ``least`` and
+            ``most``, bounds of a number, with ``why``, the reason for the upper one.
+    """
+    return field(default=default, metadata={**rule, "of": of.split()})
+
+
+def named(config: Any, word: str) -> list[str]:
+    """Return the options whose field carries `word`; see `option`."""
+    return [f.name for f in fields(config) if word in f.metadata.get("of", ())]
+
+
+def given(config: Any, word: str) -> list[str]:
+    """Return the options of `named` whose value is not the default."""
+    names, defaults = named(config, word), {f.name: f.default for f in fields(config)}
+    return [name for name in names if getattr(config, name) != defaults[name]]
+
+
+def checked(of_field: "Field[Any]", value: Any) -> Any:
+    """Return the value of an option, a list as a tuple.
+
+    Raises:
+        TypeError: the value has another type.
+        ValueError: the value is not among the choices, or out of bounds.
+    """
+    name, rule, default = f"FP8Config.{of_field.name}", of_field.metadata, of_field.default
+    choices, least, most = rule.get("choices", ()), rule.get("least"), rule.get("most")
+    is_optional = default is None and least is not None
+    kind, items = int if is_optional and value is not None else type(default), (value,)
+    types, text = _TYPES.get(kind, (object, ""))
+    if not isinstance(value, types) or (isinstance(value, bool) and kind in (int, float)):
+        raise TypeError(f"{name} must be {text}, got {value!r}")
+    if kind is tuple:
+        if not all(isinstance(item, str) and item for item in value):
+            raise TypeError(f"{name} must hold non-empty strings, got {value!r}")
+        value = items = tuple(value)
+    if kind in (int, float):
+        if kind is int and least is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if most is not None and not least <= value <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
+        value = kind(value)
+    for item in items if choices else ():
+        if item not in choices:
+            raise ValueError(
+                f"{name}={item!r} is unknown; the valid choices are "
+                f"{', '.join(map(repr, choices))}{suggestion(item, choices)}"
+            )
+    return value
+
+
+HIGH_PRECISION = "bf16"
+"""The recipe of layers that stay in high precision."""
+
+
+class Overrides(dict[str, "dict[str, Any] | None"]):
+    """An immutable dictionary from pattern to options, or to None for high precision."""
+
+    @classmethod
+    def checked(cls, value: object, names: Collection[str]) -> "Overrides":
+        """Validate a mapping of patterns and return it as `Overrides`.
+
+        Args:
+            value: value of the option.
+            names: options of `torch_fp8.FP8Config` that may differ from layer to layer.
+        Raises:
+            TypeError: `value` does not map non-empty strings to mappings or None.
+            ValueError: an option cannot differ from layer to layer, or contradicts high precision.
+        """
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                "FP8Config.overrides must map patterns to options, as {'layers.0': {'recipe': "
+                f"'blockwise'}}}}, got {value!r}"
+            )
+        for pattern, options in value.items():
+            where = f"FP8Config.overrides[{pattern!r}]"
+            if not isinstance(pattern, str) or not pattern:
+                raise TypeError(f"{where}: a pattern must be a non-empty string")
+            if options is None:
+                continue
+            if not isinstance(options, Mapping):
+                is_text = isinstance(options, str)
+                hint = f"; did you mean {{'recipe': {options!r}}}?" if is_text else ""
+                raise TypeError(f"{where} must map options to values, got {options!r}{hint}")
+            unknown = [name for name in options if name not in names]
+            if unknown:
+                raise ValueError(
+                    f"{where}: {', '.join(map(repr, unknown))} cannot differ between layers; "
+                    f"options that can are {', '.join(names)}{suggestion(unknown[0], names)}"
+                )
+            valid = (*RECIPES, HIGH_PRECISION)
+            recipe = options.get("recipe", HIGH_PRECISION)
+            if recipe not in valid:
+                raise ValueError(
+                    f"{where}: recipe={recipe!r} cannot be set for single layers; valid are "
+                    f"{', '.join(map(repr, valid))}{suggestion(recipe, RECIPES)}"
+                )
+            others = ", ".join(repr(name) for name in options if name != "recipe")
+            if options.get("recipe") == HIGH_PRECISION and others:
+                raise ValueError(f"{where}: recipe 'bf16' has no {others}; leave one of them out")
+        return cls((p, None if o is None else _plain(o)) for p, o in value.items())
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+    def __reduce__(self) -> Any:
+        return Overrides, (list(self.items()),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "FP8Config.overrides cannot be changed; make a new FP8Config with dataclasses.replace"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = popitem = setdefault = update = _refuse
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Return the default for a missing key, as LightningCLI needs; raise for any other call."""
+        return default[0] if default and key not in self else self._refuse()
+
+
+def is_high_precision(options: Mapping[str, Any] | None) -> bool:
+    """Return whether the value of an override keeps layers in high precision."""
+    return options is None or options.get("recipe") == HIGH_PRECISION
+
+
+def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None) -> None:
+    """Check the options of one pattern.
+
+    Args:
+        config: `torch_fp8.FP8Config`.
+        pattern, options: one of its overrides.
+    Raises:
+        ValueError, TypeError: the options do not fit the configuration.
+    """
+    where = f"FP8Config.overrides[{pattern!r}]"
+    tried = [options]
+    if options and "recipe" not in options:  # layers may get a recipe from another pattern
+        others = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
+        tried += [{**options, "recipe": recipe} for recipe in others if recipe != HIGH_PRECISION]
+    errors = []
+    for each in tried:
+        try:
+            config.overridden(each)
+        except (ValueError, TypeError) as error:
+            errors.append(error)
+    if len(errors) == len(tried):
+        raise type(errors[0])(f"{where}: {errors[0]}") from errors[0]
+    if pattern in config.skip and not is_high_precision(options):
+        raise ValueError(
+            f"{where} gives options to layers that skip={config.skip!r} keeps in high precision; "
+            f"remove {pattern!r} from one of the two"
+        )
+    if options and config.backend == "transformer-engine":
+        raise ValueError(
+            f"{where} is not supported by Transformer Engine, which runs one recipe; use None or "
+            f"{{'recipe': 'bf16'}}, or leave backend out"
+        )
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+
+
+PROBES = ("clip_search", "logit_sharpness")
+ON_ALARM = ("warn", "bf16", *RECIPES)
+_TE = ("transformer-engine",)
+_OTHERS = tuple(name for name in RECIPES if name != "tensorwise")
+_OWNERS: tuple[tuple[str, str, Container[object], object], ...] = (
+    ("auto", "recipe", ("auto",), "auto"),
+    ("delayed", "recipe", ("delayed",), "delayed"),
+    ("optimizer", "opt_level", ("O2", "O3"), "O2"),
+    ("torch", "backend", ("torch",), "torch"),
+    ("monitor", "monitor", range(1, sys.maxsize), 100),
+)
+"""A group of options as in `option(of=...)`, its owner, the owner's values with which they apply,
+and the value to suggest.
+"""
+_PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...] = (
+    ("recipe", E4M3_ONLY, "grad_format", ("e5m2",), "it takes gradients in E4M3 only"),
+    ("recipe", _OTHERS, "graph_scales", ("last_step",), "it is for layers with tensorwise"),
+    ("opt_level", ("O1",), "cache_weights", (True,), "O1 leaves weights unchanged"),
+    ("opt_level", ("O1",), "frozen_weights", ("fp8",), "O1 leaves weights unchanged"),
+    ("opt_level", ("O1",), "merge_aware", (True,), "O1 leaves weights unchanged"),
+    ("merge_aware", (True,), "frozen_weights", ("keep",), "it merges into a base stored in FP8"),
+    ("merge_aware", (True,), "eval_fp8", (False,), "merged weights always run in FP8"),
+    ("merge_aware", (True,), "bf16_last", (), "merged weights always run in FP8"),
+    ("on_alarm", RECIPES, "cache_weights", (True,), "that recipe casts weights differently"),
+    ("backend", _TE, "cache_weights", (True,), "it casts weights itself"),
+    ("backend", _TE, "recipe", ("rowwise",), "it has tensorwise, delayed, blockwise and mxfp8"),
+    ("backend", _TE, "amax_history_len", (1,), "its histories are longer"),
+)
+"""An option and some of its values, another option and values that they exclude (if none are given,
+all true ones), and the reason.
+"""
+
+
+def check_options(config: Any) -> None:
+    """Check all options of an `FP8Config`: each value, those of some layers, and contradictions.
+
+    Args:
+        config: the configuration; a list becomes a tuple, and overrides become `Overrides`.
+    Raises:
+        ValueError, TypeError: see `checked`, `Overrides.checked` and `_check_override`; options
+            exclude each other.
+    """
+    for of_field in fields(config):
+        is_option = of_field.name != "overrides"
+        value = getattr(config, of_field.name)
+        value = (
+            checked(of_field, value)
+            if is_option
+            else Overrides.checked(value, named(config, "layer"))
+        )
+        object.__setattr__(config, of_field.name, value)
+    for text in _contradictions(config):
+        raise ValueError(f"FP8Config: {text}")
+    for pattern, options in config.overrides.items():
+        _check_override(config, pattern, options)
+
+
+def _contradictions(config: Any) -> Iterator[str]:
+    for group, owner, valid, instead in _OWNERS:
+        names, value = given(config, group), getattr(config, owner)
+        if names and value not in valid:
+            yield (
+                f"{owner}={value!r} excludes {', '.join(names)}; use {owner}={instead!r}, or leave "
+                "that out"
+            )
+    for one, values, other, excluded, reason in _PAIRS:
+        x, y = getattr(config, one), getattr(config, other)
+        if x in values and (y in excluded if excluded else y):
+            yield f"{one}={x!r} excludes {other}={y!r}: {reason}; leave one of them out"
+    recipes = SAVE_FORMATS.get(config.save_format, ("auto",))
+    if config.save_format and config.recipe not in ("auto", *recipes):
+        others = [name for name, able in SAVE_FORMATS.items() if config.recipe in able]
+        yield (
+            f"save_format={config.save_format!r} cannot express recipe={config.recipe!r}; use "
+            f"recipe={recipes[0]!r}, or save_format={others[0]!r}"
+        )
+    if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
+        yield "wgrad='bf16' excludes fast_accum=('wgrad',): that GEMM is no FP8 GEMM; leave one out"
+    if config.on_alarm == config.recipe:
+        yield (
+            f"on_alarm={config.on_alarm!r} is the recipe that all layers already run; choose a "
+            "finer one, or on_alarm='bf16'"
+        )

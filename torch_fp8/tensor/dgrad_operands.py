@@ -1,0 +1,57 @@
+"""`dgrad_operands`: the operands of dgrad in a graph of torch.compile, which casts in backward.
+
+Legend: M tokens, K in, N out.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize_beside import quantize_beside
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer, matrix, source_of
+
+
+def dgrad_operands(
+    quantizer: Quantizer,
+    grad: Tensor,
+    for_weight: WeightQuantizer,
+    weight: Tensor,
+    scale: Tensor | None,
+    *,
+    columnwise: bool,
+    sum_dtype: torch.dtype | None,
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None, QuantizedTensor]:
+    """Cast the gradient of a layer's output, and make the weight's payload that dgrad reads.
+
+    The weight depends on the gradient, so that no graph computes its payload in forward and keeps
+    it. A payload that the weight keeps is transposed in the launch that casts the gradient.
+
+    Args:
+        quantizer, grad, columnwise, sum_dtype: cast of the gradient (..., N), see `Quantizer`.
+        for_weight, weight, scale: see `WeightQuantizer.for_dgrad`.
+    Returns:
+        The gradient (M, N), its transpose (N, M), and the sums of its rows, as from `Quantizer`;
+        the weight (K, N).
+    """
+    payload = None if for_weight.transposed else for_weight.kept_payload(weight)
+    is_plain = source_of(grad) is None and not isinstance(grad, QuantizableTensor)
+    by_tensor = quantizer.spec.granularity == "tensorwise"
+    if (
+        payload is not None
+        and not payload.scale.ndim
+        and by_tensor
+        and is_plain
+        and sum_dtype is None
+    ):
+        x = matrix(grad)
+        options = quantizer.options(x, rowwise=True, columnwise=columnwise)
+        (g, g_t), w = quantize_beside(x, options, payload)
+        return g, g_t, None, w
+    g, g_t, sums = quantizer(grad, rowwise=True, columnwise=columnwise, sum_dtype=sum_dtype)
+    assert g is not None
+    source = quantizer.source
+    after = g.scale if source.scale is None else g.qdata
+    if source.scale is not None and source.slot is not None:
+        after = source.slot  # fewer bytes, which the cast has written, too
+    return g, g_t, sums, for_weight.for_dgrad(weight, scale, after)
