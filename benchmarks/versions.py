@@ -46,8 +46,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "transformers": (f"{_ACCELERATE}/test_trainer.py", "tests/torch_fp8/test_hugging_face.py"),
     # SFT with and without LoRA, DPO, GRPO, reward.
-    "trl": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms[O2]",),
-    "peft": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms[O2]",),
+    "trl": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms",),
+    "peft": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms",),
 }
 _ENGINE = ("tests/torch_fp8/nn/test_linear.py", "tests/torch_fp8/optim/test_optimizer.py")
 TESTS["python"] = (

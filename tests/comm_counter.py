@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fp8.tensor.base import map_tensors
+from tests.internals import map_tensors
 
 _C10D = {
     "allreduce_": ("all-reduce", "tensors"),

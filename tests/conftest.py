@@ -146,7 +146,7 @@ def _nothing_compiled_before():
 @pytest.fixture
 def te(monkeypatch):
     """``transformer_engine.pytorch`` on the CPU: a stub."""
-    from torch_fp8.nn import transformer_engine
+    from tests.internals import transformer_engine
 
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
@@ -178,7 +178,7 @@ def timed(monkeypatch):
 
     It returns an object whose ``runs`` are the passes that were timed.
     """
-    from torch_fp8.conversion import layer_benchmark
+    from tests.internals import layer_benchmark
 
     def install(table):
         clock = _Clock(table)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torch_fp8.quantization.recipe import SAVE_FORMATS
+from tests.internals import SAVE_FORMATS
 
 EXPORTS = [(format, recipe) for format, recipes in SAVE_FORMATS.items() for recipe in recipes]
 E4M3_MAX = 448.0

@@ -5,9 +5,7 @@ from unittest import mock
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tests.fp8_checkpoints import LiveStorages
-from torch_fp8.quantization import block_scaled
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.exchange import stored_grad
+from tests.internals import block_scaled, local, stored_grad
 
 
 def check_peak_of_leaving(model, leave, biggest):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from torch_fp8.nn import experts_dispatch
+from tests.internals import experts_dispatch
 
 E, K, H, WIDTH = 4, 2, 64, 48
 

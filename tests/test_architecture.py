@@ -43,6 +43,9 @@ FLOORS_OF_DISTRIBUTED = [
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]
+EXPORTING = {"torch_fp8", "torch_fp8.distributed", "lightning_fp8", "accelerate_fp8"}
+STARTED = "tests/torch_fp8/missing_packages.py"
+"""A program that tests start without this folder on its path, as those in folders `scripts`."""
 RIDDLES = {
     *("Of", "By", "Within", "Without", "Where", "As", "And", "But", "Likewise", "Nothing"),
     *("It", "Its", "They", "Their", "Them", "Those", "He", "Who", "Whose"),
@@ -179,6 +182,42 @@ def test_only_tests_of_the_benchmarks_import_them():
         and any(name.split(".")[0] == "benchmarks" for name in _imports(path))
     }
     assert importing == set()
+
+
+def _internals(path):
+    """Yield what a file imports of the packages that is neither exported nor in `torch_fp8.ops`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in PACKAGES:
+            module = importlib.import_module(node.module) if node.module in EXPORTING else None
+            exported = {"ops", "distributed", *getattr(module, "__all__", ())}
+            if not f"{node.module}.".startswith("torch_fp8.ops."):
+                yield from (f"{node.module}.{a.name}" for a in node.names if a.name not in exported)
+        elif isinstance(node, ast.Import):
+            names = [a.name for a in node.names if a.name.split(".")[0] in PACKAGES]
+            yield from (n for n in names if "." in n and not n.startswith("torch_fp8.ops."))
+
+
+def test_tests_import_internals_through_one_door():
+    """Where a name stands is written once, in tests/internals.py."""
+    importing = {
+        path.relative_to(ROOT).as_posix(): names
+        for path in (ROOT / "tests").rglob("*.py")
+        if "scripts" not in path.parts and path != ROOT / STARTED and (names := [*_internals(path)])
+    }
+    assert importing == {}
+
+
+def test_internals_lists_what_tests_import():
+    internals = importlib.import_module("tests.internals")
+    door = {*internals._HOMES, *internals._MODULES}
+    imported = {
+        alias.name
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "tests.internals"
+        for alias in node.names
+    }
+    assert imported == door
 
 
 def test_the_numbers_of_the_formats_have_one_home():

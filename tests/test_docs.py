@@ -185,7 +185,7 @@ def _check(words):
         if rest != ["train.py"]:  # the reader's
             _check_source(ROOT / rest[0], rest[1:])
     elif first == "torch-fp8":
-        from torch_fp8_tools.cli import _parser
+        from tests.internals import _parser
 
         _parser().parse_args(rest)
     elif first == "accelerate":

@@ -85,34 +85,6 @@ def test_the_autoload_sees_the_environment_of_the_script(forked_python, precisio
     assert done.stdout == f"{precision == 'fp8'}\n"
 
 
-def test_an_autoload_that_is_switched_off_has_left_nothing(forked_python):
-    code = (
-        "import sys, torch\n"
-        "hooks = [f for f in sys.meta_path if 'fp8' in type(f).__module__]\n"
-        "print(hooks, [name for name in sys.modules if name.startswith(('_fp8', 'torch_fp8'))])"
-    )
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    printed = subprocess.run([forked_python, "-c", code], env=environment, capture_output=True)
-    assert printed.stdout == b"[] []\n"
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "said"),
-    [
-        ("raise ValueError('so')", 1, "ValueError: so\n"),
-        ("import sys; sys.exit('said')", 1, "said\n"),
-        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
-        ("import atexit, sys; atexit.register(print, 'last', file=sys.stderr)", 0, "last\n"),
-        ("import sys; sys.stderr.reconfigure(errors='replace'); sys.stderr.write('x')", 0, "x"),
-    ],
-    ids=["raises", "exits", "is killed", "atexit", "configures a stream"],
-)
-def test_it_ends_as_a_python_does(forked_python, code, status, said):
-    done = subprocess.run([forked_python, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    assert done.stderr.endswith(said)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_signal_reaches_it(forked_python, tmp_path, number):
     """A caller that is killed leaves nothing behind."""
@@ -128,18 +100,3 @@ def test_a_signal_reaches_it(forked_python, tmp_path, number):
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN], ids=lambda a: a.name)
-def test_it_heeds_the_signals_that_its_caller_heeds(forked_python, action):
-    code = "import signal as s; print([s.getsignal(n) for n in (s.SIGTERM, s.SIGINT, s.SIGHUP)])"
-
-    def heeded(python):
-        def act():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, action)
-
-        command = [python, "-c", code]
-        return subprocess.run(command, preexec_fn=act, capture_output=True, check=True).stdout
-
-    assert heeded(forked_python).split(b" at ")[0] == heeded(sys.executable).split(b" at ")[0]

@@ -101,23 +101,6 @@ def test_accelerator_with_fp8_is_told_nothing():
 
 
 @pytest.mark.slow
-def test_trainer_whose_arguments_could_not_be_extended_is_told():
-    code = """
-    import accelerate_fp8._register as register
-    def moved(module): raise AttributeError("moved")
-    register.extend_training_args = moved
-    import tempfile
-    from transformers import Trainer, TrainingArguments
-    arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, bf16=True, max_steps=1)
-    Trainer(torch.nn.Linear(64, 64), arguments)
-    train()
-    """
-    (line,) = run(MODEL + textwrap.dedent(code), **LAUNCHED)
-    assert "transformers.training_args of transformers " in line
-    assert "could not be extended (AttributeError: moved)" in line
-
-
-@pytest.mark.slow
 def test_backend_of_another_library_is_told_nothing():
     # It leaves the first and the last layer as they are.
     deeper = MODEL.replace("torch.nn.Linear(64, 64), ", "torch.nn.Linear(64, 64), " * 2)

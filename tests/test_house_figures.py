@@ -9,7 +9,6 @@ from scripts.house_figures import (
     NEW_TESTS,
     PACKAGES,
     ROOT,
-    arrows,
     code_lines,
     new_code,
     new_test_lines,
@@ -50,16 +49,6 @@ def test_private_names_are_those_of_other_projects(tmp_path):
         "_read": ["lightning_fp8/two.py"],
         "_theirs": ["torch_fp8/one.py"],
     }
-
-
-def test_arrows_lead_from_a_room_to_another(tmp_path):
-    for room in ("nn", "ops"):
-        (tmp_path / "torch_fp8" / room).mkdir(parents=True)
-        (tmp_path / "torch_fp8" / room / "__init__.py").touch()
-    names = ("config", "nn.a", "ops.b")
-    code = "".join(f"from torch_fp8.{name} import x\n" for name in names)
-    (tmp_path / "torch_fp8/nn/c.py").write_text(code)
-    assert arrows(tmp_path) == {("nn", "ops")}
 
 
 def test_new_rooms_name_files_that_exist():

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from tests.internals import REMOVED, convert_optimizer_file
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -23,8 +24,6 @@ from torch_fp8 import (
     load_trainable,
     merged_state_dict,
 )
-from torch_fp8.quantization.suggestions import REMOVED
-from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
 FOLDER = Path(__file__).parent / "data" / "v0.1.0"
 FIELDS = {field.name: field.default for field in dataclasses.fields(FP8Config)}

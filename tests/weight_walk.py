@@ -4,7 +4,6 @@
 """
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.host_loops import WAYS, Net, batch, rank
+from tests.internals import SplitWeight
 from torch_fp8 import FP8Config
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _reference(model: nn.Module) -> list[Tensor]:
@@ -47,49 +45,15 @@ def _through_data(p: Tensor, r: Tensor) -> None:
     p.data = p.data * 0.5 + r
 
 
-def _foreach(model: nn.Module) -> Any:
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        torch._foreach_mul_(parameters, 0.999)
-        torch._foreach_lerp_(parameters, _reference(model), 1e-3)
-        return torch._foreach_norm(parameters)
-
-
-def _average(model: nn.Module) -> Any:
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0.9)
-    average.update_parameters(model)
-    average.update_parameters(model)
-    return [v for name, v in average.state_dict().items() if "fp8" not in name]
-
-
 def _loaded(model: nn.Module) -> None:
     model.load_state_dict({k: v.clone() * 0.999 for k, v in model.state_dict().items()})
 
 
-def _in_place_of_leaf(model: nn.Module) -> str:
-    try:
-        next(model.parameters()).mul_(2)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 OPERATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "values": _no_grad(lambda p, r: (p.norm(), p.abs().max(), p.std(), str(p.dtype), p.is_leaf)),
-    "numpy": _no_grad(lambda p, r: np.linalg.norm(p.detach().cpu().numpy())),
-    "clone": _no_grad(lambda p, r: (p.clone(), p.detach().cpu(), p.double(), p.to(torch.bfloat16))),
-    "pickle": _no_grad(lambda p, r: pickle.loads(pickle.dumps(p))),
-    "mul_": _no_grad(lambda p, r: p.mul_(0.999)),
-    "index": _no_grad(lambda p, r: p.view(-1).__setitem__(slice(3), r.view(-1)[:3])),
     "data": _no_grad(_through_data),
-    "foreach": _foreach,
     "load_state_dict": _loaded,
-    "average": _average,
     "l2": lambda model: _penalty(model, lambda p, r: (p - r).square().sum() + p.norm()),
-    "leaf in place": _in_place_of_leaf,
 }
 
 

@@ -14,8 +14,7 @@ from torch import nn
 
 import accelerate_fp8
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.history import load_history, save_history
+from tests.internals import load_history, preparation_of, save_history
 from torch_fp8 import Float8Linear, scaling_state_dict
 from torch_fp8.ops import scaled_mm
 
@@ -91,14 +90,6 @@ def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(accelerate, gemms, timed):
     assert fp8.unwrap_model(model).down.weight.isfinite().all()
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_other_precisions_are_untouched(accelerate, precision):
-    accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
-    model = accelerator.prepare(Block())
-    assert type(model.up) is nn.Linear
-    assert accelerator.fp8_backend == "NO"
-
-
 @pytest.fixture
 def no_handler(monkeypatch):
     """As in a script that never imported `FP8Kwargs`."""
@@ -136,16 +127,6 @@ def test_fp8_kwargs_set_the_configuration(accelerate):
     assert type(model.down) is nn.Linear
     assert accelerator.ddp_handler.find_unused_parameters
     assert len(handlers) == 2  # the caller's list is left alone
-
-
-def test_fp8_kwargs_without_config_are_the_default(accelerator_with):
-    accelerator = accelerator_with(kwargs_handlers=[FP8Kwargs()])
-    assert accelerator.prepare(Block()).up.fp8.config == FP8Config()
-
-
-def test_fp8_kwargs_refuse_what_is_no_config():
-    with pytest.raises(TypeError, match="takes an FP8Config"):
-        FP8Kwargs({"recipe": "rowwise"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -238,30 +219,6 @@ def test_card_without_fp8_stays_accelerates_matter_for_other_backends(accelerate
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.mixed_precision == "fp16"
-
-
-def test_model_prepared_twice_is_converted_once(fp8, gemms):
-    model = Block()
-    fp8.prepare_model(model, evaluation_mode=True)
-    fp8.prepare(model)
-    model(torch.randn(4, 32)).sum().backward()
-    assert len(gemms) == 2 + 3  # the first layer's input takes no gradient
-
-
-def test_evaluation_runs_in_fp8_by_default(fp8, gemms):
-    model = fp8.prepare(Block()).eval()
-    model(torch.randn(4, 32))
-    assert len(gemms) == 2
-
-
-def test_evaluation_runs_in_high_precision_when_configured(accelerate, gemms):
-    handlers = [FP8Kwargs(FP8Config(eval_fp8=False))]
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
-    model = accelerator.prepare(Block())
-    model.eval()(torch.randn(4, 32))
-    assert gemms == []
-    model.train()(torch.randn(4, 32))
-    assert len(gemms) == 2
 
 
 def test_layers_under_a_device_map_hook_run_in_fp8(fp8, gemms):

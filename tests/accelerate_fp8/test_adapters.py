@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.fp8_checkpoints import LiveStorages
+from tests.internals import Float8FrozenWeight, reasons_to_stay
 from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
-from torch_fp8.optim.weight_owners import reasons_to_stay
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 CONFIG = llama_config(num_hidden_layers=1, vocab_size=96)
 IDS = torch.arange(64).view(2, 32)
@@ -140,21 +139,6 @@ def test_unmerging_gives_the_bytes_back(kind):
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.long
-def test_a_thousand_merges_leave_the_base_as_it_is():
-    layer = peft.tuners.lora.Linear
-    model, _ = adapted()
-    module = up_proj(model)
-    assert isinstance(module, layer)
-    kept = module.get_base_layer().weight.qdata.clone()
-    for _ in range(1000):
-        module.merge()
-        module.unmerge()
-    assert torch.equal(
-        module.get_base_layer().weight.qdata.view(torch.uint8), kept.view(torch.uint8)
-    )
-
-
 def test_a_broken_adapter_leaves_the_base_frozen():
     model, _ = adapted()
     layer = up_proj(model)
@@ -206,14 +190,6 @@ def test_merging_into_an_fp8_base_says_whose_rounding_stays(monkeypatch, way):
     assert len(told) == (way == "merge_and_unload")
 
 
-def test_merging_into_a_stock_base_says_nothing(monkeypatch):
-    lines = []
-    monkeypatch.setattr("accelerate_fp8.adapters.warn_once", lines.append)
-    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["up_proj"]))
-    model.merge_and_unload()
-    assert lines == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merge_and_unload_gives_the_dtype_of_the_base_and_lets_the_bytes_go(dtype):
     model, _ = adapted("rslora", dtype)
@@ -226,14 +202,6 @@ def test_merge_and_unload_gives_the_dtype_of_the_base_and_lets_the_bytes_go(dtyp
     assert not any(isinstance(p, Float8FrozenWeight) for p in merged.parameters())
     assert layer.fp8.frozen is None
     assert (logits(merged) - expected).norm() / expected.norm() < 0.1
-
-
-def test_merging_thaws_the_layers_without_adapters():
-    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["up_proj"]))
-    convert_to_float8(model, FP8Config(recipe="tensorwise"))
-    assert any(isinstance(p, Float8FrozenWeight) for p in model.parameters())
-    merged = model.merge_and_unload()
-    assert {p.dtype for p in merged.state_dict().values()} == {torch.float32}
 
 
 def test_adapters_are_merged_exactly_into_a_base_that_is_not_prepared(tmp_path):
@@ -315,14 +283,3 @@ def test_saving_adapters_does_not_read_the_base(tmp_path, way):
     whole = {name: p for name, p in model.state_dict().items() if "base_layer" in name}
     assert {type(value) for value in whole.values()} == {torch.Tensor}
     assert {value.dtype for value in whole.values()} == {torch.bfloat16}
-
-
-def test_a_stock_base_is_merged_as_before():
-    torch.manual_seed(1)
-    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(r=4, target_modules=["up_proj"]))
-    layer = up_proj(model)
-    torch.nn.init.normal_(layer.lora_B["default"].weight)
-    expected = layer.get_base_layer().weight + layer.get_delta_weight("default")
-    model.merge_adapter()
-    assert torch.equal(layer.get_base_layer().weight, expected)
-    assert layer.get_base_layer().weight.dtype == torch.float32

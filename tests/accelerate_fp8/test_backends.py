@@ -100,15 +100,6 @@ def test_launcher_flag_in_lower_case_runs_torchao(run):
 
 
 @pytest.mark.long
-def test_config_file_of_torchao_runs_torchao(run, tmp_path):
-    config = tmp_path / "accelerate.yaml"
-    text = (SCRIPTS / "config_file.yaml").read_text()
-    config.write_text(text.split("fp8_config:")[0] + "fp8_config:\n  backend: AO\n")
-    done = run("loop.py", launch=("--config_file", str(config)))
-    assert "layer torchao.float8" in done.stdout
-
-
-@pytest.mark.long
 def test_config_file_without_backend_runs_the_engine(run, tmp_path):
     config = shutil.copy(SCRIPTS / "config_file.yaml", tmp_path)
     done = run("loop.py", launch=("--config_file", str(config)))
@@ -120,11 +111,3 @@ def test_config_file_without_backend_runs_the_engine(run, tmp_path):
 def test_engine_runs_without_any_fp8_library(run, hidden_torchao):
     done = run("loop.py", launch=("--mixed_precision", "fp8"), before=hidden_torchao)
     assert done.fp8 > 0
-
-
-@pytest.mark.long
-def test_hidden_torchao_is_what_stock_accelerate_misses(run, hidden_torchao):
-    """The control of the test above: stock Accelerate refuses the flag in that environment."""
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = run("loop.py", "fp8", fails=True, before=hidden_torchao, **off)
-    assert "Using `fp8` precision requires" in done.stderr

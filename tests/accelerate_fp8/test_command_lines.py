@@ -105,12 +105,6 @@ def test_launched_modules_of_trl(shell, options, script, rows, extra):
 
 
 @pytest.mark.slow
-def test_module_of_trl_without_a_launcher(shell, options):
-    arguments = ("-m", "trl.scripts.sft", *options(TEXT))
-    _assert_fp8(shell(*arguments, ACCELERATE_MIXED_PRECISION="fp8"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "rows", "extra"),
     [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, (*REWARD, *GENERATE))],
@@ -119,39 +113,3 @@ def test_command_of_trl(shell, options, command, rows, extra):
     # It hands what it does not know on to Accelerate's launcher.
     trl = os.path.join(os.path.dirname(sys.executable), "trl")
     _assert_fp8(shell(trl, command, *options(rows), *extra, "--mixed_precision", "fp8"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("way", ["options", "json", "config-file"])
-def test_run_clm(shell, tmp_path, tiny_model, way, bf16):
-    (tmp_path / "train.txt").write_text("\n".join(SENTENCES * 4))
-    given = {
-        "model_name_or_path": str(tiny_model),
-        "train_file": str(tmp_path / "train.txt"),
-        "output_dir": str(tmp_path / "out"),
-        "do_train": True,
-        "do_eval": True,
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": bf16,
-    }
-    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-    if way == "json":
-        (tmp_path / "options.json").write_text(json.dumps(given))
-        arguments = ["options.json"]
-    launch = FP8
-    if way == "config-file":
-        chosen = "distributed_type: 'NO'\nmixed_precision: fp8\nnum_processes: 1\nuse_cpu: true\n"
-        (tmp_path / "accelerate.yaml").write_text(f"compute_environment: LOCAL_MACHINE\n{chosen}")
-        launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml")
-    ran = shell(*launch, str(SCRIPTS / "run_clm.py"), *arguments)
-    _assert_fp8(ran)
-    assert "eval_loss" in ran[1]
-
-
-def test_run_clm_says_nothing_of_fp8():
-    assert "fp8" not in (SCRIPTS / "run_clm.py").read_text().lower()

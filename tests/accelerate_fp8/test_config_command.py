@@ -10,8 +10,7 @@ import time
 import pytest
 import yaml
 
-import _fp8_autoload
-from accelerate_fp8 import _register
+from tests.internals import accelerate_register as _register
 
 ENTER = "\r"
 FOURTH = "3"  # fp8, behind no, fp16 and bf16
@@ -76,7 +75,3 @@ def test_other_backends_and_other_questions_are_as_in_stock(monkeypatch):
     assert asked[0] == ("Which FP8 backend?", ["torch_fp8", *theirs], 0)
     assert cluster._ask_options("Which?", ["a", "b"], lambda row: "ab"[row], default=1) == "b"
     assert asked[-1] == ("Which?", ["a", "b"], 1)
-
-
-def test_the_menu_is_extended_when_it_is_imported():
-    assert "accelerate.commands.config.cluster" in _fp8_autoload.EXTENSIONS

@@ -11,22 +11,14 @@ FP8 = ("--mixed_precision", "fp8")
 DELAYED = {"TORCH_FP8_CONFIG": '{"recipe": "delayed"}'}
 
 
-def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run):
-    done = run("loop.py", launch=FP8, processes=2)
-    assert done.processes == 2
-    # 8 micro-batches over both ranks, 3 layers; dgrad for all but the first.
-    assert (done.fp8, done.linear) == (8 * (3 + 3 + 2), 0)
-    weights = re.findall(r"rank (\d): weights (\S+)", done.stdout)
-    assert sorted(rank for rank, _ in weights) == ["0", "1"]
-    assert len({value for _, value in weights}) == 1
-    # The summary comes from rank zero only.
-    assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
-
-
 def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run):
     """Weights and residuals; ranks start from other weights, and accumulate over two backwards."""
     modes = ("O1", "O2", "O3", "unused", "late", "hook")
     done = run("replicas.py", *modes, launch=FP8, processes=2)
+    assert done.fp8 > 0
+    assert done.linear == 0
+    assert "[RANK 0] FP8: 2 of 2 linear layers" in done.stderr
+    assert "[RANK 1] FP8" not in done.stderr
     line = r"(\w+) rank (\d): (weight \S+ grad \S+ view \S+) loss (\S+) (sums \S+ \S+)"
     lines = re.findall(line, done.stdout)
     of = {mode: sorted(line[1:] for line in lines if line[0] == mode) for mode in modes}
@@ -54,19 +46,6 @@ def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run):
     assert done.stderr.count(users) == 2
     assert "no gradients in 8 bits: DistributedDataParallel(find_unused_parameters" in done.stderr
     assert "2 weights stay float32: DistributedDataParallel has wrapped them" in done.stderr
-
-
-def test_fsdp2_converts_before_sharding_and_restores_histories(run):
-    done = run("fsdp2.py", launch=FP8, processes=2, **DELAYED)
-    # 3 steps and 1 on each rank.
-    assert (done.fp8, done.linear) == (2 * 4 * (3 + 3 + 2), 0)
-    assert "sharded True" in done.stdout
-    assert "loss finite True" in done.stdout
-    names = ["0.bias", "0.weight", "2.bias", "2.weight", "4.bias", "4.weight"]
-    assert f"state {names} {{'Tensor'}}" in done.stdout
-    assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
-    restored = re.findall(r"rank (\d): 15 buffers moved True restored True", done.stdout)
-    assert sorted(restored) == ["0", "1"]
 
 
 def test_fsdp1_runs_the_gemms_alone_and_says_so(run):

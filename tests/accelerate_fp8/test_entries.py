@@ -45,10 +45,6 @@ def test_constructor_argument_runs_fp8_gemms_and_shows_the_summary_once(run):
     assert "bytes per parameter" in done.stderr
 
 
-def test_constructor_without_fp8_runs_none(run):
-    assert run("loop.py", "bf16").fp8 == 0
-
-
 def test_environment_reaches_every_option_of_an_unmodified_script(run):
     options = '{"recipe": "tensorwise", "wgrad": "bf16", "skip": ["2"]}'
     done = run("loop.py", "fp8", TORCH_FP8_CONFIG=options)
@@ -57,10 +53,8 @@ def test_environment_reaches_every_option_of_an_unmodified_script(run):
     assert "2: skip='2'" in done.stderr
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_trainers_of_transformers_and_trl_run_fp8_gemms(run, tiny_model, level):
-    chosen = {} if level == "O2" else {"TORCH_FP8_CONFIG": f'{{"opt_level": "{level}"}}'}
-    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"), **chosen)
+def test_trainers_of_transformers_and_trl_run_fp8_gemms(run, tiny_model):
+    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"))
     counts = _counts(done.stdout)
     assert set(counts) == set(TRAINERS)
     for name, (trained, evaluated) in counts.items():

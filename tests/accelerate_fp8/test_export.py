@@ -61,20 +61,6 @@ def test_the_hosts_save_what_export_writes(accelerate, tmp_path, how):
     accelerator.backward(model(TOKENS, labels=TOKENS).loss)  # training goes on
 
 
-def test_other_files_stay_and_old_weights_go(accelerate, tmp_path):
-    _, model = _trained(accelerate)
-    (tmp_path / "mine.txt").write_text("mine")
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
-        (tmp_path / name).write_text("old")
-    model.save_pretrained(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"mine.txt", "model.safetensors", "config.json", "generation_config.json"}
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    names = {path.name for path in tmp_path.iterdir()}
-    assert "model.safetensors" not in names
-    assert {"model.safetensors.index.json", "model-00001-of-00005.safetensors"} <= names
-
-
 def test_a_save_that_fails_leaves_the_files_of_the_last_one(accelerate, tmp_path):
     _, model = _trained(accelerate)
     model.save_pretrained(tmp_path)
@@ -137,7 +123,7 @@ def test_what_the_format_cannot_hold_is_refused_before_training(accelerate):
 def test_sharded_models_are_refused_before_training(accelerate, monkeypatch):
     from accelerate.utils import DistributedType
 
-    from accelerate_fp8 import export as of_hosts
+    from tests.internals import accelerate_export as of_hosts
 
     for format, kind in ((None, DistributedType.FSDP), ("fine-grained", DistributedType.MULTI_GPU)):
         of_hosts.refuse_sharded_saving(FP8Config(save_format=format), kind)

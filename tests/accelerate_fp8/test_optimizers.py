@@ -9,10 +9,9 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from accelerate_fp8 import FP8Config
+from tests.internals import Float8Optimizer, SplitWeight
 from tests.leaving_peak import check_peak_of_leaving
 from torch_fp8 import Float8Linear
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
 
 O1 = FP8Config(opt_level="O1")
 
@@ -87,24 +86,6 @@ def test_any_order_converts_weights_and_optimizer(accelerator_with, expected_los
     assert split == ["up.weight", "down.weight", "lm_head.weight"]
     assert model.up.weight.residual.any()
     assert scheduler.get_last_lr()[0] == pytest.approx(0.5e-2 * (1 + math.cos(0.4 * math.pi)))
-
-
-def test_hooks_and_groups_of_the_user_stay(accelerator_with):
-    model = Net()
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay}, {"params": no_decay, "weight_decay": 0.0, "name": "small"}]
-    )
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    accelerator = accelerator_with()
-    model, prepared = accelerator.prepare(model, optimizer)
-    _train(accelerator, model, prepared, 1)
-    assert calls == ["before", "after"]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-2, 0.0]
-    assert optimizer.param_groups[1]["name"] == "small"
 
 
 def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with):
@@ -196,31 +177,6 @@ class OwnStep(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Lookahead(torch.optim.Optimizer):
-    """As such wrappers are: an optimizer that has another, and weights of its own in float32."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-        self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"])
-
-    def step(self, closure=None):
-        return self.optimizer.step(closure)
-
-
-def test_an_optimizer_that_has_another_steps_split_weights_and_is_named_once(
-    accelerator_with, messages
-):
-    accelerator = accelerator_with()
-    model = Net()
-    optimizer = Lookahead(model.parameters())
-    model, prepared = accelerator.prepare(model, optimizer)
-    _train(accelerator, model, prepared, 2)
-    assert isinstance(optimizer, Lookahead)
-    assert isinstance(model.up.weight, SplitWeight)
-    assert sum(message.count("Lookahead keeps its own states") for message in messages()) == 1
-    assert "weights in two halves" in messages()[0]
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -272,20 +228,6 @@ def test_optimizer_prepared_after_its_model_is_reported_then(accelerator_with, m
     summary, later = messages()
     assert "linear layers" in summary
     assert "FP8: optimizer AdamW with 8-bit states\n  memory " in later
-
-
-def test_states_make_no_round_trip_through_float32(accelerator_with, monkeypatch):
-    accelerator = accelerator_with()
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # in the user's loop, before anything was prepared
-    calls = []
-    monkeypatch.setattr(Float8Optimizer, "state_dict", lambda *_: calls.append("saved") or {})
-    accelerator.prepare(model, optimizer)
-    assert calls == []
-    assert optimizer.state[model.up.weight]["exp_avg"].any()
 
 
 def test_placeholder_of_deepspeed_is_handed_through(accelerator_with):

@@ -8,7 +8,7 @@ import pytest
 
 import _fp8_autoload
 from _fp8_points import POINTS
-from accelerate_fp8 import _register
+from tests.internals import accelerate_register as _register
 
 OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from accelerate_fp8 import FP8Config
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.released_grad import is_released
+from tests.internals import Float8Optimizer, is_released
 
 RELEASE = FP8Config(gradient_release=True)
 

@@ -17,17 +17,20 @@ pytest.importorskip("trl")
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from accelerate_fp8 import _register, rollouts
-from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.logprob_difference import (
+from tests.accelerate_fp8.test_trl_frozen import lab as lab
+from tests.internals import (
     LogprobDifference,
     Measured,
     SampledLogprobs,
+    pause,
+    preparation_of,
+    resume,
+    rollouts,
+    sampled_mask,
     warnings_of,
 )
-from accelerate_fp8.rollouts import sampled_mask
-from tests.accelerate_fp8.test_trl_frozen import lab as lab
-from torch_fp8.nn.linear import Float8Linear, pause, resume
+from tests.internals import accelerate_register as _register
+from torch_fp8 import Float8Linear
 
 REQUESTS = {"num_blocks": 4, "block_size": 32, "max_batch_tokens": 64}
 MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"

@@ -8,10 +8,9 @@ from torch import nn
 
 import torch_fp8
 from accelerate_fp8 import record_routing, routing_replay
-from accelerate_fp8.routing import find_routers
+from tests.internals import expert_weights, find_routers
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
-from torch_fp8.nn.layer_filter import expert_weights
 
 BATCH, LENGTH = 2, 12
 ROUTERS = sorted(MODELS)

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from accelerate_fp8.trainer import post_init
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
+from tests.internals import Float8Optimizer, SplitWeight, post_init
 
 
 @pytest.fixture
@@ -75,7 +73,7 @@ def test_bf16_without_the_flag_stays(accelerate, tmp_path, options, precision):
 
 @pytest.mark.parametrize(("backend", "kept"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
 def test_arguments_of_transformers_4_have_no_mixed_precision(launched, backend, kept):
-    from accelerate_fp8.trainer import post_init
+    from tests.internals import post_init
 
     class Arguments:
         def __post_init__(self):  # what version 4.57 does under bf16=True
@@ -197,22 +195,6 @@ def test_saved_model_has_the_dtypes_that_bf16_training_saves(
         assert set(ours[1].values()) == {dtype}
         assert ours[0] in (str(dtype).removeprefix("torch."), None)
     assert "saved whole" not in caplog.text  # which shards alone are not
-
-
-@pytest.mark.usefixtures("launched")
-def test_model_in_training_generates(tmp_path, tiny_model):
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    trainer.train()
-    assert {type(p) for p in model.parameters()} == {SplitWeight, torch.nn.Parameter}
-    unwrapped = trainer.accelerator.unwrap_model(trainer.model_wrapped).eval()
-    prompt = torch.arange(4, 8)[None]
-    generated = unwrapped.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    assert generated.shape == (1, 8)
 
 
 @pytest.mark.usefixtures("launched")

@@ -8,8 +8,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.internals import TransformerEngineLinear
 from tests.steps import train_steps
-from torch_fp8.nn.transformer_engine import TransformerEngineLinear
 
 
 def make(accelerate, backend="transformer-engine"):

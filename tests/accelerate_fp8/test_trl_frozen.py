@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from tests.internals import Float8FrozenWeight, Float8Layer
 
 TEXT = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 2
 PAIRS = {"prompt": TEXT, "chosen": TEXT[::-1], "rejected": TEXT}

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 import _fp8_points
-from accelerate_fp8 import FP8Config, FP8Kwargs, _register
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.internals import accelerate_register as _register
 
 LINE = r"supports {0} [\d.]+ to [\d.]+, found {1}: pip install '{0}>=[\d.]+', or train without FP8"
 

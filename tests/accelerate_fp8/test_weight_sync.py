@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from tests.internals import Float8FrozenWeight
+from torch_fp8 import Float8Linear
 
 
 class Server:

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from tests.internals import make_recipe
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
-from torch_fp8.quantization.recipe import make_recipe
 
 TOKENS = [5, 6, 7, 3]
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}

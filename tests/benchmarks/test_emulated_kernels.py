@@ -3,13 +3,10 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
-from benchmarks.evidence.emulated_kernels import rows_of
 from benchmarks.rows import RESULTS, read_rows
 from tests.emulator.accesses import Access
 from tests.emulator.counts import Counts
-from tests.emulator.driver import Launched
 
 KEY = ("kernel", "variant", "target", "warps")
 
@@ -24,38 +21,6 @@ def counted(addresses, width, shared=False):
     access = Access(0, threads, np.asarray(addresses), None, width, False)
     counts.shared(access) if shared else counts.accessed(access)
     return counts
-
-
-@pytest.mark.parametrize(
-    ("stride", "width", "expected"),
-    [(16, 16, (512, 512, 16, 16)), (32, 16, (512, 512, 32, 16)), (0, 4, (128, 4, 1, 1))],
-    ids=["neighbours", "every second piece", "the same bytes"],
-)
-def test_sectors_of_a_warp(stride, width, expected):
-    counts = counted(np.arange(32) * stride, width)
-    found = counts.requested, counts.needed, counts.sectors, counts.least_sectors
-    assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("stride", "width", "passes"), [(4, 4, 1), (128, 4, 32), (0, 4, 1), (16, 16, 4)]
-)
-def test_threads_in_one_bank_take_turns(stride, width, passes):
-    assert counted(np.arange(32) * stride, width, shared=True).passes == passes
-
-
-def test_a_row_sums_the_launches_of_a_variant():
-    counts = counted(np.arange(32) * 32, 16)
-    counts.instructions = 10
-    launched = Launched("cast_kernel", "*bf16 ROW=True", "", (1, 1, 1), 128, 64, (counts,))
-    (row,) = rows_of([launched, launched], {})
-    assert row["equal"]
-    assert not next(rows_of([launched, launched], {1: "differs"}))["equal"]
-    assert (row["kernel"], row["warps"], row["launches"]) == ("cast_kernel", 4, 2)
-    assert row["instructions_per_element"] == "5.0"
-    assert row["sectors_per_element"] == "0.500"
-    assert row["sectors_over_least"] == "2.00"
-    assert row["passes_over_least"] == ""
 
 
 def test_each_recorded_variant_has_a_row_and_none_is_unequal():

@@ -17,9 +17,8 @@ RECORDED = {(row["program"], row["level"]): row for row in read_rows(RESULTS / "
 BEFORE_FORWARD = {"DDP": 1, "DDP, one graph": 1}
 """Breaks that torch has in a DistributedDataParallel with any hook in front of its forward."""
 COUNTED_AGAIN = (
-    *(("Qwen3-MoE", "O2"), ("gradient release", "O3"), ("lengths 16, 24, 32, 40", "O1")),
-    *(("LoRA", "O2"), ("configure_model", "O3"), ("after setup", "O1")),
-    ("SFT", "O3"),
+    *(("Qwen3-MoE", "O2"), ("gradient release", "O3")),
+    *(("LoRA", "O2"), ("configure_model", "O3")),
 )
 SCRIPT = """
 import json, sys

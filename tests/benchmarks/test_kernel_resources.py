@@ -55,20 +55,6 @@ def test_all_variants_were_compiled_of_this_code(recorded):
     assert len({row["triton"] for row in recorded}) == 1
 
 
-def test_a_kernels_digest_has_what_it_calls_and_nothing_else(tmp_path):
-    def of(ours, shared, other="1"):
-        head = "from torch_fp8.kernels.shared import g\n\nSIZE = 4\n\n"
-        code = f"def f(x):\n    return g(x) + {ours} + SIZE\n\ndef h(x):\n    return {other}\n"
-        (tmp_path / "kernel.py").write_text(head + code)
-        (tmp_path / "shared.py").write_text(f"def g(x):\n    return x * {shared}\n")
-        return kernel_code.digests(tmp_path)
-
-    first = of("1", "1")
-    assert set(first) == {"f", "g", "h"}
-    for changed, names in ((of("2", "1"), "f"), (of("1", "2"), "fg"), (of("1", "1", "2"), "h")):
-        assert {name for name in first if first[name] != changed[name]} == set(names)
-
-
 def test_what_is_far_from_spilling_on_hopper_is_so_on_blackwell(recorded):
     """Tests compile only the others for both; see FAR_FROM_SPILLING in the kernels' conftest."""
     of_target = {target: {} for target in ("sm_90", "sm_100")}

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.internals import Float8Grad, MemoryTracker, plain_parts
 from tests.saved_activations import count_saved
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8_tools.plan.memory_tracker import MemoryTracker, plain_parts
 
 KIB = 1024
 

@@ -8,11 +8,9 @@ import torch
 
 from benchmarks import triton_gemm_kernel
 from benchmarks.triton_gemm import TILES, blockwise_gemm
+from tests.internals import E4M3, CastSpec, sqnr_db
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul_reference
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import CastSpec
 
 GRANULARITIES = ("block_128x128", "block_1x128")
 SHARED_BYTES = 227 * 1024  # that one program may have, of Hopper's and Blackwell's multiprocessors
@@ -70,12 +68,6 @@ def test_the_tensor_cores_sum_of_a_block_begins_at_zero(record_launches, compile
     operands = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, %rd\d+, %rd\d+, (\S+),", ptx)
     assert len(operands) == 4  # 128 elements, 32 at a time
     assert operands.count("0") == 1
-
-
-def test_other_granularities_are_refused():
-    a, b = operand(16, 128, "block_1x128"), operand(16, 128, "block_128x128")
-    with pytest.raises(ValueError, match="block_128x128 with block_1x128"):
-        blockwise_gemm(b, a, torch.float32, TILES[0])
 
 
 @pytest.mark.gpu

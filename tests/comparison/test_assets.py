@@ -1,7 +1,6 @@
 """Assets are made once, whole or not at all."""
 
 import dataclasses
-import fcntl
 import json
 
 import assets
@@ -9,11 +8,11 @@ import fine_tuning_time
 import pytest
 import tiny_llama
 import torch
-from fine_tuning_time import StepTime, Work, step_times
+from fine_tuning_time import step_times
 from stdlib_corpus import documented_functions, is_held_out, source_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torch_fp8_tools.compare import bf16_products
+from tests.internals import bf16_products
 
 TINY = dataclasses.replace(
     assets.QUICK,
@@ -56,69 +55,11 @@ def test_evaluation_is_from_files_that_training_never_saw(made):
     assert {question.split("\n\n", 1)[1] for question in evaluation} <= codes
 
 
-def test_what_was_cut_off_and_other_settings_are_made_again(tmp_path, monkeypatch):
-    """What a killed run has left is removed, and what another one makes is not."""
-    made_with = []
-
-    def make(preset, folder, steps):
-        (folder / "train.jsonl").write_text("half")
-        made_with.append(preset)
-        if len(made_with) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(assets, "_make", make)
-    with pytest.raises(KeyboardInterrupt):
-        assets.prepare(TINY, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    left, others = tmp_path / "tiny.partial-left", tmp_path / "tiny.partial-others"
-    for folder in (left, others):
-        folder.mkdir()
-    other = dataclasses.replace(TINY, pretraining_steps=3)
-    with (others / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for preset in (TINY, TINY, other, other):
-            assets.prepare(preset, tmp_path)
-    assert made_with == [TINY, TINY, other]
-    assert not left.exists()
-    assert others.exists()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "fp8", "steps"),
-    [(0.18, 1.0, 600), (0.5, 1.0, 235), (0.5, 1.5, 150), (3.0, 9.0, 120)],
-    ids=["fast", "FP8 twice BF16", "FP8 three times BF16", "very slow"],
-)
-def test_steps_fit_into_the_time(monkeypatch, capsys, seconds, fp8, steps):
-    """5 s of start-up and 35 s of making the data, then 4 more starts and two runs as measured."""
-    monkeypatch.setattr(tiny_llama, "seconds_per_step", lambda *_: seconds)
-    times = StepTime(0.5, 0.4, 0.2), StepTime(fp8, 0.4, 0.2)
-    monkeypatch.setattr(assets, "step_times", lambda *_: times)
-    monkeypatch.setattr(assets.time, "monotonic", lambda: assets.STARTED + 40)
-    model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
-    facts = assets.fitted_steps(assets.DEFAULT, model, torch.arange(99), assets.STARTED + 5)
-    assert facts["pretraining_steps"] == pytest.approx(steps, abs=2)
-    printed = capsys.readouterr().out
-    assert f"--pretraining-steps {facts['pretraining_steps']}" in printed
-    if seconds < 1:  # under six minutes
-        fine_tuning = sum(step.of(assets.DEFAULT.fine_tuning) for step in times)
-        assert 40 + 4 * 5 + fine_tuning + facts["pretraining_steps"] * seconds < 345
-
-
 def test_data_for_a_model_of_ones_own_needs_no_pretraining(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_llama, "pretrain", lambda *_: pytest.fail("pre-trained"))
     made = assets.prepare(TINY, tmp_path, with_model=False)
     assert made.train.exists()
     assert not made.model.exists()
-
-
-def test_steps_are_measured_in_bf16_and_in_fp8():
-    model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
-    row = torch.arange(32)[None]
-    seen = []
-    model.register_forward_hook(lambda *_: seen.append(type(model.model.layers[0].mlp.up_proj)))
-    for step in step_times(model, {"input_ids": row, "labels": row}):
-        assert 0 < step.of(Work(1, 1, 1)) == sum(dataclasses.astuple(step))
-    assert [kind.__name__ for kind in seen] == ["Linear"] * 4 + ["Float8Linear"] * 4
 
 
 @pytest.mark.parametrize("slowness", [1.0, 9.0])

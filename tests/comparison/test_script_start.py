@@ -5,10 +5,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
-import script_start
 
 from .conftest import COMPARISON
 
@@ -49,26 +47,6 @@ def test_a_signal_is_the_status_and_what_was_begun_is_cleaned_up(signum):
     assert process.returncode == 128 + signum
 
 
-def test_a_second_signal_does_not_wait():
-    code = WORK.replace('print("cleaned", flush=True)', 'print("slow", flush=True); time.sleep(60)')
-    process = start(code)
-    process.terminate()
-    assert process.stdout.readline() == "slow\n"
-    process.terminate()
-    assert process.wait(timeout=30) == -signal.SIGTERM
-
-
-def test_what_the_shell_ignores_stays_ignored():
-    """As under nohup."""
-    code = WORK.replace("import sys", "import signal; signal.signal(1, signal.SIG_IGN); import sys")
-    process = start(code)
-    process.send_signal(signal.SIGHUP)
-    time.sleep(0.3)
-    assert process.poll() is None
-    process.terminate()
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
-
-
 def test_a_refusal_is_one_line_with_status_1():
     process = start(
         """
@@ -82,15 +60,3 @@ def test_a_refusal_is_one_line_with_status_1():
     _, error = process.communicate(timeout=30)
     assert error == "-c: error: line 6: not JSON\n"
     assert process.returncode == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"OMP_NUM_THREADS": "2"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, {}),
-        ({"GOMP_SPINCOUNT": "9"}, {}),
-    ],
-)
-def test_threads_sleep_where_the_user_has_set_nothing(given, expected):
-    assert script_start.thread_settings(given) == expected

@@ -16,6 +16,13 @@ from torch.utils._pytree import tree_map
 
 from tests.emulator.faults import Fault
 from tests.emulator.place import off_card
+from tests.internals import CastOptions, TileSums, recording, tensor_amax
+from tests.internals import kernels_adamw as adamw
+from tests.internals import kernels_quantize as quantize
+from tests.internals import kernels_rms_norm as rms_norm
+from tests.internals import kernels_smooth as smooth
+from tests.internals import kernels_swiglu as swiglu
+from tests.internals import kernels_swiglu_backward as swiglu_backward
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import (
     Mismatch,
@@ -26,24 +33,12 @@ from tests.kernel_cases.comparison import (
     same_values,
 )
 from tests.kernel_cases.states import matrix_differences
-from torch_fp8.kernels import (
-    adamw,
-    quantize,
-    rms_norm,
-    smooth,
-    swiglu,
-    swiglu_backward,
-)
-from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.launch_tape import recording
-from torch_fp8.kernels.quantize_kernels import TileSums
 from torch_fp8.ops import rms_norm as norm_ops
 from torch_fp8.ops import smooth as smooth_ops
 from torch_fp8.ops import swiglu as swiglu_ops
 from torch_fp8.ops import swiglu_backward as backward_ops
 from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.ops.fused_quantize import cast_result
-from torch_fp8.quantization.scaling import tensor_amax
 
 
 class Comparison:

@@ -24,7 +24,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
 
-import torch_fp8.kernels
 from tests.emulator.allocations import Allocations, span
 from tests.emulator.approximate import Approximate
 from tests.emulator.global_memory import GlobalMemory, Region
@@ -33,7 +32,7 @@ from tests.emulator.on_card import card_tensors
 from tests.emulator.ptx import PtxError
 from tests.emulator.schedule import Lockstep, Schedule
 from tests.emulator.stub_library import Driver, stub_library
-from torch_fp8.kernels.launch_tape import forget_recordings
+from tests.internals import forget_recordings, kernels
 
 FIRST_ARGUMENT = 9
 """Index of a kernel's first argument among a launcher's, behind the grid, hooks and the like."""
@@ -221,7 +220,7 @@ def emulated(assembles: bool = False, **options: Any) -> Iterator[Emulation]:
 
 def all_kernels() -> dict[str, JITFunction]:
     """Return the engine's kernels, and their device functions, by name."""
-    names = [m.name for m in pkgutil.iter_modules(torch_fp8.kernels.__path__, "torch_fp8.kernels.")]
+    names = [m.name for m in pkgutil.iter_modules(kernels.__path__, "torch_fp8.kernels.")]
     values = (vars(importlib.import_module(name)).items() for name in names)
     return {name: x for named in values for name, x in named if isinstance(x, JITFunction)}
 

@@ -54,7 +54,7 @@ def _payload(granularity: Any, power_of_two: bool) -> None:
 
 
 def _update_rms() -> None:
-    from torch_fp8.kernels.adamw import update_rms
+    from tests.internals import update_rms
 
     optimizer.check_update_rms(update_rms, "cpu", "bf16", 0.1, [(100, 128), (5, 48)])
 

@@ -33,11 +33,11 @@ from tests.emulator.place import off_card
 from tests.emulator.scaled_gemm import exact_product
 from tests.emulator.steps import card
 from tests.golden.training import LLAMA, batch, llama
+from tests.internals import halves_of
+from tests.internals import kernels_rms_norm as norm_kernels
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.ops import registry, rms_norm
 from torch_fp8.ops import scaled_mm as products
-from torch_fp8.tensor.split_weight import halves_of
 
 
 class OnCard(Interpreter):

@@ -38,9 +38,9 @@ from tests.emulator.scaled_gemm import exact_product, scaled_mm
 from tests.emulator.step_cases import CASES, KINDS, Case
 from tests.emulator.step_models import MODELS
 from tests.golden.training import adamw, batch
+from tests.internals import Float8Grad
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.ops import scaled_mm as products
-from torch_fp8.tensor.float8_grad import Float8Grad
 
 _RAW = argparse.RawDescriptionHelpFormatter
 NOISE = tuple(f"{kind} by noise" for kind in KINDS)

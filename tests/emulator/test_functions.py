@@ -7,9 +7,17 @@ import triton
 import triton.language as tl
 
 from tests.emulator.driver import emulated
-from torch_fp8.kernels import block_scaled, fast_math, fp8_cast
-from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode
-from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
+from tests.internals import (
+    GRADIENT,
+    MOMENT1,
+    MOMENT2,
+    BlockScaled,
+    decode,
+    encode,
+    fast_math,
+    fp8_cast,
+)
+from tests.internals import kernels_block_scaled as block_scaled
 
 pytestmark = pytest.mark.long
 CONSTANTS = {"MOMENT1": MOMENT1, "MOMENT2": MOMENT2, "GRADIENT": GRADIENT}

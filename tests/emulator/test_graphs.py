@@ -8,8 +8,7 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 CASES = [f"{model} {recipe}" for model in ("llama", "experts") for recipe in RECIPES]
 CASES += [f"{case} dynamic" for case in CASES]
 CASES += [f"llama {recipe} payloads" for recipe in RECIPES]
-IN_CI = ("llama tensorwise", "llama tensorwise dynamic")
-IN_CI += ("llama tensorwise payloads", "llama delayed payloads")
+IN_CI = ("llama tensorwise dynamic", "llama delayed payloads")
 MARKS = {case: pytest.mark.long if case in IN_CI else pytest.mark.slow for case in CASES}
 
 

@@ -13,9 +13,9 @@ from tests.emulator.driver import FIRST_ARGUMENT, emulated
 from tests.emulator.families import BF16, WHOLE, families
 from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
+from tests.internals import CastOptions
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import Mismatch
-from torch_fp8.kernels.arguments import CastOptions
 
 pytestmark = pytest.mark.long
 FAMILIES = families()

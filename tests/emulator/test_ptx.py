@@ -8,7 +8,6 @@ from tests.emulator.global_memory import GlobalMemory, Region
 from tests.emulator.machine import Launch
 from tests.emulator.ptx import PtxError
 from tests.emulator.schedule import Lockstep, Shuffled
-from tests.emulator.translate import translated
 
 _TEXT = """
 .version 8.7
@@ -76,82 +75,6 @@ $L__BB0_3:
     results = run(body, np.zeros(64, np.uint32), schedule=schedule)
     want = [max(i, 1) if i < 10 else 5 for i in range(64)]
     assert results.tolist() == [want[i ^ 1] for i in range(64)]
-
-
-@pytest.mark.parametrize(
-    ("opcode", "operands", "reference"),
-    [
-        ("redux.sync.max.s32", "%r2, %r6", lambda i: i | 31),
-        ("shfl.sync.idx.b32", "%r2, 3, 31, -1", lambda i: (i & 32) + 3),
-        ("shfl.sync.down.b32", "%r2, 1, 31, -1", lambda i: i + (i % 32 < 31)),
-        ("shfl.sync.up.b32", "%r2, 1, 0, -1", lambda i: i - (i % 32 > 0)),
-        ("vote.sync.ballot.b32", "%p1, -1", lambda i: 0xFF if i < 32 else 0),
-        ("popc.b32", "%r2", lambda i: i.bit_count()),
-        ("clz.b32", "%r2", lambda i: 32 - i.bit_length()),
-        ("lop3.b32", "%r2, 12, 10, 0x96", lambda i: i ^ 12 ^ 10),
-        ("bfi.b32", "%r2, 255, 4, 2", lambda i: 255 & ~0x30 | (i & 3) << 4),
-        ("shf.l.wrap.b32", "-1, %r2, 4", lambda i: i << 4 | 15),
-        ("mul.hi.u32", "%r2, 1073741824", lambda i: i >> 2),
-        ("max.relu.s32", "%r2, -3", lambda i: i),
-    ],
-)
-def test_operations_of_warps_and_bits(opcode, operands, reference):
-    body = f"""
-	mov.b32 	%r6, -1;
-	setp.lt.u32 	%p1, %r2, 8;
-	{opcode} 	%r5, {operands};
-	st.global.b32 [ %rd3 + 0 ], {{ %r5 }};
-"""
-    assert run(body, np.zeros(64, np.uint32)).tolist() == [reference(i) for i in range(64)]
-
-
-@pytest.mark.parametrize("name", ["add", "sub"])
-@pytest.mark.parametrize(("half", "bits"), [("bf16", 0x3FC0), ("f16", 0x3E00)])
-def test_a_half_and_a_float32_are_added(name, half, bits):
-    """1.5 in either, and a number that neither of them holds."""
-    third = np.float32(1 / 3)
-    body = f"""
-	mov.b16 	%rs1, {bits};
-	mov.b32 	%r4, {int(third.view(np.uint32))};
-	{name}.rn.f32.{half} 	%r5, %rs1, %r4;
-	st.global.b32 [ %rd3 + 0 ], {{ %r5 }};
-"""
-    wanted = np.float32(1.5) + third if name == "add" else np.float32(1.5) - third
-    assert (run(body, np.zeros(64, np.float32)) == wanted).all()
-
-
-@pytest.mark.parametrize("trans", [False, True])
-def test_matrices_come_as_they_were_stored(trans):
-    """A thread stores and loads the same two elements of the same four matrices."""
-    mode = ".trans" * trans
-    body = f"""
-	shl.b32 	%r3, %r2, 4;
-	stmatrix.sync.aligned.m8n8.x4{mode}.shared.b16 [%r3], {{%r2, %r2, %r2, %r1}};
-	bar.sync 	0;
-	ldmatrix.sync.aligned.m8n8.x4{mode}.shared.b16 {{%r4, %r5, %r6, %r7}}, [%r3];
-	st.global.b32 [ %rd3 + 0 ], {{ %r4 }};
-	ld.shared.b32 	%r8, [%r3];
-	st.global.b32 [ %rd3 + 256 ], {{ %r8 }};
-	st.global.b32 [ %rd3 + 512 ], {{ %r7 }};
-"""
-    results = run(body, np.zeros(192, np.uint32), number=77, shared=1024)
-    assert results[:64].tolist() == list(range(64))
-    assert (results[128:] == 77).all()
-    # Row i of the first matrix, whose beginning thread i reads: elements 0 and 1.
-    assert results[64 + 1] == (4 if not trans else 0)
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "atom.global.gpu.acq_rel.add.u32 %r5, ",
-        "red.global.gpu.relaxed.add.u32 ",
-    ],
-    ids=["read", "not read"],
-)
-def test_atomics_of_programs_add_up(schedule, instruction):
-    body = f"\t{instruction}[ %rd1 + 0 ], 1;\n"
-    assert run(body, np.zeros(64, np.uint32), programs=7, schedule=schedule)[0] == 7 * 64
 
 
 def test_an_access_outside_is_named():
@@ -242,16 +165,3 @@ $L__BB0_1:
 def test_what_is_unknown_is_refused_with_its_line(body, match):
     with pytest.raises(PtxError, match=match):
         run(body, np.zeros(64, np.uint32))
-
-
-def test_other_targets_are_refused():
-    with pytest.raises(PtxError, match="target sm_80: the emulator runs sm_90"):
-        translated(text_of("", "sm_80"))
-
-
-def test_descriptors_of_the_host_are_refused():
-    text = text_of("").replace(
-        ".param .u32 small_param_1", ".param .align 64 .b8 small_param_1[128]"
-    )
-    with pytest.raises(PtxError, match=r"line 8: parameter .* \(host-side TMA\?\)"):
-        translated(text)

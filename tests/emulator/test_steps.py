@@ -11,7 +11,7 @@ import torch
 
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
 from tests.emulator.step_cases import CASES
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import CastOptions
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.scaled_mm import QuantizedTensor, lay_out
@@ -88,33 +88,3 @@ def test_laid_out_operands_give_the_product(of_a, of_b):
     product = scaled_mm(*arguments(a, b))[:40, :136]
     want = exact_product(a, b, torch.bfloat16, False, None)
     assert torch.equal(product, want)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({0: lambda x: x[:, :40]}, "sizes|multiple of 16"),
-        ({0: lambda x: x.t().contiguous().t()}, "a is row-major"),
-        ({1: lambda x: x.contiguous()}, "b is column-major"),
-        ({0: lambda x: x.float()}, "FP8, not torch.float32"),
-        ({2: lambda x: [x[0].expand(2)]}, "scale_a has one element"),
-        ({2: lambda x: [x[0].double()]}, "scale_a is float32"),
-        ({3: lambda x: [1]}, "scaling 1 with 0"),
-        ({8: lambda x: torch.zeros(48)}, "a bias of torch.bfloat16, not torch.float32"),
-        ({8: lambda x: torch.zeros(4).bfloat16()}, "a bias of 48 elements, not 4"),
-    ],
-)
-def test_operands_that_the_operator_refuses(change, match):
-    every = arguments(quantized((32, 64), "tensorwise", 0), quantized((48, 64), "tensorwise", 1))
-    for place, function in change.items():
-        every[place] = function(every[place])
-    with pytest.raises(ValueError, match=match):
-        scaled_mm(*every)
-
-
-def test_block_scales_in_another_layout_are_refused():
-    a, b = (quantized((n, 512), "block_1x128", n) for n in (32, 48))
-    every = arguments(a, b)
-    every[2] = [every[2][0].contiguous()]
-    with pytest.raises(ValueError, match=r"scale_a is \(32, 4\) with strides \(1, 32\)"):
-        scaled_mm(*every)

@@ -60,25 +60,6 @@ def _trainer(folder, *used, **options):
     )
 
 
-def _data():
-    torch.manual_seed(2)
-    return DataLoader(torch.randn(16, 64), batch_size=8)
-
-
-def test_training_stops_early(tmp_path):
-    stop = callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
-    trainer = _trainer(tmp_path, stop, max_epochs=10)
-    trainer.fit(Classifier(), val_dataloaders=_data())
-    assert stop.stopped_epoch == trainer.current_epoch - 1 == 1
-
-
-def test_accumulation_follows_its_schedule(tmp_path):
-    schedule = callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
-    trainer = _trainer(tmp_path, schedule)
-    trainer.fit(Classifier())
-    assert trainer.global_step == 8 + 2
-
-
 def test_the_learning_rate_finder_suggests_one_and_leaves_the_weights(tmp_path):
     model = Classifier()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -86,16 +67,6 @@ def test_the_learning_rate_finder_suggests_one_and_leaves_the_weights(tmp_path):
     assert len(finder.results["lr"]) == 8
     for name, tensor in model.state_dict().items():  # rounded once to BF16 and its residual
         torch.testing.assert_close(tensor, before[name], rtol=2**-16, atol=0)
-
-
-def test_the_batch_size_is_scaled_as_in_bf16(tmp_path):
-    found = []
-    for precision in ("fp8-mixed", "bf16-mixed"):
-        model = Classifier()
-        model.val_dataloader = _data
-        tuner = Tuner(_trainer(tmp_path, max_epochs=1, precision=precision))
-        found.append(tuner.scale_batch_size(model, mode="power", max_trials=2))
-    assert found[0] == found[1] > 2
 
 
 def test_a_backbone_is_thawed_while_training(tmp_path):
@@ -135,57 +106,3 @@ def test_an_exception_leaves_a_checkpoint_to_go_on_from(tmp_path):
     resumed = _trainer(tmp_path, max_epochs=1)
     resumed.fit(Classifier(), ckpt_path=tmp_path / "on_exception.ckpt")
     assert resumed.global_step == 8
-
-
-def test_two_optimizers_are_toggled_by_hand(tmp_path):
-    class ByHand(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                self.toggle_optimizer(optimizer)
-                loss = super().training_step(batch, batch_idx)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                self.clip_gradients(optimizer, 1.0, "norm")
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-        def configure_optimizers(self):
-            return (
-                torch.optim.AdamW(self.backbone.parameters(), lr=1e-2),
-                torch.optim.AdamW(self.head.parameters(), lr=1e-2),
-            )
-
-    model = ByHand()
-    trainer = _trainer(tmp_path, max_epochs=4)
-    before = model.head.weight.detach().clone()
-    trainer.fit(model)
-    assert trainer.global_step == 2 * 4 * 8
-    assert not torch.equal(before, model.head.weight)
-
-
-def test_the_users_optimizer_step_gets_a_closure(tmp_path):
-    class Warmup(Classifier):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 8)
-            optimizer.step(closure=optimizer_closure)
-
-    model = Warmup()
-    trainer = _trainer(tmp_path)
-    trainer.fit(model)
-    assert trainer.global_step == 16
-    assert trainer.callback_metrics["train_loss"] < 1.1
-
-
-def test_lbfgs_is_left_alone_and_trains(tmp_path):
-    class Second(Classifier):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
-
-    trainer = _trainer(tmp_path, max_epochs=1)
-    trainer.fit(Second())
-    assert trainer.callback_metrics["train_loss"].isfinite()

@@ -6,7 +6,6 @@ steps that do nothing. What stock does, step by step, is what a converted one is
 """
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -143,79 +142,6 @@ def test_a_group_that_stock_refuses_to_add_is_refused_alike(info):
     assert len(optimizer.param_groups) == len(named)
 
 
-def _observed(optimizer):
-    """What the eight kinds of hooks on state dicts see and do; the order, and the results."""
-    seen = []
-
-    def save_pre(name):
-        def hook(hooked):
-            hooked.state["test"] = 1
-            seen.append((name, hooked is optimizer))
-
-        return hook
-
-    def save_post(name):
-        def hook(_, state_dict):
-            seen.append((name, state_dict["state"].pop("test", None), sorted(state_dict["state"])))
-            seen.append(sorted(state_dict["state"].get(0, {}).keys() - {"residual"}))
-            return {**state_dict, name: True}
-
-        return hook
-
-    def load_pre(name, lr, copied):
-        def hook(_, state_dict):
-            seen.append((name, state_dict["param_groups"][0]["lr"]))
-            state_dict = copy.deepcopy(state_dict) if copied else state_dict
-            state_dict["param_groups"][0]["lr"] = lr
-            return state_dict if copied else None
-
-        return hook
-
-    def load_post(name):
-        def hook(hooked):
-            steps = [s["step"].item() for s in hooked.state.values() if isinstance(s, dict)]
-            seen.append((name, hooked.param_groups[0]["lr"], steps))
-            hooked.state[name] = True
-
-        return hook
-
-    handles = [
-        optimizer.register_state_dict_pre_hook(save_pre("first")),
-        optimizer.register_state_dict_pre_hook(save_pre("prepended"), prepend=True),
-        optimizer.register_state_dict_post_hook(save_post("post")),
-        optimizer.register_state_dict_post_hook(save_post("post, prepended"), prepend=True),
-        optimizer.register_load_state_dict_pre_hook(load_pre("load", 0.002, False)),
-        optimizer.register_load_state_dict_pre_hook(load_pre("load, prepended", 0.003, True), True),
-        optimizer.register_load_state_dict_post_hook(load_post("after")),
-        optimizer.register_load_state_dict_post_hook(load_post("after, prepended"), prepend=True),
-    ]
-    saved = optimizer.state_dict()
-    seen.append(sorted(map(str, saved.keys() - {"torch_fp8", "torch_fp8_residuals"})))
-    optimizer.load_state_dict(saved)
-    seen.append([k for k in optimizer.state if isinstance(k, str)])
-    for handle in handles:
-        handle.remove()
-    seen.append((optimizer.param_groups[0]["lr"], "test" in optimizer.state_dict()["state"]))
-    return seen
-
-
-@each_class
-@pytest.mark.parametrize("steps", [0, 2])
-def test_hooks_of_state_dicts_see_and_change_what_they_do_in_stock(cls, steps):
-    runs = []
-    for made in (_make(cls, {}), _converted(cls, {})):
-        _run(*made, steps)
-        runs.append(_observed(made[1]))
-    assert runs[0] == runs[1]
-
-
-def _through_a_file(x, weights_only):
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=weights_only)
-
-
 @each_class
 def test_states_of_older_versions_load(cls):
     model, optimizer = _converted(cls, {})
@@ -283,13 +209,3 @@ def test_empty_and_complex_parameters_step(cls):
         optimizer.step()
         plain.step()
     assert torch.equal(complex_, twin)
-
-
-@each_class
-def test_a_profiler_and_a_repr_see_the_users_optimizer(cls):
-    model, optimizer = _converted(cls, {})
-    with torch.profiler.profile() as profile:
-        _run(model, optimizer, 1)
-    names = {event.key for event in profile.key_averages()}
-    assert any(name.startswith("Optimizer.step#") and cls.__name__ in name for name in names)
-    assert "weight_decay" in repr(optimizer)

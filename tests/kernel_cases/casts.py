@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.internals import E4M3, CastOptions, Granularity, Layouts, tensor_amax
 from tests.kernel_cases.comparison import require, same_bits, same_values
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_2d, quantize_layouts_and_sum
 from torch_fp8.ops.transpose import transposed_bytes
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.payload_shape import Layouts
-from torch_fp8.quantization.recipe import Granularity
-from torch_fp8.quantization.scaling import tensor_amax
 
 CastKernel = Callable[..., Any]
 Shape = tuple[int, int]
@@ -53,21 +49,21 @@ KINDS = (
 
 def kernel() -> CastKernel:
     """Return the kernel itself; Triton is imported here."""
-    from torch_fp8.kernels import quantize
+    from tests.internals import kernels_quantize as quantize
 
     return quantize.quantize_2d
 
 
 def transpose_kernel() -> CastKernel:
     """Return the kernel that transposes bytes."""
-    from torch_fp8.kernels import transpose
+    from tests.internals import transpose
 
     return transpose.transposed_bytes
 
 
 def beside_kernel() -> CastKernel:
     """Return the kernel that casts, and transposes a payload beside it."""
-    from torch_fp8.kernels import quantize_beside
+    from tests.internals import quantize_beside
 
     return quantize_beside.quantize_2d_beside
 
@@ -256,7 +252,7 @@ def require_sums(sums: Tensor, x: Tensor, what: str) -> None:
 
 def check_total(device: str) -> None:
     """Check the sum of more partial sums than a program adds up at once."""
-    from torch_fp8.kernels.quantize_kernels import TileSums
+    from tests.internals import TileSums
 
     x, sums = matrix("row spread", (200, 33), torch.float32), TileSums()
     sums.allocate(x.to(device), len(x)).copy_(x)

@@ -12,14 +12,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.internals import E4M3, CastSpec, GateBackwardInputs, GateForm
 from tests.kernel_cases.comparison import NEIGHBOURS, require, same_bits
-from torch_fp8.kernels.arguments import GateBackwardInputs, GateForm
 from torch_fp8.ops import expert_gate, moe_rows
 from torch_fp8.ops.fused_quantize import saved_values
 from torch_fp8.ops.moe_rows import Route, moe_route
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.recipe import CastSpec
 
 EXPERTS = 5
 ROWWISE = CastSpec(E4M3, "rowwise", power_of_two=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
+from tests.internals import random_words, stream_keys
 from tests.kernel_cases.comparison import close, require, same_values
 from tests.rows_of_messages import unpack
 from torch_fp8.ops.messages import Layout
-from torch_fp8.quantization.stochastic_rounding import random_words, stream_keys
 
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
 DTYPES = (torch.bfloat16, torch.float32)

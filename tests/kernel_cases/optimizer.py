@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 
+from tests.internals import E4M3, CastOptions, CastSpec, StepScalars, WeightPayload, stream_keys
 from tests.kernel_cases.comparison import close, require
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
-from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.quantize import quantize_layouts
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 Step = Callable[..., Any]
 
@@ -37,7 +34,7 @@ PAYLOAD_SHAPES = ((1024, 1024), (144, 160), (16, 32), (4304, 96))
 
 def kernel() -> Step:
     """Return the kernel itself; Triton is imported here."""
-    from torch_fp8.kernels.adamw import adamw_step
+    from tests.internals import adamw_step
 
     return adamw_step
 

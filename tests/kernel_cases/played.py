@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.kernel_cases.comparison import require, same_bits
-from torch_fp8.kernels.arguments import (
+from tests.internals import (
+    E4M3,
+    E5M2,
+    REPLAYS,
     BackwardInputs,
     CastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
+    Replayed,
 )
-from torch_fp8.kernels.launch_tape import REPLAYS, Replayed
-from torch_fp8.quantization.formats import E4M3, E5M2
+from tests.kernel_cases.comparison import require, same_bits
 
 BF16 = torch.bfloat16
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -98,9 +100,7 @@ class Arguments:
     def backward(self, saved: bool) -> BackwardInputs:
         if not saved:
             return BackwardInputs(self.x(), self.x(), None, self.x(), None, BF16)
-        from torch_fp8.kernels.quantize import (
-            quantize_2d,
-        )
+        from tests.internals import quantize_2d
 
         how = cast("block_1x128", columnwise=False)
         (gate, gate_scale, *_), (up, up_scale, *_) = (quantize_2d(self.x(), how) for _ in range(2))
@@ -119,9 +119,7 @@ def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
 
 
 def _of_casts(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels.quantize import quantize_2d, quantize_2d_sum
-    from torch_fp8.kernels.quantize_beside import quantize_2d_beside
-    from torch_fp8.kernels.transpose import transposed_bytes
+    from tests.internals import quantize_2d, quantize_2d_beside, quantize_2d_sum, transposed_bytes
 
     for g in GRANULARITIES:
         yield Call(f"cast {g}", quantize_2d, (made.x, cast(g)))
@@ -138,7 +136,7 @@ def _of_casts(made: Arguments) -> Iterator[Call]:
 
 
 def _of_norms(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels import rms_norm
+    from tests.internals import kernels_rms_norm as rms_norm
 
     once = rms_norm.rms_norm_quantize_once
     yield Call("norm", rms_norm.rms_norm, (made.known_norm,))
@@ -153,7 +151,8 @@ def _of_norms(made: Arguments) -> Iterator[Call]:
 
 
 def _of_products(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels import smooth, swiglu
+    from tests.internals import kernels_smooth as smooth
+    from tests.internals import kernels_swiglu as swiglu
 
     pair, casts = (made.x, made.x), swiglu.swiglu_quantize
     yield Call("swiglu", swiglu.swiglu, (*pair, made.channels))
@@ -168,7 +167,7 @@ def _of_products(made: Arguments) -> Iterator[Call]:
 
 
 def _of_gradients(made: Arguments) -> Iterator[Call]:
-    from torch_fp8.kernels import swiglu_backward as backward
+    from tests.internals import kernels_swiglu_backward as backward
 
     casts, joined = backward.swiglu_backward_quantize, backward.gate_up_backward_quantize
     blocks = cast("block_1x128")

@@ -5,10 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import GradientParts, WeightMatrix
-from torch_fp8.quantization.block_scaled import BlockScaled, encode
-from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.quantization.split_float import split
+from tests.internals import (
+    GRADIENT,
+    MOMENT1,
+    MOMENT2,
+    BlockScaled,
+    GradientParts,
+    WeightMatrix,
+    encode,
+    split,
+)
 
 
 def optimizer_matrix(

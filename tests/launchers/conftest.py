@@ -34,16 +34,16 @@ def _environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:
 def start(tmp_path: Path, forked_hosts: str):
     """``start("module", "argument", ..., name="value")``: ``python -m module argument ...``, or a
     script by its path, with these environment variables and in a process group of its own; its
-    output is in ``.log``. `python`: another interpreter.
+    output is in ``.log``.
     """
     processes = []
 
-    def run(*words: object, python: str | None = None, **variables: str) -> subprocess.Popen:
+    def run(*words: object, **variables: str) -> subprocess.Popen:
         module = [] if isinstance(words[0], Path) else ["-m"]
         log = tmp_path / f"{len(processes)}.log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                [python or forked_hosts, *module, *map(str, words)],
+                [forked_hosts, *module, *map(str, words)],
                 cwd=tmp_path,
                 env=_environment(tmp_path, variables),
                 stdout=output,
@@ -67,7 +67,7 @@ def outputs(start: Callable) -> Callable[..., list[str]]:
     A command is the words of `start`, and perhaps a dictionary of environment variables.
     """
 
-    def run(*commands: list, fails: bool = False) -> list[str]:
+    def run(*commands: list) -> list[str]:
         started = []
         for command in commands:
             variables = next((part for part in command if isinstance(part, dict)), {})
@@ -75,7 +75,7 @@ def outputs(start: Callable) -> Callable[..., list[str]]:
             started.append(start(*words, **variables))
         codes = [process.wait(timeout=240) for process in started]
         texts = [process.log.read_text() for process in started]
-        assert fails or codes == [0] * len(codes), "\n".join(texts)
+        assert codes == [0] * len(codes), "\n".join(texts)
         return texts
 
     return run

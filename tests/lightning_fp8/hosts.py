@@ -17,6 +17,8 @@ def _each(hosts):
 
 
 each_trainer, each_fabric, each_host = _each(TRAINERS), _each(FABRICS), _each(TRAINERS + FABRICS)
+one_trainer, one_fabric = _each(TRAINERS[:1]), _each(FABRICS[:1])
+"""For what both copies leave to the same code of ours."""
 
 
 def make_net():

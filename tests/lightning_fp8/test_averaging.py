@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import torch_fp8
 from lightning_fp8 import FP8Config, FP8Precision
-from tests.lightning_fp8.hosts import each_trainer, make_net
+from tests.lightning_fp8.hosts import make_net, one_trainer
 
 LR = 1e-6
 EPOCHS = 4
@@ -96,7 +96,7 @@ def test_average_follows_that_of_float32_weights(host, level, kind):
     torch.testing.assert_close(ours.norm(), theirs.norm(), rtol=0.1, atol=0)
 
 
-@each_trainer
+@one_trainer
 @each_callback
 def test_training_goes_on_as_without_the_callback(host, kind):
     callback = make_callback(host, kind)
@@ -110,7 +110,7 @@ def test_training_goes_on_as_without_the_callback(host, kind):
 
 
 @pytest.mark.long
-@each_trainer
+@one_trainer
 def test_average_resumes_exactly(host, tmp_path):
     callbacks = importlib.import_module(f"{host.__name__}.callbacks")
 

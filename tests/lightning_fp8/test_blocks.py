@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from lightning_fp8.blocks import find_blocks, find_roots
+from tests.internals import find_blocks, find_roots
 
 
 class Block(nn.Module):

@@ -9,13 +9,11 @@ pytestmark = pytest.mark.long
     ("host", "strategy", "level", "kind"),
     [
         ("lightning.pytorch", "ddp", "O2", "automatic"),
-        ("lightning.pytorch", "ddp_fork", "O1", "accumulate"),
         ("pytorch_lightning", "ddp_fork", "O3", "manual hook"),
         pytest.param("pytorch_lightning", "ddp_fork", "O3", "accumulate", marks=pytest.mark.smoke),
         ("lightning.pytorch", "ddp_spawn", "O3", "manual"),
         ("pytorch_lightning", "ddp_fork", "O3", "unused"),
         ("lightning.fabric", "ddp_spawn", "O3", "fabric"),
-        ("lightning_fabric", "ddp_fork", "O2", "fabric"),
     ],
 )
 def test_two_ranks_train_as_one_process(run, host, strategy, level, kind):

@@ -10,10 +10,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import Float8Optimizer, SplitWeight
 from tests.lightning_fp8.hosts import each_fabric, make_net
 from tests.tiny_gan import make_gan, train_gan
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight
 
 HOST = lightning.fabric
 
@@ -67,18 +66,6 @@ def test_optimizer_is_converted_with_its_model(host, level, set_up, log):
     assert gradient == {"O1": "Tensor", "O2": "WideGrad", "O3": "Float8Grad"}[level]
     assert log().count("of the matmul FLOPs") == 1
     assert log().count("optimizer AdamW with 8-bit states") == (level != "O1")
-
-
-@each_fabric
-def test_order_of_setting_up_makes_no_difference(host):
-    trained = []
-    for set_up in (together, model_first, optimizer_first):
-        fabric, net = make_fabric(host, "O3"), make_net()
-        model, optimizer = set_up(fabric, net, AdamW(net.parameters(), lr=1e-2))
-        train(fabric, model, [optimizer])
-        trained.append(net[0].weight)
-    assert torch.equal(trained[0], trained[1])
-    assert torch.equal(trained[0], trained[2])
 
 
 @pytest.mark.skipif(
@@ -138,16 +125,6 @@ def test_an_optimizer_of_several_models_splits_the_weights_of_each(order):
     assert [type(w) for w in weights] == [SplitWeight] * 4
     assert [type(w.grad).__name__ for w in weights] == ["Float8Grad"] * 4
     optimizer.step()
-
-
-def test_a_scheduler_among_the_optimizers_is_taken_as_stock_fabric_takes_it():
-    fabric, net = make_fabric(HOST, "O2"), make_net()
-    given = AdamW(net.parameters(), lr=1e-2)
-    model, optimizer, scheduler = fabric.setup(net, given, StepLR(given, 1, gamma=0.5))
-    train(fabric, model, [optimizer], steps=1)
-    scheduler.step()
-    assert given.param_groups[0]["lr"] == 5e-3
-    assert isinstance(net[0].weight, SplitWeight)
 
 
 @each_fabric

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Monitor, FP8Precision
-from torch_fp8.nn.linear import is_paused
-from torch_fp8_tools.report.run_record import read_run
+from tests.internals import is_paused, read_run
 
 
 def _model(host):

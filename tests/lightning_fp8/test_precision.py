@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Config, FP8Precision, _register
-from lightning_fp8.precision import HostPrecision
+from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import HostPrecision
+from tests.internals import lightning_register as _register
 from tests.lightning_fp8.hosts import FABRICS, TRAINERS, each_fabric, each_host, each_trainer
 from torch_fp8 import Float8Linear, scaling_state_dict
 
@@ -148,21 +149,6 @@ def test_explicit_other_plugin_wins(host):
     assert make_host(host, plugins=[other])[1] is other
 
 
-@each_host
-def test_flag_and_plugin_together_are_refused_by_the_host(host):
-    with pytest.raises(
-        ValueError, match="Received both `precision=fp8-mixed` and `plugins=FP8Prec"
-    ):
-        make_host(host, precision="fp8-mixed", plugins=[FP8Precision()])
-
-
-@each_host
-def test_other_precisions_are_untouched(host):
-    for precision in ("32-true", "bf16-mixed", "64-true"):
-        _, plugin = make_host(host, precision=precision)
-        assert type(plugin).__module__.startswith(host.__name__.partition(".")[0])
-
-
 def test_environment_gives_the_configuration_and_an_explicit_one_wins(monkeypatch):
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
     _, by_flag = make_host(lightning.pytorch, precision="fp8-mixed")
@@ -171,11 +157,6 @@ def test_environment_gives_the_configuration_and_an_explicit_one_wins(monkeypatc
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipes": "rowwise"}')
     with pytest.raises(ValueError, match="TORCH_FP8_CONFIG: unknown FP8Config option"):
         make_host(lightning.pytorch, precision="fp8-mixed")
-
-
-def test_config_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="takes an FP8Config or its fields, got 'rowwise'"):
-        FP8Precision("rowwise")
 
 
 def test_subclass_of_the_request_is_refused_with_the_class_to_derive_from():
@@ -187,7 +168,7 @@ def test_subclass_of_the_request_is_refused_with_the_class_to_derive_from():
 
 
 def test_subclass_of_a_host_plugin_is_used_as_it_is():
-    from lightning_fp8.unified_trainer import FP8Precision as TrainerPlugin
+    from tests.internals import UnifiedFP8Precision as TrainerPlugin
 
     class Mine(TrainerPlugin):
         pass

@@ -14,7 +14,7 @@ import lightning_fabric
 import pytest
 import pytorch_lightning
 
-from lightning_fp8 import _register
+from tests.internals import lightning_register as _register
 
 LATE = """
 import importlib, sys

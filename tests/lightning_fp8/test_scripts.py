@@ -60,18 +60,6 @@ def test_model_parallel(run, kind):
     assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("flag", [FLAG, pytest.param(None, marks=pytest.mark.slow)])
-def test_model_parallel_trains_saves_and_loads_experts(run, tmp_path, flag):
-    (result,) = run(["moe_fsdp.py", str(tmp_path), *filter(None, [flag])])
-    assert result.returncode == 0, result.output
-    for rank in "01":
-        assert f"rank {rank}: trained, saved and loaded" in result.output
-    # Those of the experts travel in FP8 with those of the linear layers.
-    for line in ("4 fused weights in FP8 grouped GEMMs", "weights gathered in FP8"):
-        assert (line in result.output) == bool(flag), result.output
-
-
 @pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
 def test_cli_argument_and_yaml(run, tmp_path, host):
     trainer = {

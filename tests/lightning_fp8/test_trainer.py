@@ -12,10 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import Float8Optimizer, SplitOptimizer, is_released
 from tests.lightning_fp8.hosts import each_trainer, make_net
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.split_optimizer import SplitOptimizer
-from torch_fp8.tensor.released_grad import is_released
 
 each_level = pytest.mark.parametrize("level", ["O2", "O3"])
 HOST = lightning.pytorch
@@ -215,26 +213,21 @@ def plateau(model):
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
 
 
-def step_lr(interval):
-    def configure(model):
-        decay = [p for p in model.parameters() if p.ndim > 1]
-        rest = [p for p in model.parameters() if p.ndim == 1]
-        groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
-        optimizer = AdamW(groups, lr=1e-2)
-        scheduler = {"scheduler": StepLR(optimizer, 2, gamma=0.5), "interval": interval}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-    return configure
+def step_lr(model):
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0, "lr": 1e-3}]
+    optimizer = AdamW(groups, lr=1e-2)
+    scheduler = {"scheduler": StepLR(optimizer, 2, gamma=0.5), "interval": "step"}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 LOOPS = {
     "clip norm": {"gradient_clip_val": 0.1},
     "clip value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
     "accumulate": {"accumulate_grad_batches": 3},
-    "scheduler per step": {"configure_optimizers": step_lr("step")},
-    "scheduler per epoch": {"configure_optimizers": step_lr("epoch")},
+    "scheduler per step": {"configure_optimizers": step_lr},
     "plateau": {"configure_optimizers": plateau},
-    "anomaly detection": {"detect_anomaly": True},
 }
 
 
@@ -318,27 +311,6 @@ def test_optimizers_that_share_weights_are_left_alone(log):
     assert log().count("keeps its own states: another optimizer has some of its weights") == 2
 
 
-class Wrapper:
-    """What Lightning takes for an optimizer, without being one of torch."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["optimizer"], name)
-
-
-@pytest.mark.parametrize("level", ["O1", "O3"])
-def test_an_optimizer_that_is_none_of_torch_trains_unchanged(level, recwarn):
-    model, _ = fit(HOST, level, lambda model: Wrapper(AdamW(model.parameters(), lr=1e-2)))
-    said = [str(w.message) for w in recwarn if "does not derive from" in str(w.message)]
-    assert [text.partition(":")[0] for text in said] == [
-        "Wrapper does not derive from torch.optim.Optimizer"
-    ] * (level == "O3")
-    assert set(model.gradients) == {"Tensor"}
-    assert not torch.equal(model.net[0].weight, make_net()[0].weight)
-
-
 def test_fit_without_optimizers(log):
     model, _ = fit(HOST, "O2", lambda model: None)
     assert set(model.dtypes) == {torch.float32}
@@ -378,19 +350,6 @@ def test_gradient_release_is_refused_by_name(host, arguments, name):
         ValueError, match=rf"gradient_release=True.* cannot be combined with {name}"
     ):
         fit(host, RELEASE, **arguments)
-
-
-@each_trainer
-def test_learning_rates_are_logged_under_the_users_class(host, tmp_path):
-    def configure(model):
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "step"}]
-
-    monitor = host.callbacks.LearningRateMonitor("step")
-    trainer = make_trainer(host, "O2", callbacks=[monitor])
-    trainer.logger = host.loggers.CSVLogger(tmp_path)
-    trainer.fit(make_model(host, configure), data(2))
-    assert list(monitor.lrs) == ["lr-AdamW"]
 
 
 def test_gradient_release_is_refused_for_manual_optimization():

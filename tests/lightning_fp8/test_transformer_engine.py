@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8FSDPStrategy, FP8Precision
-from torch_fp8.nn.transformer_engine import TransformerEngineLinear
+from tests.internals import TransformerEngineLinear
 
 
 class Regression(lightning.pytorch.LightningModule):

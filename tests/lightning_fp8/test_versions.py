@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import _fp8_points
-from lightning_fp8 import FP8Config, FP8Precision, _register
+from lightning_fp8 import FP8Config, FP8Precision
+from tests.internals import lightning_register as _register
 
 HOSTS = [
     lightning.pytorch.Trainer,

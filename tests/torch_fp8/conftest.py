@@ -83,7 +83,7 @@ def scaled_mm_calls(monkeypatch):
 @pytest.fixture
 def weight_casts(monkeypatch):
     """The shapes of what has 64 rows or more and is cast, in order: of weights."""
-    from torch_fp8.tensor import payload_cast, quantizer
+    from tests.internals import payload_cast, quantizer
 
     shapes = []
     for module in (quantizer, payload_cast):

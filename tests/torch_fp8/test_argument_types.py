@@ -9,9 +9,9 @@ from torch import nn
 
 import accelerate_fp8
 import torch_fp8
+from tests.internals import make_setup
 from torch_fp8 import FP8Config, convert_to_float8, distributed, memory_report
 from torch_fp8.distributed import Float8ColwiseParallel, PrepareFloat8ModuleInput
-from torch_fp8_tools.plan.setup import make_setup
 
 FUNCTIONS = {
     name: getattr(package, name)

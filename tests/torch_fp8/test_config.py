@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import FORMATS, GEMMS, RECIPES, config_or_default
 from torch_fp8 import FP8Config, conversion_report, convert_optimizer, convert_to_float8
-from torch_fp8.config import config_or_default
-from torch_fp8.quantization.formats import FORMATS
-from torch_fp8.quantization.recipe import GEMMS, RECIPES
 
 
 def test_json_round_trip():

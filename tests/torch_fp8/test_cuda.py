@@ -7,14 +7,11 @@ import torch
 from torch import nn
 
 import torch_fp8
+from tests.internals import RECIPES, CastOptions, make_recipe, payload_cast, sqnr_db
 from torch_fp8 import FP8Config
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
-from torch_fp8.tensor import payload_cast
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

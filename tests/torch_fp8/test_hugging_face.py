@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
 
+from tests.internals import Float8Conv1D, sqnr_db
 from tests.saved_activations import count_saved
 from tests.steps import train_steps
 from torch_fp8 import (
@@ -22,8 +23,6 @@ from torch_fp8 import (
     merged_state_dict,
     revert,
 )
-from torch_fp8.nn.conv1d import Float8Conv1D
-from torch_fp8.quantization.metrics import sqnr_db
 
 TINY = {
     "hidden_size": 64,

@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.internals import CastOptions, links, make_recipe, sqnr_db
 from tests.models import llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed import links
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, scaled_grouped_matmul
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import make_recipe
 
 FORMS = [(64, 48), (72, 200), (256, 512)]
 OPTIONS = {
@@ -36,10 +33,9 @@ def device(request):
 
 
 @pytest.fixture
-def group(device, tmp_path):
-    """One rank's process group, with the backend of `device`."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def group(tmp_path):
+    """One rank's process group on the card."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -99,10 +95,10 @@ def test_experts_are_as_near_to_bf16s_as_on_the_cpu(device, layout):
         assert sqnr_db(value.float(), ours[name].cpu().float()) >= least, name
 
 
-@pytest.mark.long
-def test_exchanges_are_timed(device, group):
+@pytest.mark.gpu
+def test_exchanges_are_timed(group):
     """As ``communication="auto"`` does on several ranks; one is enough to run them."""
-    times = links._measured(dict.fromkeys(links.KINDS, group), device)
+    times = links._measured(dict.fromkeys(links.KINDS, group), torch.device("cuda"))
     assert set(times) == set(links.KINDS)
     assert all(t.eight_bits > 0 and t.plain > 0 for t in times.values())
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.internals import RunLog
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.monitor.run_log import RunLog
 
 pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).with_name("missing_packages.py")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import matmul_flops
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.conversion.report import matmul_flops
 
 NAMES = pytest.mark.parametrize("name", MODELS)
 pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference")

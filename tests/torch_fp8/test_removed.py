@@ -7,9 +7,8 @@ import pytest
 import torch_fp8
 from accelerate_fp8 import FP8Kwargs
 from lightning_fp8 import FP8Precision
-from torch_fp8.config import FP8Config
-from torch_fp8.quantization.suggestions import REMOVED
-from torch_fp8_tools.cli import main
+from tests.internals import REMOVED, main
+from torch_fp8 import FP8Config
 
 
 def _from_environment(monkeypatch, options):

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import RECIPES, CastOptions, make_recipe, multiple_of_16, new_group_scales
 from torch_fp8.ops import gemm_operand
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize, quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul
-from torch_fp8.quantization.payload_shape import multiple_of_16, new_group_scales
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 K, N = 128, 256
 

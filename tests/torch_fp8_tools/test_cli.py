@@ -12,12 +12,10 @@ import pytest
 import torch
 
 import torch_fp8
-from torch_fp8 import _version
-from torch_fp8.checkpoint.whole_folder import whole_file
-from torch_fp8_tools import cli
-from torch_fp8_tools.env import cards, hosts, machine, result
-from torch_fp8_tools.env.command import REMOVED
-from torch_fp8_tools.env.result import Result
+from tests.internals import REMOVED_OF_ENV as REMOVED
+from tests.internals import Result, _version, cards, cli, hosts, whole_file
+from tests.internals import env_machine as machine
+from tests.internals import env_result as result
 
 ROOT = Path(__file__).resolve().parents[2]
 FINE = Result("self-test", "fine", "ok", "31.5 dB")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_fp8_tools import cli
-from torch_fp8_tools.host_models import model_folder
+from tests.internals import cli, model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from torch_fp8.optim.residual import join_weight
 
 # Mode: options of FP8Config, of the plugin, of the test.
 MODES = {
-    "O1": ({"opt_level": "O1"}, {}),
+    "O1": ({"opt_level": "O1", "recipe": "delayed"}, {}),
     "O2": ({}, {}),
     "full": ({}, {"state_dict_type": "FULL_STATE_DICT"}),
     "sparing": ({}, {"cpu_ram_efficient_loading": True}),
@@ -101,7 +101,7 @@ class Training:
     def bits(self):
         parameters = list(self.model.parameters())
         states = [self.optimizer.state.get(p, {}) for p in parameters]
-        tensors = [*parameters, *(s[k] for s in states for k in sorted(s))]
+        tensors = [*parameters, *(s[k] for s in states for k in sorted(s)), *self.model.buffers()]
         return [t.to_local().clone() if isinstance(t, DTensor) else t.clone() for t in tensors]
 
 

@@ -12,14 +12,10 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from tests.internals import RECIPES, saves_nothing, stand_in
 from tests.steps import assert_equal
 from tests.torch_fp8.block_models import Block
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.autograd.current_pass import (
-    saves_nothing,
-    stand_in,
-)
-from torch_fp8.quantization.recipe import RECIPES
 
 
 def _block(**options):

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import torch_fp8
+from tests.internals import current_pass
 from tests.torch_fp8.converted_models import KINDS, SIZE, stock_and_converted
-from torch_fp8.autograd import current_pass
 from torch_fp8.ops import registry
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import ATTENTION, CASTS
 from tests.torch_fp8.block_models import LlamaLayer
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
-from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS
 
 BF16 = torch.bfloat16
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests.internals import ATTENTION, CASTS, operator_name
 from tests.torch_fp8.block_models import LlamaLayer
-from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS, operator_name
 
 
 def _policy(saved, context, func, *args, **kwargs):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from torch_fp8.checkpoint.adopt_checkpoint import folder_of
+from tests.internals import folder_of
 
 
 def test_models_of_the_hub_are_found_in_its_cache(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.internals import STEPS, adopt_steps
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.optim.split_optimizer import STEPS, adopt_steps
 
 
 def _optimizer(cls=torch.optim.SGD):

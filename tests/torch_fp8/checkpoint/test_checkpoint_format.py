@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, quantized, write
-from torch_fp8.checkpoint.formats import read_format
-from torch_fp8.checkpoint.quantized_files import QuantizedFiles
-from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
-from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.recipe import CastSpec
+from tests.internals import (
+    E4M3,
+    CastSpec,
+    FP8Weight,
+    QuantizedFiles,
+    SafetensorsFiles,
+    frozen_payload,
+    read_format,
+)
 
 LAYOUTS = {
     "fine-grained": (FINE_GRAINED, "_scale_inv", lambda shape: (128, 128)),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 
 import pytest
@@ -13,10 +12,9 @@ from torch import nn
 
 import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, LiveStorages, exact, tiny_llama, write_llama
+from tests.internals import linear_function, pause, safetensors_files
+from tests.internals import whole_folder_module as whole_folder
 from torch_fp8 import FP8Config, convert_to_float8, export
-from torch_fp8.checkpoint import safetensors_files, whole_folder
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import pause
 
 
 def _trained(recipe, steps=2, config=None, **changes):
@@ -266,21 +264,6 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_cast(tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
-    """Files of this process can grow no further, of which the system tells as of a full disk."""
-    resource = pytest.importorskip("resource")
-    model = _trained("blockwise", steps=0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(OSError, match="nothing was written") as raised:
-            export(model, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert str(tmp_path / "out") in str(raised.value)
-    assert not list(tmp_path.iterdir())
-
-
 def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
     model = _trained("blockwise", steps=0)
     written = []
@@ -505,22 +488,6 @@ def test_payloads_that_the_optimizer_writes_are_those_of_the_file(tmp_path, monk
         assert torch.equal(_values(qdata, scale), values), name
 
 
-def test_a_model_that_transformers_dequantized_is_exported(tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
-    write_llama(tmp_path / "in")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
-    convert_to_float8(model, "rowwise")
-    report = export(model, tmp_path / "out", "compressed-tensors")
-    assert len(report.fp8) == 14
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    stored = _read(tmp_path / "out")
-    for name, (values, _) in _multiplied(monkeypatch, model).items():
-        qdata, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
-        assert torch.equal(_values(qdata, scale), values), name
-
-
 @pytest.mark.parametrize("given", [True, False])
 def test_the_tokenizer_comes_along(tmp_path, given):
     class Tokenizer:
@@ -540,13 +507,6 @@ def test_the_tokenizer_comes_along(tmp_path, given):
     assert text == ("mine" if given else "of the folder")
     assert ("tokenizer_config.json" in names) is not given
     assert "optimizer.pt" not in names
-
-
-def test_the_folder_is_as_readable_as_others(tmp_path):
-    export(_trained("blockwise", steps=0), tmp_path / "out")
-    (tmp_path / "other").mkdir()
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
-    assert os.listdir(tmp_path / "out")
 
 
 @pytest.mark.parametrize(("format", "recipe"), EXPORTS)

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.internals import export_checkpoint, grouped_linear_function, make_recipe
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import (
     FP8Config,
@@ -16,10 +17,7 @@ from torch_fp8 import (
     export,
     weights_for_engine,
 )
-from torch_fp8.nn import grouped_linear_function
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 32}
 WIDE["num_key_value_heads"] = 4
@@ -165,23 +163,6 @@ def test_experts_that_checkpoints_do_not_split(tmp_path, name):
     assert set(dict(weights_for_engine(model))) >= {n for n, _ in model.named_parameters()} - {
         "lm_head.weight"
     }
-
-
-@pytest.mark.parametrize("name", ["GptOss", "Qwen3Moe"])
-def test_experts_that_are_skipped_are_written_in_bf16(tmp_path, name):
-    torch.manual_seed(0)
-    model = moe_model(name)
-    convert_to_float8(model, FP8Config(recipe="rowwise", skip=("lm_head", "*.experts")))
-    report = export(model, tmp_path / "out", "compressed-tensors")
-    assert not any(layer.endswith("experts") for layer in report.fp8)
-    moe_model(name).save_pretrained(tmp_path / "stock")
-    stored = read(tmp_path / "out")
-    assert set(read(tmp_path / "stock")) <= set(stored)
-    fused = {n: p for n, p in model.named_parameters() if p.ndim == 3}
-    values = {key: value for key, value in stored.items() if "experts" in key}
-    assert {value.dtype for value in values.values()} == {torch.bfloat16}
-    if name == "GptOss":
-        assert all(torch.equal(values[key], p.detach().bfloat16()) for key, p in fused.items())
 
 
 def adapted():

@@ -169,15 +169,6 @@ def test_one_of_two_tied_layers_that_is_trained_is_refused_by_name(tmp_path, opt
     assert not list(tmp_path.iterdir())
 
 
-def test_adapters_beside_tied_layers_are_folded_in(tmp_path):
-    tied = tiny_llama(tie_word_embeddings=True)
-    model = get_peft_model(tied, LoraConfig(target_modules=["q_proj"]))
-    convert_to_float8(model, "blockwise")
-    export(model, tmp_path / "out", adapters="merge")
-    assert "lm_head.weight" not in _stored(tmp_path / "out")
-    assert "lm_head.weight" not in dict(weights_for_engine(model))
-
-
 def test_a_learned_prompt_is_refused(tmp_path):
     from peft import PromptTuningConfig
 

@@ -7,12 +7,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.fp8_checkpoints import tiny_llama
+from tests.internals import SmoothFold, sqnr_db
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
-from torch_fp8.checkpoint.fold_adapters import SmoothFold
-from torch_fp8.quantization.metrics import sqnr_db
 
 CASES = [
     ("tensorwise", "compressed-tensors"),
@@ -146,33 +144,3 @@ def test_gate_and_up_in_one_layer_and_other_activations_are_folded(name, tmp_pat
                 layer.weight.copy_(_values(files, f"{MLP}{key}"))
     assert before / up.float().norm() > 8
     assert sqnr_db(want, mlp(x)) > 25
-
-
-@pytest.mark.parametrize("gate_first", [True, False])
-def test_of_a_joined_weight_the_rows_of_up_take_the_factors(gate_first):
-    class Joined(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_up_proj = nn.Linear(64, 2 * 96, bias=False)
-            self.down_proj = nn.Linear(96, 64, bias=False)
-            self.act = nn.SiLU()
-
-    class GateFirst(Joined):
-        def forward(self, x):
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            return self.down_proj(up * self.act(gate))
-
-    class UpFirst(Joined):
-        def forward(self, x):
-            up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
-            return self.down_proj(up * self.act(gate))
-
-    model = nn.Sequential((GateFirst if gate_first else UpFirst)())
-    convert_to_float8(model, FP8Config(recipe="tensorwise", smooth_swiglu=True, opt_level="O1"))
-    model(64 * torch.randn(32, 64))
-    layer = model[0].gate_up_proj
-    ratio = SmoothFold(model).weight(layer, layer.weight.detach()) / layer.weight.detach()
-    halves = ratio[:, 0].split(96)
-    gate, up = halves if gate_first else halves[::-1]
-    assert torch.equal(gate, torch.ones(96))
-    assert (up != 1).any()

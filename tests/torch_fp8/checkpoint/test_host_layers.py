@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from tests.fp8_checkpoints import exact, quantized
+from tests.internals import residual_of, take_over
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.checkpoint.adopt_checkpoint import take_over
-from torch_fp8.optim.residual import residual_of
 
 BLOCKS = {
     "tensor": (256, 128),

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 import torch_fp8
 from tests.fp8_checkpoints import EXPORTS, tiny_llama
+from tests.internals import export_checkpoint
 from torch_fp8 import FP8Config, convert_optimizer, export, load_frozen, weights_for_engine
-from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 ORIGINS = ["bfloat16", "float16", "O1", "O2", "O3"]
 """The dtype of a model, or the level at which a float32 model is trained."""

@@ -7,11 +7,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.fp8_checkpoints import LiveStorages, tiny_llama, write_llama
+from tests.internals import linear_function, make_recipe, pause
 from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen, weights_for_engine
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import pause
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import make_recipe
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -104,28 +102,6 @@ def test_adapters_are_folded_into_what_is_handed_over(engine):
     apart = dict(weights_for_engine(model, engine, adapters="apart"))
     assert torch.equal(apart[UP].float(), base)
     assert apart.keys() == handed.keys()
-
-
-def test_syncs_leave_the_base_bit_identical():
-    """A thousand are in tests/accelerate_fp8/test_engine_sync.py."""
-    model = _adapted(num_hidden_layers=1)
-    engines = ("bf16", "fp8_per_block")
-    frozen = [m.frozen_weight.payload for m in model.modules() if hasattr(m, "frozen_weight")]
-    assert len([p for p in frozen if p is not None]) == 7
-    before = [(p.qdata.clone(), p.scale.clone()) for p in frozen]
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    first = {engine: dict(weights_for_engine(model, engine)) for engine in engines}
-    for i in range(20):
-        for _ in weights_for_engine(model, engines[i % 2]):
-            pass
-    for payload, (qdata, scale) in zip(frozen, before, strict=True):
-        assert torch.equal(payload.qdata.view(torch.uint8), qdata.view(torch.uint8))
-        assert torch.equal(payload.scale, scale)
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
-    for engine, handed in first.items():
-        again = dict(weights_for_engine(model, engine))
-        assert list(again) == list(handed)
-        assert all(torch.equal(again[key], handed[key]) for key in handed)
 
 
 def test_one_layer_is_folded_at_a_time():

@@ -7,9 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.fp8_checkpoints import tiny_llama
+from tests.internals import export_into, replaced_files, whole_folder
 from torch_fp8 import convert_to_float8, load_trainable
-from torch_fp8.checkpoint.export import export_into
-from torch_fp8.checkpoint.whole_folder import replaced_files, whole_folder
 
 WRITERS = {"new": whole_folder, "old": replaced_files}
 

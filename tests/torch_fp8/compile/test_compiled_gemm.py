@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._dynamo import trace_rules
 
+from tests.internals import RECIPES, make_recipe
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 from torch_fp8.ops.quantize import quantize
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 RULES = ("torch._scaled_mm", "torch._scaled_mm_v2", "torch.nn.functional.scaled_mm")

@@ -10,9 +10,9 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.internals import _warn_of_halves_in_program
 from tests.torch_fp8.converted_models import KINDS, SIZE, stock_and_converted
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert, rollout
-from torch_fp8.autograd.current_pass import _warn_of_halves_in_program
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.internals import linear_in_graph, served_in_graph
 from tests.torch_fp8.block_models import MLP
 from torch_fp8 import FP8Config, convert_to_float8, freeze, rollout
-from torch_fp8.nn.linear_function import linear_in_graph, served_in_graph
 
 SIZE = 64
 AUTOCAST = torch.autocast("cpu", torch.bfloat16)

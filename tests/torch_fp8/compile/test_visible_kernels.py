@@ -10,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.codecache import compiled_fx_graph_hash
 
 from tests.compiled_graphs import traced_for_card
+from tests.internals import cast_kernel
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.kernels.quantize_kernels import cast_kernel
 
 KERNELS, CASTS = "triton_kernel_wrapper_functional", "torch_fp8.quantize_2d.default"
 

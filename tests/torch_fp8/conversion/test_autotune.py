@@ -12,13 +12,19 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
+from tests.internals import (
+    MARGIN,
+    LayerShape,
+    SplitWeight,
+    candidates,
+    check_style,
+    halves_of,
+    layer_benchmark,
+    layer_shapes,
+    layer_times,
+)
 from tests.models import llama_config
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.conversion import layer_benchmark
-from torch_fp8.conversion.autotune import MARGIN, candidates, layer_shapes
-from torch_fp8.conversion.layer_benchmark import LayerShape, layer_times
-from torch_fp8.distributed.tensor_parallel.styles import check_style
-from torch_fp8.tensor.split_weight import SplitWeight, halves_of
 
 AUTO = FP8Config(tokens=16)
 H200 = torch.device("cuda:0")
@@ -129,15 +135,6 @@ def test_a_second_conversion_measures_nothing_and_chooses_the_same(timed):
     assert len(timer.runs) == 9 * per_shape
 
 
-def test_frozen_layers_are_decided_as_trained_ones(timed):
-    timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
-    trained, frozen = model(), model().requires_grad_(False)
-    first = convert_to_float8(trained, AUTO)
-    runs = len(timer.runs)
-    assert convert_to_float8(frozen, AUTO).converted == first.converted
-    assert len(timer.runs) == runs
-
-
 def test_a_named_recipe_turns_the_layers_left_into_fp8(timed):
     timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
     net = model()
@@ -221,13 +218,6 @@ def test_the_summary_says_why_nothing_was_measured(monkeypatch, cuda, config, de
     assert f"  auto      chose tensorwise without measuring: {why}" in lines
 
 
-def test_what_the_summary_says_of_transformer_engine(te):
-    config = FP8Config(backend="transformer-engine", opt_level="O1")
-    summary = convert_to_float8(nn.Linear(32, 32), config).summary()
-    why = "Transformer Engine has its own casts"
-    assert f"  auto      chose tensorwise without measuring: {why}" in summary.splitlines()
-
-
 def test_a_failure_is_one_warning_and_the_default(timed):
     timed({})
 
@@ -291,17 +281,6 @@ def test_ranks_that_cannot_agree_do_not_measure(timed):
     assert not clock.runs
 
 
-def test_modes_and_random_states_are_left_alone(timed):
-    timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (10, fp8(5))})
-    net, before = model(), torch.get_rng_state()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        convert_to_float8(net, AUTO)
-        assert not torch.is_grad_enabled()
-        assert torch.is_autocast_enabled("cpu")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(p.grad is None for p in net.parameters())
-
-
 def test_a_model_without_memory_is_measured_where_it_will_run(timed):
     timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
     with torch.device("meta"):
@@ -328,33 +307,6 @@ def test_shapes_and_the_dtype_that_a_layer_multiplies_in(weights, dtype):
 
 LLAMA = llama_config(intermediate_size=176, vocab_size=128, attn_implementation="eager")
 Q, KV, GATE, DOWN = (64, 64), (32, 64), (176, 64), (64, 176)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("slow", [(KV,), (Q,), (GATE,), (DOWN,), (Q, KV, GATE)], ids=str)
-def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow):
-    """At level O1; at the others a weight that is named keeps its dtype."""
-    timed({s: (100, fp8(200 if s in slow else 50)) for s in (Q, KV, GATE, DOWN)})
-    torch.manual_seed(0)
-    auto = AutoModelForCausalLM.from_config(LLAMA)
-    named = copy.deepcopy(auto)
-    configs = [FP8Config(tokens=16, opt_level="O1")]
-    left = convert_to_float8(auto, configs[0]).choice.left
-    assert len({name.rpartition(".")[2] for name in left}) in (1, 2, 6)
-    skip = ("lm_head", *left)
-    configs.append(FP8Config(recipe="tensorwise", skip=skip, opt_level="O1"))
-    report = convert_to_float8(named, configs[1])
-    assert {name for name, _ in report.skipped} == {"lm_head", *left}
-    ids = torch.randint(1, 128, (2, 16))
-    for net in (auto, named):
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                net(ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(auto.parameters(), named.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

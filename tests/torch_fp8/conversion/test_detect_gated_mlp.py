@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_fp8.conversion.detect_gated_mlp import find_gated_layers, find_gated_mlp
-from torch_fp8.nn.gated_mlp import GatedMLPSpec
+from tests.internals import GatedMLPSpec, find_gated_layers, find_gated_mlp
 
 
 class Layers(nn.Module):

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import torch_fp8
+from tests.internals import Float8FrozenWeight, LinearFunction
 from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report, thaw
-from torch_fp8.nn.linear_function import LinearFunction
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 class Net(nn.Module):
@@ -65,7 +64,7 @@ def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(monkeypatch):
     model = Net()
     freeze(model, FP8Config(recipe="tensorwise"))
     products = []
-    import torch_fp8.nn.linear_function as linear_function
+    from tests.internals import linear_function
 
     stock = linear_function.scaled_matmul
 

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -14,15 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import Float8GatedMLP, Float8RMSNorm, LazyQuantizedTensor, shared, sqnr_db
 from tests.steps import Calls, assert_equal, gaussian, saved_bytes, train
 from tests.torch_fp8.block_models import MLP, Attention, Model, Norm
-from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.layer_norm import shared
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
 
 FUSED = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 
@@ -208,28 +202,6 @@ def test_others_get_the_plain_tensor_and_its_gradient():
     assert sqnr_db(only_base.float() + x.grad.float(), both) > 35
 
 
-def test_reads_as_a_tensor():
-    model = _model()
-    block = model.layers[0]
-    x = gaussian(2, 3, 64).requires_grad_()
-    y = block.attn_norm(x)
-    assert isinstance(y, LazyQuantizedTensor)
-    assert (y.shape, y.dtype, y.ndim, y.requires_grad) == ((2, 3, 64), torch.bfloat16, 3, True)
-    assert len(y) == 2
-    dense = y + 0
-    assert type(dense) is torch.Tensor
-    for got in (y[0], y.view(-1, 64)[:3], y.float()[0], torch.cat([y, y])[0], y.tolist()[0]):
-        got = torch.as_tensor(got)
-        assert torch.equal(got.float(), dense[0].float())
-    assert torch.equal(copy.deepcopy(y.detach()), dense)
-    buffer = io.BytesIO()
-    torch.save(y.detach(), buffer)
-    assert type(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)) is torch.Tensor
-    assert "attn_norm" in repr(y)
-    assert y.isfinite().all()
-    assert type(model(x)) is torch.Tensor  # the last norm's output is the model's
-
-
 def test_outputs_are_freed_with_their_last_reader():
     """Without waiting for the garbage collector: what they hold is large."""
     block = _model().layers[0]
@@ -360,31 +332,6 @@ def test_gradients_of_a_detached_output_are_its_own():
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("recipe", FUSED)
-def test_what_is_not_finite_stays_visible(bad, recipe):
-    model = _model(recipe=recipe)
-    x = gaussian(8, 64)
-    x[3, 5] = bad
-    y, _, grads = train(model, x)
-    assert not y[3].isfinite().all()
-    assert not grads["layers.0.attention.q_proj.weight"].isfinite().all()
-    assert not grads["layers.0.mlp.down_proj.weight"].isfinite().all()
-
-
-def test_evaluation_and_inference():
-    model = _model().eval()
-    x = gaussian(4, 64)
-    with torch.no_grad():
-        want = model(x)
-    with torch.inference_mode():
-        assert torch.equal(model(x.clone()), want)
-    stock = _model(eval_fp8=False)
-    reference = copy.deepcopy(stock)
-    revert(reference)
-    assert torch.equal(stock.eval()(x), reference.eval()(x))
-
-
 def test_conversion_is_idempotent_and_reverts():
     torch.manual_seed(0)
     model = Model()
@@ -431,30 +378,6 @@ def test_instances_with_a_forward_of_their_own_are_left_alone():
     producers = convert_to_float8(model).producers
     assert "layers.0.mlp" not in producers
     assert "norm" not in producers
-
-
-def test_autocast_gives_the_dtypes_of_the_stock_modules():
-    torch.manual_seed(0)
-    stock = Model()
-    fused = copy.deepcopy(stock)
-    convert_to_float8(fused)
-    seen = {}
-
-    def record(model, which):
-        for name, module in model.named_modules():
-
-            def note(module, args, y, name=name):
-                seen.setdefault((which, name), y.dtype)
-
-            module.register_forward_hook(note)
-
-    record(stock, 0)
-    record(fused, 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        for model in (stock, fused):
-            model(gaussian(4, 64, dtype=torch.float32)).sum().backward()
-    names = [n for w, n in seen if w == 0 and not n.endswith("act_fn")]
-    assert all(seen[0, n] == seen[1, n] for n in names)
 
 
 def test_a_plain_tensor_is_shared_as_itself():

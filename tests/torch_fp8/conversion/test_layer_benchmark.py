@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import LayerShape, layer_benchmark, layer_times, make_recipe
 from torch_fp8 import Float8Linear
-from torch_fp8.conversion import layer_benchmark
-from torch_fp8.conversion.layer_benchmark import LayerShape, layer_times
 from torch_fp8.ops import quantize
-from torch_fp8.quantization.recipe import make_recipe
 
 CPU = torch.device("cpu")
 SHAPE = LayerShape(48, 32, True, torch.bfloat16)

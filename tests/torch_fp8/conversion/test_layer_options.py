@@ -9,18 +9,16 @@ import warnings
 import pytest
 import torch
 
+from tests.internals import Float8GatedMLP, Float8RMSNorm
 from tests.torch_fp8.block_models import Model
 from torch_fp8 import (
+    Float8Linear,
     FP8Config,
     convert_to_float8,
     freeze,
     load_scaling_state_dict,
-    revert,
     scaling_state_dict,
 )
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.rms_norm import Float8RMSNorm
 
 
 def _model():
@@ -123,21 +121,6 @@ def test_high_precision_leaves_norms_and_mlps_as_they_are():
     assert not [m for m in model.layers[0].modules() if isinstance(m, kinds)]
     assert {name.partition(".mlp")[0] for name in report.producers} >= {"layers.1"}
     assert report.unfused == ()
-
-
-def test_a_second_conversion_changes_the_options_and_none_takes_them_back():
-    model = _model()
-    config = _config(overrides={"layers.0": {"recipe": "rowwise"}, "layers.1": None})
-    convert_to_float8(model, config)
-    first = _recipes(model)
-    histories = dict(model.named_buffers())
-    convert_to_float8(model, config)
-    assert _recipes(model) == first
-    assert dict(model.named_buffers()).keys() == histories.keys()
-    convert_to_float8(model, _config())
-    assert set(_recipes(model).values()) == {"tensorwise"}
-    assert len(_recipes(model)) == 14
-    assert (revert(model), revert(model)) == (14, 0)
 
 
 def test_only_layers_with_delayed_scaling_have_a_state():

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import expected_bytes_per_param
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_to_float8, memory_report
-from torch_fp8.conversion.memory import expected_bytes_per_param
 
 
 def _step(model, optimizer):

@@ -9,13 +9,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_fp8
+from tests.internals import links
 from tests.tied_model import Model
 from torch_fp8 import (
     FP8Config,
     convert_to_float8,
     revert,
 )
-from torch_fp8.distributed import links
 
 
 def test_scaling_state_resumes_exactly():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import matches
 from tests.tied_model import Adapter, Experts, Model
 from torch_fp8 import (
     FP8Config,
@@ -13,7 +14,6 @@ from torch_fp8 import (
     convert_to_float8,
     memory_report,
 )
-from torch_fp8.nn.layer_filter import matches
 
 
 @pytest.mark.parametrize(

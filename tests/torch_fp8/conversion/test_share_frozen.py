@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8FrozenWeight, share_equal_weights
 from torch_fp8 import FP8Config, freeze, thaw
-from torch_fp8.conversion.frozen_layers import share_equal_weights
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 def net():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_fp8.distributed.agreement import format_ranks
+from tests.internals import format_ranks
 
 
 @pytest.mark.parametrize(

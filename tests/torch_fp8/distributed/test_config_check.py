@@ -4,8 +4,8 @@ import pytest
 
 import torch_fp8
 from tests.comm_counter import count_communication
+from tests.internals import check_same_config
 from torch_fp8 import FP8Config
-from torch_fp8.distributed.agreement import check_same_config
 
 pytestmark = pytest.mark.long
 

@@ -5,10 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.internals import Exchanges, Times, links
 from torch_fp8 import FP8Config
-from torch_fp8.distributed import links
-from torch_fp8.distributed.ddp.connection import DDPReport
-from torch_fp8.distributed.links import Exchanges, Times
+from torch_fp8.distributed import DDPReport
 
 PLAIN, CODES = "all-reduce torch.bfloat16", "all-to-all torch.uint8"
 IN_FLOAT32 = "all-reduce torch.float32"
@@ -19,23 +18,6 @@ SCATTERED = "reduce-scatter torch.bfloat16"
 @pytest.fixture(scope="module")
 def ranks(run_cases):
     return run_cases("link_cases", 2)
-
-
-@pytest.mark.parametrize(
-    ("eight_bits", "plain", "faster"),
-    [(0.5, 1.0, True), (0.979, 1.0, True), (0.985, 1.0, False), (1.0, 1.0, False), (2, 1, False)],
-)
-def test_8_bits_must_beat_bf16_by_more_than_noise(eight_bits, plain, faster):
-    assert Times(eight_bits, plain).in_8_bits is faster
-
-
-def test_a_timer_takes_the_median_after_a_warm_up():
-    clock = iter([0, 9, 0, 9, 0, 9, *(t for s in (5, 1, 2, 3, 100) for t in (0, s))])
-    calls = []
-    with mock.patch.object(links.time, "perf_counter", side_effect=clock):
-        seconds = links.seconds_of(lambda: calls.append(1), torch.device("cpu"))
-    assert seconds == 3
-    assert len(calls) == 8
 
 
 def test_a_choice_of_the_user_stays_when_a_checkpoint_has_another():

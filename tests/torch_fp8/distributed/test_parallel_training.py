@@ -67,7 +67,7 @@ def test_one_optimizer_steps_sharded_and_plain_parameters(cases):
 def test_a_pipeline_is_one_process_bit_for_bit(cases):
     """GPipe and 1F1B at O1 and O2, float32 weights under autocast as well."""
     for rank, result in enumerate(cases["pipeline"]):
-        assert len(result) == 4
+        assert len(result) == 3
         for name, (weights, losses, last) in result.items():
             assert weights, name
             assert losses is (True if rank else None), (name, last)
@@ -88,15 +88,3 @@ def test_fsdp2_and_tensor_parallelism_on_one_mesh(mesh_cases):
             first, last, one = case["losses"]
             assert last < 0.8 * first
             assert last == pytest.approx(one, rel=0.005)
-
-
-def test_sizes_that_four_ranks_do_not_divide(mesh_cases):
-    for result in mesh_cases["more_ranks_than_divide"]:
-        for gradients in result.values():
-            # Sums over four ranks are rounded to bfloat16: 50 dB where FP8 has no part.
-            assert all(parallel >= min(one - 0.5, 45) for parallel, one in gradients)
-
-
-def test_plain_tensor_parallelism_on_four_ranks(mesh_cases):
-    for values in mesh_cases["plain_tensor_parallel"]:
-        assert all(parallel >= one - 0.5 for parallel, one in values)

@@ -8,9 +8,8 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import quantize, quantize_beside, quantize_kernels, transpose
-from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.quantize_kernels import TileSums
+from tests.internals import CastOptions, TileSums, quantize_beside, quantize_kernels, transpose
+from tests.internals import kernels_quantize as quantize
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

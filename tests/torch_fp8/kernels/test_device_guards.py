@@ -97,24 +97,3 @@ def test_the_registry_calls_launchers_with_a_guard():
 
 def _registry():
     return inspect.getsource(registry)
-
-
-def test_a_launch_without_a_guard_is_found():
-    launch, guard = "cast_kernel[(1,)](x)", f"with {GUARD}x):"
-    assert _unguarded([f"def f(x):\n  {launch}"]) == ["cast_kernel"]
-    assert _unguarded([f"def f(x):\n  {guard}\n    {launch}"]) == []
-    inner, outer = f"def g(x):\n  {launch}\n", f"def f(x):\n  {guard}\n    g(x)"
-    assert _unguarded([inner, outer]) == []
-    used = ["from torch_fp8.kernels.casts import g", "from torch_fp8.kernels import k\nk.g(x)"]
-    for other in used:
-        assert _unguarded([inner, outer], [other]) == ["cast_kernel"]
-    assert _unguarded([inner, outer + "\n  g(x)"]) == ["cast_kernel"]
-
-
-def test_a_launcher_of_an_operator_needs_no_guard_of_its_own():
-    launcher = "def g(x):\n  cast_kernel[(1,)](x)"
-    operator = "@operator(_fake)\ndef g(x):\n  return x"
-    assert _unguarded([launcher], [operator], _operators(operator)) == []
-    assert not _operators(operator.replace("_fake", "_fake, cuda=_launch"))
-    taken = "from torch_fp8.kernels.casts import g"
-    assert _unguarded([launcher], [operator, taken], _operators(operator)) == ["cast_kernel"]

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
+from tests.internals import GateBackwardInputs
+from tests.internals import kernels_expert_gate as expert_gate
+from tests.internals import kernels_moe_rows as moe_rows
 from tests.kernel_cases.experts import FORMS
-from torch_fp8.kernels import expert_gate, moe_rows
-from torch_fp8.kernels.arguments import GateBackwardInputs
 from torch_fp8.ops.fused_quantize import save_input
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16

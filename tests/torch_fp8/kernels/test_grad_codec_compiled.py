@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torch_fp8.kernels import grad_codec
-from torch_fp8.quantization.block_scaled import num_groups
+from tests.internals import kernels_grad_codec as grad_codec
+from tests.internals import num_groups
 
 COLS = {"flat": 64, "rows": 48, "any": 33}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

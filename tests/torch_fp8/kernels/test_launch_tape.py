@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from torch_fp8.kernels import launch_tape
-from torch_fp8.kernels.launch_tape import Replayed, recording
-from torch_fp8.kernels.quick_launch import QuickKernel
+from tests.internals import QuickKernel, Replayed, launch_tape, recording
 
 KERNELS = Path(launch_tape.__file__).parent
 OPERATORS = KERNELS.with_name("ops")
@@ -105,27 +103,6 @@ def test_third_call_is_played_with_its_own_tensors():
         assert torch.equal(y, 2 * x)
 
 
-def test_forgotten_calls_are_launched_again():
-    launcher, replayed = _replayed(_double)
-    _ask(replayed, (3, 5), times=3)
-    assert launcher.calls == 2
-    launch_tape.forget_recordings()
-    _ask(replayed, (3, 5), times=1)
-    assert launcher.calls == 3
-
-
-def test_first_call_is_not_recorded():
-    seen = []
-
-    def launcher(x):
-        seen.append(_len_torch_dispatch_stack())
-        return _double(x)
-
-    replayed = Replayed(launcher)
-    _ask(replayed, (4,), times=3)
-    assert seen == [0, 1]
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -197,13 +174,6 @@ def test_operators_keep_their_place_between_launches():
     torch.testing.assert_close(total, (3 * x).sum(0).double())
 
 
-def test_one_result_in_a_tuple_stays_in_a_tuple():
-    _, replayed = _replayed(lambda x: (_double(x),))
-    (x,), made = _ask(replayed, (3,))
-    assert type(made) is tuple
-    assert torch.equal(made[0], 2 * x)
-
-
 FOREIGN = torch.ones(3)
 
 
@@ -242,14 +212,6 @@ def test_one_tensor_in_two_places_is_no_model_for_two():
     for _ in range(4):
         x, y = torch.randn(2, 4).unbind()
         assert torch.equal(replayed(x.clone(), y.clone()), 2 * y)
-
-
-def test_two_tensors_are_a_model_for_one_in_two_places():
-    counted, replayed = _replayed(lambda x, y: _double(y))
-    _ask(replayed, (4,), (4,))
-    x = torch.randn(4)
-    assert torch.equal(replayed(x, x), 2 * x)
-    assert counted.calls == 2
 
 
 def test_hooks_of_triton_see_each_launch():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.kernels import messages as wire
+from tests.internals import kernels_messages as wire
 from torch_fp8.ops.messages import Layout
 
 NUMEL = {"aligned": 3 * 100 * 32 - 48, "any": 3 * 100 * 32 - 7}

@@ -5,21 +5,19 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import (
-    quantize,
-    rms_norm,
-    smooth,
-    swiglu,
-    swiglu_backward,
-)
-from torch_fp8.kernels.arguments import (
+from tests.internals import (
     BackwardInputs,
     CastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
+    padded_rows,
 )
-from torch_fp8.quantization.payload_shape import padded_rows
+from tests.internals import kernels_quantize as quantize
+from tests.internals import kernels_rms_norm as rms_norm
+from tests.internals import kernels_smooth as smooth
+from tests.internals import kernels_swiglu as swiglu
+from tests.internals import kernels_swiglu_backward as swiglu_backward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5

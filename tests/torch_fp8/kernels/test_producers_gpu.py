@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.internals import CastOptions, NormWithRstd
 from tests.kernel_cases import producers
 from tests.kernel_cases.producers import BF16, E4M3, KINDS, OPS, SHAPES
-from torch_fp8.kernels.arguments import CastOptions, NormWithRstd
 from torch_fp8.ops import rms_norm
 
 pytestmark = pytest.mark.gpu

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.internals import CastOptions
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import same_bits
-from torch_fp8.kernels.arguments import CastOptions
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from torch_fp8.kernels import quick_launch
-from torch_fp8.kernels.launch_tape import Recording
-from torch_fp8.kernels.quick_launch import _MOST, quick
+from tests.internals import _MOST, Recording, quick, quick_launch
 
 
 @pytest.fixture
@@ -151,12 +149,6 @@ def test_with_the_switch_triton_makes_each_launch(launches, monkeypatch):
     assert launches.called == []
 
 
-def test_launch_that_a_hook_took_is_not_remembered(launches, monkeypatch):
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: None)
-    _launch(launches.kernel)
-    assert not launches.kernel._launches
-
-
 def test_launches_of_ever_new_sizes_do_not_add_up(launches):
     for size in range(2, _MOST + 10):
         _launch(launches.kernel, size=size)
@@ -174,12 +166,3 @@ def test_a_recording_is_told_of_first_launches_and_of_remembered_ones(launches, 
         assert args[2:] == (32, factor)
         run(*args, *constants)
         assert launches.called[-1] == (1, (3, 1, 1), (X, Y, 32, factor, True))
-
-
-def test_a_recording_is_told_that_a_launch_is_somebody_elses(launches, monkeypatch):
-    told = []
-    monkeypatch.setattr(Recording, "launched", lambda self, *launch: told.append(launch[2]))
-    launches.kernel.add_pre_run_hook(lambda *args, **kwargs: None)
-    with Recording([X]):
-        _launch(launches.kernel)
-    assert told == [None]

@@ -7,24 +7,22 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from torch_fp8.kernels import (
-    quantize,
-    quantize_beside,
-    quantize_kernels,
-    rms_norm,
-    smooth,
-    swiglu,
-    swiglu_backward,
-    transpose,
-)
-from torch_fp8.kernels.arguments import (
+from tests.internals import (
     BackwardInputs,
     CastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
+    TileSums,
+    quantize_beside,
+    quantize_kernels,
+    transpose,
 )
-from torch_fp8.kernels.quantize_kernels import TileSums
+from tests.internals import kernels_quantize as quantize
+from tests.internals import kernels_rms_norm as rms_norm
+from tests.internals import kernels_smooth as smooth
+from tests.internals import kernels_swiglu as swiglu
+from tests.internals import kernels_swiglu_backward as swiglu_backward
 
 MODULES = (
     quantize,

@@ -10,14 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import defer_logits, logit_losses, sqnr_db
 from tests.torch_fp8.loss_head.compiled_graphs import Graphs
 from tests.torch_fp8.loss_head.logits_cases import CHUNK, LanguageModel, Largest, V, batch
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.nn import logit_losses
-from torch_fp8.nn.deferred_logits import defer_logits
-from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.distributed import connect_fsdp, split_sharded
 
 logit_losses.linear_cross_entropy = functools.partial(
     logit_losses.linear_cross_entropy, chunk=CHUNK

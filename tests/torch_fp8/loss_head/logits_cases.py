@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from tests.internals import logit_losses, sqnr_db
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn import logit_losses
-from torch_fp8.quantization.metrics import sqnr_db
 
 V, H, CHUNK = 4096, 16, 16
 SHAPE = (4, 24)

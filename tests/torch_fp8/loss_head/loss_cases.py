@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
+from tests.internals import LogitForm, LossTerms
 from tests.kernel_cases.comparison import NEIGHBOURS, close, near, require
-from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.ops import cross_entropy
 
 BF16 = torch.bfloat16

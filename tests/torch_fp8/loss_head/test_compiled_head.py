@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.internals import LogitForm, LossTerms, split_parameter
 from tests.torch_fp8.loss_head.heads import BF16, Head
-from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
-from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
+from torch_fp8 import linear_cross_entropy, linear_log_probs
 from torch_fp8.ops.linear_cross_entropy import HeadOptions
-from torch_fp8.tensor.split_weight import split_parameter
 
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 

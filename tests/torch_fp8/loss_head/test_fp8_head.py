@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.fp8_checkpoints import LiveStorages
+from tests.internals import LogitForm, LossTerms
 from tests.torch_fp8.loss_head.heads import BF16, Head, decibels
-from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
-from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
+from torch_fp8 import linear_cross_entropy, linear_log_probs
 from torch_fp8.ops import cross_entropy, head_products
 from torch_fp8.ops.linear_cross_entropy import HeadOptions, linear_softmax_loss
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from tests.internals import LazyLogits, defer_logits, logit_losses, return_losses, sqnr_db
 from tests.torch_fp8.loss_head.compiled_graphs import Graphs
 from tests.torch_fp8.loss_head.logits_cases import (
     LOSSES,
@@ -21,10 +22,6 @@ from tests.torch_fp8.loss_head.logits_cases import (
     step,
 )
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn import logit_losses
-from torch_fp8.nn.deferred_logits import defer_logits, return_losses
-from torch_fp8.nn.lazy_logits import LazyLogits
-from torch_fp8.quantization.metrics import sqnr_db
 
 pytestmark = pytest.mark.long
 

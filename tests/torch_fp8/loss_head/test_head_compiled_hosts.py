@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from accelerate_fp8 import FP8Kwargs
 from lightning_fp8 import FP8Precision
+from tests.internals import LazyLogits
 from tests.torch_fp8.loss_head.compiled_graphs import Graphs
 from tests.torch_fp8.loss_head.logits_cases import batch, is_fused, small_chunks
 from tests.torch_fp8.loss_head.test_head_hosts import TINY
 from torch_fp8 import FP8Config
-from torch_fp8.nn.lazy_logits import LazyLogits
 
 pytestmark = pytest.mark.long
 

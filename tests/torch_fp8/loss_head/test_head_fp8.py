@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.internals import Float8FrozenWeight, LazyLogits, OutputLayer, sqnr_db
 from tests.torch_fp8.loss_head.logits_cases import (
     H,
     LanguageModel,
@@ -18,10 +19,6 @@ from tests.torch_fp8.loss_head.logits_cases import (
     small_chunks,
 )
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, set_forward_precision
-from torch_fp8.nn.lazy_logits import LazyLogits
-from torch_fp8.nn.output_layer import OutputLayer
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 @pytest.fixture(autouse=True)

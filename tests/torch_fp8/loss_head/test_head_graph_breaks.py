@@ -10,11 +10,10 @@ from torch._dynamo import graph_break
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.internals import defer_logits, return_losses, sqnr_db
 from tests.torch_fp8.loss_head.compiled_graphs import Graphs
 from tests.torch_fp8.loss_head.logits_cases import V, batch, is_fused, pair, small_chunks
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.nn.deferred_logits import defer_logits, return_losses
-from torch_fp8.quantization.metrics import sqnr_db
 
 pytestmark = pytest.mark.long
 

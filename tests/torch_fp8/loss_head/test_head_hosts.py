@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from accelerate_fp8 import FP8Kwargs
 from lightning_fp8 import FP8Precision
+from tests.internals import HeadCall, OutputLayer
 from tests.torch_fp8.loss_head.logits_cases import (
     LanguageModel,
     Largest,
@@ -23,8 +24,6 @@ from tests.torch_fp8.loss_head.logits_cases import (
     small_chunks,
 )
 from torch_fp8 import FP8Config
-from torch_fp8.nn.head_call import HeadCall
-from torch_fp8.nn.output_layer import OutputLayer
 
 TINY = {
     "hidden_size": 32,

@@ -16,12 +16,9 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from tests.internals import LazyLogits, OutputLayer, sqnr_db
 from tests.torch_fp8.loss_head.logits_cases import Largest, V, batch, is_fused, small_chunks
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.nn.lazy_logits import LazyLogits
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.output_layer import OutputLayer
-from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, revert
 
 TINY = {
     "hidden_size": 32,

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torch_fp8
+from tests.internals import split_parameter
 from tests.torch_fp8.loss_head.heads import BF16, Head, decibels
-from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
+from torch_fp8 import linear_cross_entropy, linear_log_probs
 from torch_fp8.ops.linear_cross_entropy import HeadOptions
-from torch_fp8.tensor.split_weight import split_parameter
 
 WEIGHTS = torch.rand(1000, generator=torch.Generator().manual_seed(1)) * 2
 OPTIONS = {
@@ -248,7 +248,7 @@ def test_a_head_frozen_in_fp8_has_no_gradient_of_its_own(recipe, precision):
 
 
 def test_gradients_are_computed_only_where_they_are_needed(monkeypatch):
-    import torch_fp8.nn.loss_function as module
+    from tests.internals import loss_function as module
 
     asked, compute = [], module.linear_softmax_loss
 
@@ -270,7 +270,7 @@ def test_gradients_are_computed_only_where_they_are_needed(monkeypatch):
 def test_a_checkpoint_computes_gradients_in_its_second_pass_alone(monkeypatch):
     from torch.utils.checkpoint import checkpoint
 
-    import torch_fp8.nn.loss_function as module
+    from tests.internals import loss_function as module
 
     asked, compute = [], module.linear_softmax_loss
 

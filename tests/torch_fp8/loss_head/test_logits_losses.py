@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.internals import LazyLogits, scale_and_softcap
 from tests.torch_fp8.loss_head.logits_cases import (
     LOSSES,
     V,
@@ -15,8 +16,6 @@ from tests.torch_fp8.loss_head.logits_cases import (
     small_chunks,
     step,
 )
-from torch_fp8.nn.lazy_logits import LazyLogits
-from torch_fp8.nn.logit_losses import scale_and_softcap
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate.utils.operations import convert_to_fp32
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import HeadCall, LazyLogits, output_layer
 from tests.torch_fp8.loss_head.logits_cases import (
     V,
     assert_like_stock,
@@ -23,9 +24,6 @@ from tests.torch_fp8.loss_head.logits_cases import (
     step,
 )
 from torch_fp8 import high_precision
-from torch_fp8.nn import output_layer
-from torch_fp8.nn.head_call import HeadCall
-from torch_fp8.nn.lazy_logits import LazyLogits
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.internals import kernels_cross_entropy as cross_entropy
 from tests.torch_fp8.kernels.conftest import (  # noqa: F401  (fixtures)
     compile_all,
     compile_for,
@@ -10,7 +11,6 @@ from tests.torch_fp8.kernels.conftest import (  # noqa: F401  (fixtures)
     recorded_resources,
 )
 from tests.torch_fp8.loss_head.loss_cases import BF16, launch_losses
-from torch_fp8.kernels import cross_entropy
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": BF16}
 WIDTHS = {"odd": 1003, "whole": 8192}

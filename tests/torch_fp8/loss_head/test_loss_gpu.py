@@ -5,7 +5,7 @@ import torch
 
 from tests.torch_fp8.loss_head import loss_cases
 from tests.torch_fp8.loss_head.heads import BF16, Head, decibels
-from torch_fp8.nn.loss_head import linear_cross_entropy, linear_log_probs
+from torch_fp8 import linear_cross_entropy, linear_log_probs
 from torch_fp8.ops import cross_entropy
 
 pytestmark = pytest.mark.gpu

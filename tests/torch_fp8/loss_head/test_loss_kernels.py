@@ -10,10 +10,10 @@ from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
 from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
+from tests.internals import kernels_cross_entropy as cross_entropy_kernels
 from tests.kernel_cases.played import Call, check_played
 from tests.torch_fp8.loss_head import loss_cases
 from tests.torch_fp8.loss_head.loss_cases import BF16
-from torch_fp8.kernels import cross_entropy as cross_entropy_kernels
 from torch_fp8.ops import cross_entropy
 
 pytestmark = pytest.mark.long
@@ -110,7 +110,7 @@ def test_played_calls_make_and_write_the_same_bytes():
 def test_a_card_computes_the_head_as_the_cpu_does():
     """The launchers get what the head gives them; products run on the CPU."""
     from tests.torch_fp8.loss_head.heads import Head, decibels
-    from torch_fp8.nn.loss_head import linear_cross_entropy
+    from torch_fp8 import linear_cross_entropy
     from torch_fp8.ops import head_products
 
     head = Head(tokens=40, classes=90)

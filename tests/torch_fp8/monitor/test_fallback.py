@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import is_paused, pause, resume
 from tests.torch_fp8.monitor.test_faults import Watched, _outlier_channel
-from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.linear import Float8Linear, is_paused, pause, resume
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 

@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.internals import DEFAULT_BOUNDS, LossSpikes, Series, crossings, series_module
 from tests.torch_fp8.monitor.test_expert_observer import Watched as WatchedExperts
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
-from torch_fp8.monitor import series as series_module
-from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, LossSpikes, crossings
-from torch_fp8.monitor.series import Series
 
 
 class MLP(nn.Module):

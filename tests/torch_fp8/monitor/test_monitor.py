@@ -9,10 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.golden.training import Run, adamw, llama
+from tests.internals import FILE_NAME, Float8Layer, read_run
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
-from torch_fp8.monitor.run_log import FILE_NAME
-from torch_fp8.nn.linear import Float8Layer
-from torch_fp8_tools.report.run_record import read_run
 
 
 def _run(config, steps, folder=None, **options):
@@ -52,36 +50,6 @@ def test_a_run_with_a_monitor_is_bit_for_bit_the_same(recipe, tmp_path):
     layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
     assert not any(m.fp8.observer for m in layers)
-
-
-def test_statistics_are_those_of_the_tensors():
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(64, 96, bias=False))
-    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1)
-    convert_to_float8(layer, config)
-    optimizer, logged = torch.optim.AdamW(layer.parameters(), lr=1e-3), {}
-    monitor = Monitor(layer, [optimizer], config, log=lambda series, step: logged.update(series))
-    x = torch.randn(32, 64)
-    x[:, 7] *= 100
-    x[0, :8] = 1e-9
-    y = layer(x)
-    y.backward(torch.randn_like(y))
-    optimizer.step()
-    assert monitor.step == 1
-    assert logged["fp8/0/input/amax"] == pytest.approx(x.abs().max().item())
-    assert logged["fp8/0/input/scale"] == pytest.approx(x.abs().max().item() / 448)
-    columns = x.abs().amax(0)
-    assert logged["fp8/0/input/outliers"] == pytest.approx(
-        (columns.max() / columns.median()).item()
-    )
-    assert logged["fp8/0/input/underflow"] >= 8 / x.numel()
-    assert logged["fp8/0/input/saturation"] == 0
-    assert logged["fp8/0/weight/sqnr"] == pytest.approx(31.5, abs=0.7)
-    assert logged["fp8/0/grad_output/sqnr"] == pytest.approx(25.5, abs=0.7)
-    noise = 10 ** (-logged["fp8/0/grad_output/sqnr"] / 10)
-    assert logged["fp8/0/grad_output/direction_error"] == pytest.approx(noise / 2, rel=0.1)
-    assert logged["fp8/0/grad_output/kurtosis"] == pytest.approx(3, abs=0.4)
-    assert "fp8/0/update/rms" not in logged  # there is no v before the first step
 
 
 def test_checkpointing_compiling_and_a_second_micro_batch_count_nothing_twice():
@@ -191,31 +159,6 @@ def test_frozen_layers_and_adapters_are_measured_as_far_as_they_go():
     assert not any(name.startswith(("fp8/0/weight", "fp8/0/update")) for name in logged)
     assert {"fp8/1/weight/amax", "fp8/1/input/sqnr"} <= logged.keys()
     monitor.close()
-
-
-def test_a_monitor_that_fails_warns_once_and_the_run_goes_on():
-    layer = nn.Linear(64, 64)
-    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1)
-    convert_to_float8(layer, config)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    def broken(series, step):
-        raise OSError("no space left on device")
-
-    monitor = Monitor(layer, [optimizer], config, log=broken)
-
-    def train():
-        for _ in range(3):
-            layer(torch.randn(16, 64)).sum().backward()
-            optimizer.step()
-
-    with pytest.warns(RuntimeWarning) as caught:
-        train()
-    reasons = [str(w.message) for w in caught if "monitor failed" in str(w.message)]
-    assert len(reasons) == 1
-    assert "step 1" in reasons[0]
-    assert "OSError: no space left on device" in reasons[0]
-    assert monitor.step == 3
 
 
 def test_the_file_is_read_again_with_a_last_line_cut_off(tmp_path):

@@ -10,17 +10,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.ops.scaled_mm
+from tests.internals import (
+    RECIPES,
+    LazyQuantizedTensor,
+    format_of,
+    linear_function,
+    read_run,
+)
 from tests.torch_fp8.block_models import Norm
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear import pause, resume
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.smooth import column_amax, smooth_factors
-from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8_tools.report.run_record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 M, K, N, OUT = 40, 160, 144, 176
@@ -377,20 +378,3 @@ def test_a_layer_that_is_reverted_in_a_measured_step_is_observed_no_longer(monke
         assert "fp8/1/input/sqnr" in series
         assert "fp8/0/input/sqnr" not in series
     assert not watched.monitor._events.has_failed
-
-
-def test_an_amax_is_an_event_after_the_layer_was_out_of_fp8(monkeypatch):
-    """The mark that was told last is gone with the history."""
-    watched = Watched(monkeypatch, nn.Linear(K, N), recipe="delayed")
-    for step in range(1, 9):
-        if step in (3, 8):
-            with torch.no_grad():
-                watched.layer.weight.mul_(1e5)
-        if step == 4:  # before the next amax shifts the mark
-            pause(watched.layer)
-        if step == 6:
-            resume(watched.layer)
-        watched.step()
-    told = [e["step"] for e in watched.monitor.events if "history/weight" in e["what"]]
-    assert sorted(set(told)) == [3, 8]
-    watched.monitor.close()

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import LossSpikes, is_paused, read_run
 from tests.torch_fp8.monitor.test_faults import MLP, Watched, _outlier_channel
 from tests.waits import Waits
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
-from torch_fp8.monitor.alarm import LossSpikes
-from torch_fp8.nn.linear import is_paused
-from torch_fp8_tools.report.run_record import read_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 
@@ -263,16 +261,6 @@ def test_other_gated_mlps_than_llamas_are_measured_and_fall_back():
     monitor.close()
 
 
-def test_a_model_that_trains_in_evaluation_mode_is_measured():
-    watched = Watched(recipe="tensorwise", opt_level="O1")
-    watched.model.eval()
-    with torch.no_grad():
-        watched.model(torch.full((16, 64), 1e6))  # generation
-    watched.step()
-    assert 0 < watched.logged[1]["fp8/0/input/amax"] < 100
-    assert "fp8/2/grad_output/sqnr" in watched.logged[1]
-
-
 def test_layers_that_never_ran_and_tokens_that_are_none_are_missing(tmp_path):
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("used", "empty", "idle")})
@@ -323,17 +311,3 @@ def test_what_a_run_did_after_the_checkpoint_that_it_goes_on_from_holds_no_more(
     record = read_run(tmp_path)
     assert (record.steps, sorted(record.losses)) == ([2], [1, 2, 3])
     assert record.notes == ["The file begins with an earlier run, which is not drawn."]
-
-
-def test_a_run_that_goes_on_with_another_interval(tmp_path):
-    watched = Watched(recipe="tensorwise", opt_level="O1", monitor=3)
-    for _ in range(4):
-        watched.step()
-    resumed = Watched(recipe="tensorwise", opt_level="O1", monitor=2, smooth_swiglu=True)
-    resumed.monitor.load_state_dict(watched.monitor.state_dict())
-    for _ in range(5):
-        resumed.step()
-    assert sorted(resumed.logged) == [6, 8]
-    _outlier_channel(resumed)
-    resumed.step()
-    assert resumed.logged[10]["fp8/alarm"] > 0

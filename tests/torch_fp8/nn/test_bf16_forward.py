@@ -8,14 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 from tests.compiled_graphs import count_graphs
+from tests.internals import Fallback, Float8Experts, LastSteps, stored
 from tests.models import llama
 from tests.moe_models import moe_model
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, set_forward_precision
-from torch_fp8.conversion.forward_precision import LastSteps
-from torch_fp8.monitor.fallback import Fallback
-from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.tensor.split_weight import stored
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 K, N = 96, 64

@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers.pytorch_utils import Conv1D
 
+from tests.internals import Float8Conv1D, sqnr_db
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_to_float8, memory_report, revert
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.nn.conv1d import Float8Conv1D
-from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.distributed import connect_fsdp
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 

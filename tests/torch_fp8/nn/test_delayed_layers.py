@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import BUFFERS, quantizer, renew_scales
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
-from torch_fp8.nn.delayed_scaling import BUFFERS, renew_scales
 from torch_fp8.ops import quantize
-from torch_fp8.tensor import quantizer
 
 
 def _layer(**options):

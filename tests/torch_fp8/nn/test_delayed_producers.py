@@ -12,12 +12,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import INPUT, Float8GatedMLP, Float8RMSNorm, scaling_buffers
 from tests.steps import Calls, assert_equal, gaussian, renew_scales, through_a_file, train
 from tests.torch_fp8.block_models import MLP, JoinedMLP
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn.delayed_scaling import INPUT, scaling_buffers
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.rms_norm import Float8RMSNorm
 
 SIZE, INNER = 64, 128
 

@@ -11,12 +11,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
-from torch_fp8.nn import layer_fp8
-from torch_fp8.nn.rollout import rollout
+from tests.internals import PayloadCache, SplitWeight, layer_fp8, split_parameter
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    revert,
+    rollout,
+)
 from torch_fp8.ops import scaled_mm
-from torch_fp8.tensor.payload_cache import PayloadCache
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 
@@ -293,14 +297,3 @@ def test_it_can_be_turned_off_and_undone(weight_casts):
     revert(model)
     assert type(model[0].weight) is nn.Parameter
     assert "fp8" not in model[0].__dict__
-
-
-def test_compiled_forwards_cast_as_before():
-    model = _model().eval()
-    _evaluate(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        expected = _fresh(model)
-        assert torch.equal(compiled(_x()), expected)
-        _in_place(model[0].weight)
-        assert torch.equal(compiled(_x()), _fresh(model))

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import FactoredAdapter, Factors, multiply_factors, share_equal_weights, sqnr_db
 from tests.moe_experts import batch, experts
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8, freeze, high_precision, revert, thaw
-from torch_fp8.conversion.frozen_layers import share_equal_weights
-from torch_fp8.nn.expert_adapters import FactoredAdapter, Factors, multiply_factors
 from torch_fp8.ops.moe_rows import moe_route
-from torch_fp8.quantization.metrics import sqnr_db
 
 FLOOR = 22.0
 """The floor of a block's gradients, see `tests.torch_fp8.nn.test_experts`, less 0.5 dB."""

@@ -6,6 +6,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import (
+    GateForm,
+    cast_stacked,
+    expert_block,
+    expert_recipe,
+    sqnr_db,
+    transposed_at_once,
+    transposed_stacked,
+)
 from tests.kernel_cases.comparison import same_bits
 from tests.moe_experts import CLASSES, E, K
 from tests.moe_experts import batch as _batch
@@ -13,12 +22,6 @@ from tests.moe_experts import experts as _experts
 from tests.moe_experts import run as _run
 from tests.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.kernels.arguments import GateForm
-from torch_fp8.nn import expert_block
-from torch_fp8.nn.expert_storage import transposed_at_once, transposed_stacked
-from torch_fp8.nn.experts import expert_recipe
-from torch_fp8.nn.grouped_linear_function import cast_stacked
-from torch_fp8.quantization.metrics import sqnr_db
 
 LIMITS = {"alpha": 1.702, "limit": 7.0}
 FORMS = {

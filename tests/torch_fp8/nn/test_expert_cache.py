@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import torch_fp8.nn.grouped_linear_function as grouped
-import torch_fp8.tensor.payload_cast as payload_cast
+from tests.internals import expected_memory, payload_cast
+from tests.internals import grouped_linear_function as grouped
 from tests.moe_experts import LAYOUTS, E, batch, experts
 from tests.steps import adamw
 from torch_fp8 import (
@@ -19,7 +19,6 @@ from torch_fp8 import (
     memory_report,
     rollout,
 )
-from torch_fp8.conversion.memory import expected_memory
 
 
 def _experts(layout):

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 
+from tests.internals import experts_dispatch, sqnr_db
 from tests.moe_experts import LAYOUTS, E, H, experts, forget_entries
 from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn import experts_dispatch
-from torch_fp8.quantization.metrics import sqnr_db
 
 FLOOR = 20.5
 """See `tests.torch_fp8.nn.test_experts`: 22.2 dB of a block's gradients, one GEMM more for a post

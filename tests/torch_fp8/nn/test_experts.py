@@ -8,6 +8,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.internals import (
+    GroupedOptions,
+    SplitWeight,
+    expected_memory,
+    expert_recipe,
+    experts_dispatch,
+    grouped_linear,
+    sqnr_db,
+)
 from tests.moe_experts import CLASSES, WIDTH, E, H, K, forget_entries
 from tests.moe_experts import batch as _batch
 from tests.moe_experts import experts as _experts
@@ -20,13 +29,7 @@ from torch_fp8 import (
     memory_report,
     revert,
 )
-from torch_fp8.conversion.memory import expected_memory
-from torch_fp8.nn import experts_dispatch
-from torch_fp8.nn.experts import expert_recipe
-from torch_fp8.nn.grouped_linear_function import GroupedOptions, grouped_linear
 from torch_fp8.ops.moe_rows import moe_route
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.split_weight import SplitWeight
 
 RELEASE = {"opt_level": "O3", "gradient_release": True}
 FLOOR = 22.5
@@ -275,7 +278,7 @@ def test_eager_becomes_grouped_and_the_summary_says_so():
 
 def test_a_card_without_the_operator_leaves_experts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    from torch_fp8.conversion.expert_layers import expert_reason
+    from tests.internals import expert_reason
 
     reason = expert_reason("", _experts(), FP8Config(), "tensorwise", torch.device("cuda"))
     assert "this card is sm_89" in reason

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import quantized_by
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, revert
-from torch_fp8.nn.layer_filter import quantized_by
 
 
 def of(name, module, *bases, **members):

@@ -9,9 +9,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
-from torch_fp8.nn.delayed_scaling import GRAD_OUTPUT, INPUT, WEIGHT
 
 E4M3, E5M2 = 448.0, 57344.0
 

@@ -3,9 +3,8 @@
 import pytest
 from torch import nn
 
+from tests.internals import SharedOutput, share_output
 from torch_fp8 import convert_to_float8, revert
-from torch_fp8.conversion.fused_layers import share_output
-from torch_fp8.nn.layer_norm import SharedOutput
 
 
 class LayerNormOfBlocks(nn.LayerNorm):

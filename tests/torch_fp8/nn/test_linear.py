@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 import torch_fp8
+from tests.internals import RECIPES, delayed_scaling, sqnr_db
 from tests.steps import adamw, renew_scales, saved_bytes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.nn import delayed_scaling
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import RECIPES
 
 K, N = 96, 80
 
@@ -92,7 +90,7 @@ def test_an_input_without_gradient_costs_no_dgrad(scaled_mm_calls):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_grad_forward_builds_nothing_for_a_backward(monkeypatch, recipe):
-    from torch_fp8.tensor import quantizer
+    from tests.internals import quantizer
 
     layouts = []
     real = quantizer.quantize_layouts
@@ -397,7 +395,7 @@ def test_the_bias_is_added_before_the_one_rounding(recipe):
 
 def test_a_frozen_bias_costs_nothing(monkeypatch):
     """No sums are made, in a cast or otherwise."""
-    from torch_fp8.tensor import quantizer
+    from tests.internals import quantizer
 
     asked = []
     monkeypatch.setattr(quantizer, "quantize_layouts_and_sum", asked.append)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from tests.internals import computes_linear
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
-from torch_fp8.nn.linear_form import computes_linear
 
 
 class Inherits(nn.Linear):

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.fp8_checkpoints import tiny_llama
+from tests.internals import MergeAware, merge_aware, split_parameter
 from torch_fp8 import (
     FP8Config,
     convert_to_float8,
@@ -22,13 +23,10 @@ from torch_fp8 import (
     high_precision,
     load_frozen,
     revert,
+    rollout,
     weights_for_engine,
 )
-from torch_fp8.nn import merge_aware
-from torch_fp8.nn.merge_aware import MergeAware
-from torch_fp8.nn.rollout import rollout
 from torch_fp8.ops.quantize import dequantize
-from torch_fp8.tensor.split_weight import split_parameter
 
 IDS = torch.arange(64).reshape(2, 32)
 AWARE = FP8Config(recipe="blockwise", merge_aware=True)

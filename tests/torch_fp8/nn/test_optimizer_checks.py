@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
+from tests.internals import current_pass
 from tests.steps import adamw
 from torch_fp8 import FP8Config
-from torch_fp8.autograd import current_pass
 from torch_fp8.distributed import connect_fsdp
 
 PASSED_BY = "but the layer was never called"

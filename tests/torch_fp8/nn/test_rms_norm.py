@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import OF_TENSOR, CastOptions, LazyQuantizedTensor, Quantizer
 from tests.torch_fp8.block_models import Norm
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8.tensor.quantizer import Quantizer
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 def _x(*shape, dtype=torch.bfloat16):

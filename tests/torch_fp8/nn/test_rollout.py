@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_fp8 import FP8Config, convert_to_float8, freeze
-from torch_fp8.nn import linear_function
-from torch_fp8.nn.linear_function import linear_in_graph, served_in_graph
-from torch_fp8.nn.rollout import rollout
-from torch_fp8.tensor import payload_cache
-from torch_fp8.tensor.quantizer import WeightQuantizer
+from tests.internals import (
+    WeightQuantizer,
+    linear_function,
+    linear_in_graph,
+    payload_cache,
+    served_in_graph,
+)
+from torch_fp8 import FP8Config, convert_to_float8, freeze, rollout
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 

@@ -7,6 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.internals import (
+    OF_TENSOR,
+    Float8GatedMLP,
+    Quantizer,
+    make_recipe,
+    smooth_operands,
+    sqnr_db,
+)
 from tests.steps import (
     Calls,
     adamw,
@@ -23,13 +31,7 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
-from torch_fp8.nn import smooth_operands
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.ops.swiglu import swiglu
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.tensor.quantizer import Quantizer
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 SIZE, INNER, ALIGNED = 64, 512, 3

@@ -17,16 +17,17 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
 import torch_fp8
+from tests.internals import (
+    Float8Grad,
+    ReleasedGrad,
+    SplitWeight,
+    TransformerEngineLinear,
+    sqnr_db,
+    transformer_engine,
+)
 from tests.steps import adamw, gaussian, train_steps
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.styles import Float8ColwiseParallel
-from torch_fp8.nn import transformer_engine
-from torch_fp8.nn.transformer_engine import TransformerEngineLinear
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.released_grad import ReleasedGrad
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.distributed import Float8ColwiseParallel, connect_fsdp
 
 TE = FP8Config(backend="transformer-engine", opt_level="O1")
 FP32, BF16, CUDA = torch.float32, torch.bfloat16, torch.device("cuda")

@@ -17,15 +17,17 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tests.internals import (
+    Float8RMSNorm,
+    computes_linear,
+    find_gate,
+    find_gated_mlp,
+    find_rms_norm,
+    sqnr_db,
+)
 from tests.moe_experts import batch, experts, run
 from tests.steps import gaussian
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
-from torch_fp8.conversion.detect_rms_norm import find_rms_norm
-from torch_fp8.nn.expert_gate import find_gate
-from torch_fp8.nn.linear_form import computes_linear
-from torch_fp8.nn.rms_norm import Float8RMSNorm
-from torch_fp8.quantization.metrics import sqnr_db
 
 
 class Norm(nn.Module):

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 import torch_fp8.ops.scaled_mm as gemm
+from tests.internals import Float8Layer, layer_fp8
 from tests.steps import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn import layer_fp8
-from torch_fp8.nn.linear import Float8Layer
 
 ENGINE = Path(torch_fp8.__file__).parent
 MOST = 8

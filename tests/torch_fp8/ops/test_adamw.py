@@ -5,13 +5,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
+from tests.internals import (
+    GRADIENT,
+    MOMENT1,
+    MOMENT2,
+    BlockScaled,
+    GradientParts,
+    StepScalars,
+    WeightMatrix,
+    decode,
+    encode,
+    join,
+    num_groups,
+    split,
+    stream_keys,
+)
 from torch_fp8.ops import adamw
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
-from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.quantization.split_float import join, split
-from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 STEPS = 25
 OPTIONS = {

@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import CastOptions, tensor_amax
 from torch_fp8.ops.quantize import quantize_2d, quantize_2d_sum
-from torch_fp8.quantization.scaling import tensor_amax
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LAYOUTS = ((True, True), (True, False), (False, True), (False, False))

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from tests.internals import GateBackwardInputs, sqnr_db
 from tests.kernel_cases.experts import EXPERTS, FORMS
-from torch_fp8.kernels.arguments import GateBackwardInputs
 from torch_fp8.ops.expert_gate import (
     activation,
     expert_gate_backward,
@@ -12,7 +12,6 @@ from torch_fp8.ops.expert_gate import (
 )
 from torch_fp8.ops.moe_rows import group_of_rows
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
-from torch_fp8.quantization.metrics import sqnr_db
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 ROWS, WIDTH = 96, 160

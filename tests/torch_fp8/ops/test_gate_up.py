@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
+from tests.internals import E4M3, BackwardInputs, CastOptions
 from torch_fp8.ops import swiglu
 from torch_fp8.ops import swiglu_backward as ops
-from torch_fp8.quantization.formats import E4M3
 
 BF16 = torch.bfloat16
 

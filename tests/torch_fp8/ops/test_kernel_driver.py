@@ -8,9 +8,9 @@ import torch
 from triton import knobs
 from triton.runtime import build, driver
 
+from tests.internals import versions
 from torch_fp8 import convert_to_float8
 from torch_fp8.ops.hardware import PACKAGES, check_driver, missing_tools
-from torch_fp8_tools.env.machine import versions
 
 CUDA = torch.device("cuda")
 

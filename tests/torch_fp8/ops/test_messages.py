@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import sqnr_db, stream_keys, worst_row_sqnr_db
 from tests.rows_of_messages import pack, unpack
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.messages import Layout, split_layout
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
-from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 KEYS = stream_keys(1, 2)
@@ -54,8 +53,7 @@ def test_what_is_packed_comes_out_again(dtype, keys):
 
 
 def test_codes_are_those_of_the_block_scaled_format():
-    from torch_fp8.quantization.block_scaled import encode
-    from torch_fp8.quantization.formats import GRADIENT
+    from tests.internals import GRADIENT, encode
 
     x = _values(2, 96)
     messages = pack(x)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.internals import BackwardInputs, CastOptions, NormWithRstd
 from tests.kernel_cases import producers
 from tests.kernel_cases.casts import GRANULARITIES
 from tests.kernel_cases.producers import BF16, E4M3, OPS
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormWithRstd
 
 SHAPES = ((37, 300), (1, 1), (129, 127), (130, 256), (0, 48), (48, 0))
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)

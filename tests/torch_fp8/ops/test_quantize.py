@@ -3,7 +3,17 @@ import math
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    MIN_SCALE,
+    CastOptions,
+    CastSpec,
+    make_recipe,
+    padded_rows,
+    sqnr_db,
+)
 from torch_fp8.ops.quantize import (
     QuantizedTensor,
     cast_saturating,
@@ -13,10 +23,6 @@ from torch_fp8.ops.quantize import (
     quantize_layouts,
     transposed,
 )
-from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, MIN_SCALE
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.payload_shape import padded_rows
-from torch_fp8.quantization.recipe import CastSpec, make_recipe
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 FINE = ("rowwise", "blockwise", "mxfp8")

@@ -5,13 +5,10 @@ import warnings
 import pytest
 import torch
 
-from torch_fp8 import FP8Config, convert_to_float8, freeze
-from torch_fp8.nn import layer_fp8
-from torch_fp8.nn.rollout import rollout
+from tests.internals import E4M3, RECIPES, CastSpec, layer_fp8
+from torch_fp8 import FP8Config, convert_to_float8, freeze, rollout
 from torch_fp8.ops import refused_rows, scaled_mm
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.recipe import RECIPES, CastSpec
 
 NAMES = {kind: name for name, (kind,) in scaled_mm._SCALING.items()}
 REFUSAL = "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasLtMatmulAlgoGetHeuristic()`"

@@ -7,11 +7,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fp8.ops.registry as module
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import CastOptions, make_recipe
 from torch_fp8.ops import quantize as casts
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.swiglu import swiglu_save
-from torch_fp8.quantization.recipe import make_recipe
 
 OPTIONS = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, True)
 

@@ -1,12 +1,10 @@
 import pytest
 import torch
 
+from tests.internals import E4M3, CastOptions, NormBackwardInputs, NormInputs, NormWithRstd, sqnr_db
 from tests.kernel_cases.comparison import same_bits
-from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.ops import rms_norm as ops
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.metrics import sqnr_db
 
 BF16 = torch.bfloat16
 EPS = 1e-5

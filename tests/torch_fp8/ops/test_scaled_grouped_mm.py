@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.internals import E4M3, CastSpec, sqnr_db
 from torch_fp8.ops import scaled_grouped_mm
 from torch_fp8.ops.moe_rows import (
     combine_rows,
@@ -14,9 +15,6 @@ from torch_fp8.ops.moe_rows import (
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, scaled_grouped_matmul, too_many
 from torch_fp8.ops.scaled_mm import scaled_matmul
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import CastSpec
 
 E, K, N = 4, 48, 32
 ROWWISE = CastSpec(E4M3, "rowwise", power_of_two=True)

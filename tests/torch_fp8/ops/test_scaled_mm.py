@@ -2,15 +2,21 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_fp8.kernels.arguments import CastOptions
+from tests.internals import (
+    E4M3,
+    GEMM_SQNR_DB,
+    RECIPES,
+    CastOptions,
+    CastSpec,
+    make_recipe,
+    sqnr_db,
+    worst_row_sqnr_db,
+)
 from torch_fp8.ops import gemm_operand, scaled_mm
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.ops.quantize import dequantize, quantize, quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul, scaled_matmul_reference
-from torch_fp8.quantization.formats import E4M3, GEMM_SQNR_DB
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
-from torch_fp8.quantization.recipe import RECIPES, CastSpec, make_recipe
 
 M, K, N = 384, 512, 320
 

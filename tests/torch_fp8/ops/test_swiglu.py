@@ -1,13 +1,11 @@
 import pytest
 import torch
 
+from tests.internals import E4M3, BackwardInputs, CastOptions, sqnr_db
 from tests.kernel_cases.comparison import same_bits
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops import swiglu as ops
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
-from torch_fp8.quantization.formats import E4M3
-from torch_fp8.quantization.metrics import sqnr_db
 
 BF16 = torch.bfloat16
 

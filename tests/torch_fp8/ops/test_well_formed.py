@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.internals import BackwardInputs, CastOptions, NormBackwardInputs, NormInputs
 from tests.kernel_cases.casts import EACH, GRANULARITIES
 from tests.kernel_cases.comparison import same_bits
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormBackwardInputs, NormInputs
 from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
 
 BF16, E4M3, E5M2, EPS = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, 1e-5

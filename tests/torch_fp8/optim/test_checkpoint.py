@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import EXACT_BITS, residual_of, set_residual, split_matrix
 from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict
-from torch_fp8.optim.residual import residual_of, set_residual
-from torch_fp8.quantization.split_float import EXACT_BITS
-from torch_fp8.tensor.halves import split_matrix
 
 # Weights of the user's in BF16 keep their residuals in the optimizer.
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import Float8Moment, Float8Optimizer, SplitWeight, residual_of, split_parameter
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -18,10 +19,6 @@ from torch_fp8 import (
     merged_state_dict,
     restore_weights,
 )
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
 
 
 def _model():
@@ -115,19 +112,6 @@ def test_the_object_keeps_its_groups_options_and_type():
     assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == before
     assert isinstance(optimizer, torch.optim.AdamW)
     assert isinstance(optimizer, Float8Optimizer)
-
-
-def test_converting_again_changes_nothing():
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, model=model)
-    _step(model, optimizer)
-    merged, cls = merged_state_dict(model, optimizer), type(optimizer)
-    report = convert_optimizer(optimizer, model=model)
-    assert report.converted
-    assert type(optimizer) is cls
-    again = merged_state_dict(model, optimizer)
-    assert all(torch.equal(value, again[name]) for name, value in merged.items())
 
 
 def test_level_o1_leaves_the_optimizer_alone():
@@ -395,26 +379,6 @@ def test_a_checkpoint_goes_back_and_forth_through_merged_weights():
     assert merged["0.weight"].data_ptr() != model[0].weight.data_ptr()
     compiled = merged_state_dict(torch.compile(model), optimizer)
     assert torch.equal(compiled["_orig_mod.0.weight"], merged["0.weight"])
-
-
-class _Wrapper(nn.Module):
-    """Has other names than its state dict, as Fabric's has."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.wrapped = module
-
-    def state_dict(self, **kwargs):
-        return self.wrapped.state_dict(**kwargs)
-
-
-def test_weights_are_merged_through_a_wrapper():
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, model=model)
-    expected = merged_state_dict(model, optimizer)
-    merged = merged_state_dict(_Wrapper(model), optimizer)
-    assert all(torch.equal(value, merged[name]) for name, value in expected.items())
 
 
 def test_clipping_limits_an_update_that_its_second_moment_underestimates():

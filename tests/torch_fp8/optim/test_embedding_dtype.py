@@ -10,11 +10,9 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import Float32Output, SplitWeight, stored, stored_grad
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.optim.embedding_dtype import Float32Output
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 IDS = torch.arange(8).view(2, 4)
 
@@ -189,14 +187,6 @@ def test_equal_blocks_share_one_graph():
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(torch.randn(4, 64).bfloat16())
     assert counter.frame_count == 1
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_under_ddp():
-    model, _ = converted()
-    ddp = DistributedDataParallel(model)
-    run(ddp).float().sum().backward()
-    assert model.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -10,12 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.internals import STATE_FORMATS, convert_optimizer_file, main
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.encoded_states import STATE_FORMATS
-from torch_fp8_tools.cli import main
-from torch_fp8_tools.commands.stock_states import convert_optimizer_file
+from torch_fp8.distributed import split_sharded
 
 
 def _model():

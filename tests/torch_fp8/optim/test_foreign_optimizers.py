@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import SplitWeight
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
-from torch_fp8.tensor.split_weight import SplitWeight
 
 STEPS = 8
 GALORE = {"rank": 8, "update_proj_gap": 4, "scale": 0.25, "proj_type": "std"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Grad
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.tensor.float8_grad import Float8Grad
 
 CONFIGS = {
     "O1": FP8Config(opt_level="O1", emulate=True),

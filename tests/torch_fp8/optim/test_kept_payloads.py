@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.internals import expected_bytes_per_param, kept_payloads
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
-from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.ops import one_rank
-from torch_fp8.optim import kept_payloads
 
 NUMEL = 2 * 128 * 192
 PAYLOADS = NUMEL + 2 * 4  # with a scale each

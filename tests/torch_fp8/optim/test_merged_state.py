@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.fp8_checkpoints import LiveStorages
+from tests.internals import Float8FrozenWeight, stored
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -14,8 +15,6 @@ from torch_fp8 import (
     merged_state_dict,
     stream_state_dict,
 )
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
-from torch_fp8.tensor.split_weight import stored
 
 
 def net(layers=4, width=128):

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Moment, hook_of
 from tests.steps import adamw, through_a_file
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.conversion.memory import memory_report
-from torch_fp8.optim.grad_hooks import hook_of
-from torch_fp8.tensor.float8_moment import Float8Moment
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 NAMES = ("exp_avg", "exp_avg_sq")
 

@@ -9,6 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.batched_muon import SingleDeviceMuon
+from tests.internals import BUFFER, GROUP, Int8Momentum, MuonOptimizer, is_released, thresholds
+from tests.internals import decode_linear_int8 as decode
+from tests.internals import encode_linear_int8 as encode
 from tests.steps import train_steps
 from torch_fp8 import (
     FP8Config,
@@ -16,10 +19,6 @@ from torch_fp8 import (
     convert_to_float8,
     memory_report,
 )
-from torch_fp8.optim.muon import BUFFER, MuonOptimizer
-from torch_fp8.quantization.linear_int8 import GROUP, decode, encode, thresholds
-from torch_fp8.tensor.int8_momentum import Int8Momentum
-from torch_fp8.tensor.released_grad import is_released
 
 CLASSES = [torch.optim.Muon, SingleDeviceMuon]
 each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__module__[:5])

@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 from tests.batched_muon import SingleDeviceMuon
+from tests.internals import BUFFER, Int8Momentum, SplitWeight
 from tests.moe_experts import E, experts
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.optim.muon import BUFFER
-from torch_fp8.tensor.int8_momentum import Int8Momentum
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _module():

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Optimizer, SplitWeight, residual_of, set_residual
 from tests.steps import through_a_file, train_steps
 from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.residual import residual_of, set_residual
-from torch_fp8.tensor.split_weight import SplitWeight
 
 # Weights of the user's in BF16 keep their residuals in the optimizer.
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,12 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tests.fp8_checkpoints import LiveStorages
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
-from torch_fp8.conversion.memory import expected_bytes_per_param
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.split_weight import SplitWeight
-from torch_fp8.tensor.weight_half import half
+from tests.internals import SplitWeight, expected_bytes_per_param, half, stored_grad
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 CONFIGS = {
     "O2": (FP8Config(), 7.2),

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.internals import hook_of, local
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.grad_hooks import hook_of
-from torch_fp8.tensor.dtensor import local
+from torch_fp8.distributed import split_sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8. .*the layer was never called")
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Grad, SplitWeight, expected_memory, stored_grad
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -14,10 +15,6 @@ from torch_fp8 import (
     memory_report,
     restore_weights,
 )
-from torch_fp8.conversion.memory import expected_memory
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import SplitWeight
 
 STEPS = 6
 
@@ -182,10 +179,6 @@ OPTIMIZERS = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
-    "adadelta": torch.optim.Adadelta,
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
     "muon": _muon,

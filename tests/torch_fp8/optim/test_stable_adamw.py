@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
+from tests.internals import Float8Optimizer, SplitOptimizer
 from torch_fp8 import convert_optimizer
-from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.split_optimizer import SplitOptimizer
 
 
 class StableAdamW(torch.optim.Optimizer):

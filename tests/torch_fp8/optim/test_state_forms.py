@@ -13,12 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.internals import Float8Grad, Int8Momentum, local
 from tests.steps import through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.int8_momentum import Int8Momentum
+from torch_fp8.distributed import split_sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8. .*the layer was never called")
 

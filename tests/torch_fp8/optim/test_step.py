@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.internals import optimizer_step as step
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.optim import step
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import Float8Grad, SplitWeight, residual_of
 from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
@@ -11,9 +12,6 @@ from torch_fp8 import (
     memory_report,
     merged_state_dict,
 )
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _converted(dtype=torch.float32, lr=1e-3, **options):

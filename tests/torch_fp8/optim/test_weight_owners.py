@@ -9,11 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tests.internals import HalfWeight, SplitWeight, stored, stored_grad
 from tests.steps import adamw
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
-from torch_fp8.optim.embedding_dtype import HalfWeight
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 def _converted(model, **options):

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.internals import SplitWeight, residual_of, stored, whole_weights
 from tests.steps import adamw, train_steps
 from torch_fp8 import FP8Config, merged_state_dict
-from torch_fp8.optim.merged_state import whole_weights
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 each_config = pytest.mark.parametrize(
     "config",

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, format_of
+from tests.internals import E4M3, E5M2, FORMATS, format_of
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORMATS))

@@ -3,10 +3,7 @@ import math
 import pytest
 import torch
 
-from torch_fp8.quantization.metrics import (
-    sqnr_db,
-    worst_row_sqnr_db,
-)
+from tests.internals import sqnr_db, worst_row_sqnr_db
 
 
 def test_sqnr_of_a_known_error():

@@ -1,6 +1,6 @@
 import pytest
 
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
+from tests.internals import RECIPES, make_recipe
 
 
 def _described(name, **options):

@@ -3,8 +3,10 @@ import math
 import pytest
 import torch
 
-from torch_fp8.quantization.formats import E4M3, E5M2, MIN_SCALE
-from torch_fp8.quantization.scaling import (
+from tests.internals import (
+    E4M3,
+    E5M2,
+    MIN_SCALE,
     delayed_scale,
     past_amax,
     push_amax,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.quantization.split_float import join, split
+from tests.internals import join, split
 
 ABS = 0x7FFFFFFF
 BITS = (8, 0)

@@ -5,11 +5,10 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.quantization.stochastic_rounding import (
+from tests.internals import (
     element_index,
     random_words,
     second_words,
-    shifted_keys,
     stream_keys,
     stream_state,
 )
@@ -92,16 +91,6 @@ def test_the_two_words_are_unrelated(keys):
     _assert_unrelated(_words(keys), _words(keys, second=True))
 
 
-def test_an_element_sees_uniform_bits_over_the_steps():
-    """A v that drifts for thousands of steps needs that; 64 elements, 4,096 steps."""
-    index = INDEX[:64]
-    words = torch.stack([random_words(index, stream_keys(0, step, 5)) for step in range(4096)])
-    _assert_even(_bits(words).transpose(1, 2))
-    _assert_even(_bits(words[1:] ^ words[:-1]).transpose(1, 2))
-    uniform = ((words >> 12) & 0xFFFFF).double() / (1 << 20)
-    assert (uniform.mean(0) - 0.5).abs().max() < SIGMAS * (1 / 12 / 4096) ** 0.5
-
-
 @pytest.mark.parametrize("second", [False, True], ids=["first_word", "second_word"])
 def test_each_bit_of_the_index_moves_every_bit_of_the_word(second):
     """Avalanche; a hash of two rounds has a small bias, bounded by 0.03 of 0.5."""
@@ -154,14 +143,3 @@ def test_indices_of_a_large_matrix_wrap_at_32_bits():
     expected = [[(r * length + c) & 0xFFFFFFFF for c in (7, 8, 9)] for r in (row, row + 1)]
     assert index.dtype == torch.int32
     assert (index.to(torch.int64) & 0xFFFFFFFF).tolist() == expected
-
-
-def test_every_counter_and_every_offset_has_bits_of_its_own():
-    streams = {
-        (counters, offset): tuple(
-            random_words(INDEX[:64], shifted_keys(stream_keys(*counters), offset)).tolist()
-        )
-        for counters in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0))
-        for offset in (0, 4096)
-    }
-    assert len(set(streams.values())) == len(streams)

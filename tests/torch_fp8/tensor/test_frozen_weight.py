@@ -9,13 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.internals import (
+    OF_TENSOR,
+    Float8FrozenWeight,
+    Quantizer,
+    freeze_tensor,
+    frozen_from_bytes,
+    frozen_parameter,
+    make_recipe,
+)
 from tests.steps import through_a_file
 from torch_fp8.ops.quantize import dequantize
-from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.tensor.frozen_payload import freeze_tensor, frozen_from_bytes
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
-from torch_fp8.tensor.quantizer import Quantizer
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 BLOCKS = make_recipe("blockwise").weight
 ONE_SCALE = make_recipe("tensorwise", power_of_two_weights=True).weight

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import split_parameter
+from tests.internals import Halves, split_parameter
 
 LARGEST_BF16 = 0x7F7F0000
 WORDS = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000, 0x7FFFFF, 0x800000]  # zero, subnormals

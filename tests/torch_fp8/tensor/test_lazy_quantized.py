@@ -9,14 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import OF_TENSOR, LazyQuantizedTensor, Quantizer, ScaleSource, producer, shared
 from tests.steps import Calls, renew_scales
 from tests.torch_fp8.block_models import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn.layer_norm import shared
-from torch_fp8.tensor import producer
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
-from torch_fp8.tensor.quantizer import Quantizer
-from torch_fp8.tensor.scale_source import OF_TENSOR, ScaleSource
 
 
 def _norm_and_layer():

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from tests.internals import SplitWeight
 from tests.steps import adamw
 from torch_fp8 import FP8Config
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 class Halved(nn.Module):

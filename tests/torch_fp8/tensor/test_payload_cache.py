@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import torch_fp8.ops.quantize
-import torch_fp8.tensor.halves
+from tests.internals import (
+    PayloadCast,
+    expected_bytes_per_param,
+    halves_module,
+    split_parameter,
+)
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
-from torch_fp8.conversion.memory import expected_bytes_per_param
-from torch_fp8.tensor.payload_cast import PayloadCast
-from torch_fp8.tensor.split_weight import split_parameter
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
 
@@ -63,7 +65,7 @@ def weight_reads(monkeypatch):
         return original(x)
 
     monkeypatch.setattr(torch_fp8.ops.quantize, "tensor_amax", counted)
-    monkeypatch.setattr(torch_fp8.tensor.halves, "tensor_amax", counted)
+    monkeypatch.setattr(halves_module, "tensor_amax", counted)
     return shapes
 
 
@@ -152,15 +154,6 @@ def test_a_released_step_keeps_what_the_next_forward_needs(weight_casts, weight_
         weight_reads.clear()
 
 
-def test_a_layer_that_is_gone_is_not_cast_for(weight_casts):
-    model, optimizer = _model()
-    _backward(model, 0)
-    revert(model)
-    weight_casts.clear()
-    optimizer.step()
-    assert weight_casts == []
-
-
 def _in_place(weight):
     with torch.no_grad():
         weight.mul_(2)
@@ -223,7 +216,7 @@ def _weights_without_generation(recipe, cache):
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("cache", [None, False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_generation_between_steps_changes_nothing(recipe, cache, evaluates, mode):
     def generate(model):
         model.train(not evaluates)

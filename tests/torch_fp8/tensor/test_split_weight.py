@@ -11,14 +11,19 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.internals import (
+    Halves,
+    SplitShard,
+    SplitWeight,
+    half,
+    join_parameter,
+    multiply_half,
+    split_parameter,
+    stored,
+    stored_grad,
+)
 from tests.steps import through_a_file
 from torch_fp8 import revert
-from torch_fp8.optim.embedding_dtype import multiply_half
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter, stored
-from torch_fp8.tensor.weight_half import half
-from torch_fp8.tensor.wide_grad import WideGrad
 
 SIZE = 64
 X, SQUARE = torch.randn(32, SIZE), torch.randn(SIZE, SIZE)
@@ -357,74 +362,6 @@ def test_a_gradient_goes_with_the_exchange():
     assert same(parameter.grad, (SQUARE * 3).bfloat16().float())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gradient_in_either_dtype_is_assigned_and_reads_as_float32(dtype):
-    weight, plain = twins()
-    given = SQUARE.bfloat16().to(dtype)
-    weight.grad, plain.grad = given, given.to(torch.float32, copy=True)
-    assert isinstance(weight.grad, WideGrad if dtype == torch.bfloat16 else torch.Tensor)
-    assert stored_grad(weight).dtype == dtype
-    assert stored_grad(weight).data_ptr() == given.data_ptr()
-    assert same(weight.grad, plain.grad)
-    for read in (
-        lambda p: p.grad[3, 5].item(),
-        lambda p: f"{p.grad.norm():.3f} {p.grad[3, 5]:.3f}",
-        lambda p: p.grad.view(-1)[:7],
-        lambda p: p.grad + 1,
-        lambda p: (p.grad * p.detach()).sum(),
-        lambda p: copy.deepcopy(p.grad),
-        lambda p: pickle.loads(pickle.dumps(p.grad)),
-        lambda p: torch.stack([p.grad, p.grad]).mean(0),
-        lambda p: repr(p.grad),
-        lambda p: p.grad.isfinite().all(),
-    ):
-        assert same(read(weight), read(plain))
-    for write in (
-        lambda p: p.grad.mul_(0.5),
-        lambda p: p.grad.neg_(),
-        lambda p: p.grad.__setitem__((3, 5), 2.0),
-        lambda p: p.grad[2].zero_(),
-        lambda p: p.grad.copy_(SQUARE.bfloat16()),
-        lambda p: torch._foreach_mul_([p.grad], 0.25),
-        lambda p: setattr(p, "grad", p.grad * 2),
-        lambda p: p.grad.clamp_(-1, 1),
-        lambda p: p.grad.zero_(),
-    ):
-        write(weight)
-        write(plain)
-        assert same(weight.grad, plain.grad)
-    weight.grad = weight.grad
-    assert same(weight.grad, plain.grad)
-    del weight.grad
-    assert weight.grad is None
-
-
-ORDERS = ["half, whole", "whole, half", "half, half", "whole, whole", "both"]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_gradients_of_a_layer_and_of_other_code_are_added(order):
-    """A layer multiplies by the BF16 half, a penalty reads the whole weight."""
-    weight, plain = twins()
-    plain = nn.Parameter(stored(weight).detach().float())
-    losses = {
-        "half": lambda p: (half(p).float() if p is weight else p).mul(SQUARE).sum(),
-        "whole": lambda p: (1e-4 * p).sum(),
-    }
-    for p in (weight, plain):
-        if order == "both":
-            (losses["half"](p) + losses["whole"](p)).backward()
-        else:
-            for name in order.split(", "):
-                losses[name](p).backward()
-    assert weight.grad.dtype == torch.float32
-    torch.testing.assert_close(weight.grad.clone(), plain.grad, rtol=2**-6, atol=2e-3)
-    if order == "whole, whole":
-        assert same(weight.grad, plain.grad)
-    if order == "half, half":
-        assert stored_grad(weight).dtype == torch.float32
-
-
 def test_the_half_is_bf16_without_a_copy_and_so_is_its_gradient():
     weight, plain = twins()
     assert stored(plain) is plain
@@ -513,7 +450,6 @@ def test_an_address_is_that_of_the_current_values():
 
 
 def test_a_shard_that_is_copied_keeps_what_was_written():
-    from torch_fp8.tensor.split_shard import SplitShard
 
     padded = torch.zeros(8, 16, dtype=torch.bfloat16)
     shard = SplitShard.of(torch.randn(6, 16), padded)

@@ -10,11 +10,9 @@ from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
 import torch_fp8
+from tests.internals import Halves, SplitTensor, SplitWeight, split_parameter, swappable
 from tests.steps import adamw
 from torch_fp8 import FP8Config
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.split_weight import SplitTensor, SplitWeight, split_parameter
-from torch_fp8.tensor.swap import swappable
 
 OPTIONS = {
     "shapes": {"record_shapes": True},

@@ -9,13 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.conversion.memory import expected_memory, memory_report
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter
-from torch_fp8.tensor.weight_half import half
-from torch_fp8.tensor.wide_grad import WideGrad
+from tests.internals import (
+    Float8Grad,
+    SplitWeight,
+    WideGrad,
+    expected_memory,
+    half,
+    join_parameter,
+    split_parameter,
+    stored_grad,
+)
+from tests.moe_models import moe_model
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 SIZE = 64
 TERM = torch.linspace(0.5, 1.5, SIZE * SIZE).view(SIZE, SIZE).bfloat16()  # (64, 64)
@@ -119,7 +124,6 @@ def layers():
 
 
 def experts():
-    from tests.moe_models import moe_model
 
     model = moe_model("Qwen3Moe", num_hidden_layers=1)
     block, x = model.model.layers[0].mlp, torch.randn(1, 4, SIZE)

@@ -8,12 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.internals import LayerFindings, LayerRows, cli, expert_weights, propose, text_of
 from tests.moe_models import MODELS, moe_model
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.nn.layer_filter import expert_weights
-from torch_fp8_tools import cli
-from torch_fp8_tools.check.measure import LayerFindings, LayerRows
-from torch_fp8_tools.check.proposal import propose, text_of
 
 SHORT = ("--sequence", "32", "--batches", "2")
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.fp8_checkpoints import LiveStorages, tiny_llama, write_llama
+from tests.internals import export_checkpoint
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -16,7 +17,6 @@ from torch_fp8 import (
     merged_state_dict,
     scaling_state_dict,
 )
-from torch_fp8_tools.commands.export_checkpoint import export_checkpoint
 
 
 def _trained(recipe="blockwise", opt_level="O2", **changes):

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import tiny_llama
+from tests.internals import cli
 from torch_fp8 import convert_to_float8, export
-from torch_fp8_tools import cli
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_fp8_tools import cli
+from tests.internals import cli
 
 PROGRAM = Path(__file__).parent / "programs/tiny.py"
 

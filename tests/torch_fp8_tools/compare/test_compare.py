@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.internals import FAST_CPU, _processes_of
+from tests.internals import comparison_module as comparison
 from tests.torch_fp8_tools.compare.conftest import PROGRAM
-from torch_fp8_tools.compare import comparison
-from torch_fp8_tools.compare.tables import FAST_CPU
-from torch_fp8_tools.compare.trials import _processes_of
 
 TRIALS = ("bf16-seed0", "bf16-seed1", "O2-seed0", "O2-seed1")
 

@@ -7,16 +7,22 @@ import math
 import pytest
 import torch
 
-from torch_fp8_tools.compare.advice import advise
-from torch_fp8_tools.compare.comparison import compare
-from torch_fp8_tools.compare.outcome import outcome
-from torch_fp8_tools.compare.recorder import fingerprint
-from torch_fp8_tools.compare.statistics import difference, steps_to_equal_loss
-from torch_fp8_tools.compare.step_profile import Event, StepProfile, held_bytes, shares
-from torch_fp8_tools.compare.tables import as_text
-from torch_fp8_tools.compare.trial import Trial
-from torch_fp8_tools.compare.trial_record import TrialRecord
-from torch_fp8_tools.compare.variants import variants
+from tests.internals import (
+    Event,
+    StepProfile,
+    Trial,
+    TrialRecord,
+    advise,
+    as_text,
+    compare,
+    difference,
+    fingerprint,
+    held_bytes,
+    outcome,
+    shares,
+    steps_to_equal_loss,
+    variants,
+)
 
 MIB = 2**20
 

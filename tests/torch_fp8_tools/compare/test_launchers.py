@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from examples.sft import quick_model, quick_rows
+from tests.internals import machine
+from tests.internals import trials_module as trials
 from tests.launchers.conftest import free_port
 from tests.torch_fp8_tools.compare.conftest import PROGRAM
-from torch_fp8_tools.compare import trials
-from torch_fp8_tools.compare.machines import machine
 
 SRUN = """
 export SLURM_JOB_ID=1 SLURM_JOB_NAME=train SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 SLURM_NNODES=2

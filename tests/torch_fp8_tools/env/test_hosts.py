@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from torch_fp8_tools.env import hosts
-from torch_fp8_tools.env.host_points import POINTS, inspect_host, is_ours
-from torch_fp8_tools.env.hosts import autoload
+from tests.internals import POINTS, autoload, hosts, inspect_host, is_ours
 
 pytestmark = pytest.mark.long
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_fp8.nn.linear import Float8Linear
+from tests.internals import E5M2, RECIPES, make_recipe, smoke
+from tests.internals import env_command as command
+from torch_fp8 import Float8Linear
 from torch_fp8.ops import refused_rows, rms_norm, swiglu, swiglu_backward
-from torch_fp8.quantization.formats import E5M2
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
-from torch_fp8_tools.env import command, smoke
 
 PROCESSES = {
     "fine": "print('what it says'); print('31.5 dB')",

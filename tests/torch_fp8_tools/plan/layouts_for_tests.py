@@ -5,8 +5,8 @@ import contextlib
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.internals import LEVELS
 from torch_fp8 import convert_optimizer, convert_to_float8
-from torch_fp8_tools.plan.setup import LEVELS
 
 _SIZES = {
     "vocab_size": 96,

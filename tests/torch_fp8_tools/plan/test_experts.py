@@ -4,11 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.internals import PLANNED_EXPERTS as EXPERTS
+from tests.internals import StepBytes, build, expected_memory, plan_beside, read_config
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.conversion.memory import expected_memory
-from torch_fp8_tools.plan.followed_step import StepBytes
-from torch_fp8_tools.plan.layouts import EXPERTS, build, read_config
-from torch_fp8_tools.plan.plan import plan_beside
 
 SIZES = {
     "vocab_size": 96,

@@ -6,12 +6,9 @@ import re
 import pytest
 from transformers import AutoConfig
 
-from torch_fp8_tools.plan import kernel_functions, steps
-from torch_fp8_tools.plan.followed_step import FollowedStep
-from torch_fp8_tools.plan.kernel_functions import KernelFunctions
-from torch_fp8_tools.plan.plan import plan
-from torch_fp8_tools.plan.setup import make_setup
-from torch_fp8_tools.plan.steps import step_bytes
+from tests.internals import FollowedStep, KernelFunctions, kernel_functions, make_setup, step_bytes
+from tests.internals import plan_steps as steps
+from torch_fp8 import plan
 
 _SIZES = {
     "vocab_size": 96,

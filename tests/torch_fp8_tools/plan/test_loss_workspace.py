@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.internals import MemoryTracker
 from torch_fp8 import linear_cross_entropy
-from torch_fp8_tools.plan.memory_tracker import MemoryTracker
 
 TOKENS, FEATURES, CLASSES = 8192, 64, 32000
 CHUNK = 4096 * CLASSES

@@ -13,18 +13,28 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from tests.internals import (
+    CATEGORIES,
+    LEVELS,
+    ROLES,
+    KnownResults,
+    Layers,
+    StepBytes,
+    advice,
+    cli,
+    largest,
+    layouts,
+    left_of,
+    make_setup,
+    plain_text,
+    plan_beside,
+    run_step,
+    standing_bytes,
+    step_bytes,
+)
+from tests.internals import plan_steps as steps
 from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
-from torch_fp8 import FP8Config, memory_report
-from torch_fp8_tools import cli
-from torch_fp8_tools.plan import layouts, steps
-from torch_fp8_tools.plan.counts import standing_bytes
-from torch_fp8_tools.plan.followed_step import StepBytes
-from torch_fp8_tools.plan.known_results import KnownResults
-from torch_fp8_tools.plan.layers import Layers
-from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
-from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
-from torch_fp8_tools.plan.steps import run_step, step_bytes
-from torch_fp8_tools.plan.tables import advice, plain_text
+from torch_fp8 import FP8Config, memory_report, plan
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
 SMALL = {"sequence": 32, "recipe": "tensorwise"}

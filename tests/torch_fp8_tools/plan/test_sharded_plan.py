@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 
+from tests.internals import LEVELS, make_setup, plan_beside, standing_bytes
 from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, levels_of
 from torch_fp8 import plan
-from torch_fp8_tools.plan.counts import standing_bytes
-from torch_fp8_tools.plan.plan import plan_beside
-from torch_fp8_tools.plan.setup import LEVELS, make_setup
 
 pytestmark = pytest.mark.long
 OPTIONS = {"sequence": 32, "recipe": "tensorwise"}

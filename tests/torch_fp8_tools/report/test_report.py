@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-from torch_fp8.monitor.run_log import FILE_NAME, RunLog
-from torch_fp8_tools.cli import main
-from torch_fp8_tools.report import figures
-from torch_fp8_tools.report.run_record import read_run
+from tests.internals import FILE_NAME, RunLog, main, read_run
+from tests.internals import report_figures as figures
 
 LAYERS = [f"model.layers.{i}.{name}" for i in range(3) for name in ("q_proj", "mlp.down_proj")]
 
@@ -86,8 +84,7 @@ def test_a_bound_of_zero_is_crossed_or_not(tmp_path, capsys, name):
 
 
 def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tmp_path):
-    from torch_fp8_tools.report.figures import colours_of
-    from torch_fp8_tools.report.heat_map import TOPICS, heat_map
+    from tests.internals import TOPICS, colours_of, heat_map
 
     heat = heat_map(read_run(_write(tmp_path, steps=5000)), TOPICS[0])
     assert heat.rows[3] == "1.mlp.down_proj"

@@ -10,9 +10,8 @@ from run_cases import RANK, RANKS
 
 import torch_fp8
 from tests.comm_counter import count_communication
+from tests.internals import agreement, check_same_config
 from torch_fp8 import FP8Config
-from torch_fp8.distributed import agreement
-from torch_fp8.distributed.agreement import check_same_config
 
 
 def error(config, group=None):

@@ -13,11 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed import averaging
-from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
+from tests.internals import averaging, sqnr_db, worst_row_sqnr_db
+from tests.steps import adamw
+from torch_fp8 import FP8Config
+from torch_fp8.distributed import connect_ddp, ddp_options
 
 CONFIG = FP8Config(opt_level="O1")
 SHAPES = ((96, 64), (64,), (4096,), (65, 77), (7, 5), (64, 128), (64, 80), (3,), (0,), (80, 96))
@@ -319,9 +318,7 @@ def case_bytes():
         layers = [nn.Embedding(300, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)]
         model = nn.Sequential(*layers, nn.LayerNorm(128), nn.Linear(128, 300))
         config = FP8Config(opt_level=level)
-        convert_to_float8(model, config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        convert_optimizer(optimizer, config, model=model)
+        optimizer, _ = adamw(model, config, lr=1e-3)
         numel = sum(p.numel() for p in model.parameters())
         ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
         connect_ddp(ddp, [optimizer], config)
@@ -393,8 +390,3 @@ def case_one_rank():
     module = ddp.module
     exact = all(torch.equal(w.grad, module.given(i, 0)) for i, w in enumerate(module.weights))
     return [exact, str(report), hook_of(ddp)]
-
-
-def case_state():
-    """Nothing to save: a copy of the state of the hook is nothing."""
-    return pickle.loads(pickle.dumps(QuantizedAllReduce(dist.group.WORLD)))

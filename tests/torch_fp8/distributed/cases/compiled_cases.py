@@ -10,13 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import local, scaling_buffers, sqnr_db
 from tests.models import llama
-from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.nn.delayed_scaling import scaling_buffers
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.dtensor import local
+from tests.steps import adamw
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
 
 
 def case_ddp_in_parts():
@@ -95,9 +93,7 @@ def _llama():
 def _under_ddp(config, backend):
     # A BF16 loss of torch's own is not the same compiled, 45 dB apart.
     model = _llama() if config.opt_level == "O1" else _llama().bfloat16()
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-3)
     dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # several buckets
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer], {"bucket_cap_mb": 0.02}))
     connect_ddp(ddp, [optimizer])

@@ -14,6 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import (
+    Float8Grad,
+    GradientBucket,
+    averaging,
+    fp8_grad_reducer,
+    gradients_report,
+    residual_of,
+    stored_grad,
+)
+from tests.steps import adamw
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -23,14 +33,7 @@ from torch_fp8 import (
     restore_weights,
     revert,
 )
-from torch_fp8.distributed import averaging
-from torch_fp8.distributed.ddp import fp8_grad_reducer
-from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.optim.convert import gradients_report
-from torch_fp8.optim.residual import residual_of
-from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.distributed import connect_ddp, ddp_options
 
 
 class Branches(nn.Module):
@@ -167,17 +170,6 @@ def case_own_states():
     return made
 
 
-def case_replicas():
-    made = {}
-    for micro_batches in (1, 3):
-        ddp, optimizer, _ = wrapped()
-        loss = train(ddp, optimizer, 4, micro_batches)
-        merged = merged_state_dict(ddp, optimizer)
-        states = [t for s in optimizer.state.values() for t in s.values()]
-        made[str(micro_batches)] = [equal_on_ranks([*merged.values(), *states]), loss]
-    return made
-
-
 def case_averages():
     made = {}
     for communication in ("fp8", "off"):
@@ -225,10 +217,7 @@ def case_one_rank():
     """The same data on one rank, in two micro-batches, and on two."""
     ddp, optimizer, _ = wrapped()
     model = model_of(0)
-    config = FP8Config(opt_level="O3")
-    convert_to_float8(model, config)
-    single = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(single, config, model=model)
+    single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
     start = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     for step in range(20):
         backward(ddp, step)
@@ -711,10 +700,7 @@ def case_one_process():
     ddp, optimizer, _ = wrapped(options={"process_group": group})
     train(ddp, optimizer, 2, 3)
     model = model_of(RANK)
-    config = FP8Config(opt_level="O3")
-    convert_to_float8(model, config)
-    single = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(single, config, model=model)
+    single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
     for step in range(2):
         for i in range(3):
             backward(model, 3 * step + i)

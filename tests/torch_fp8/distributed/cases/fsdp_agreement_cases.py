@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed import connect_fsdp
 
 
 def connected(difference=None, steps=0):

@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.internals import join_weight, local
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.residual import join_weight
-from torch_fp8.tensor.dtensor import local
+from torch_fp8.distributed import split_sharded
 
 FOLDER = Path(os.environ["FSDP_FOLDER"])
 LEVELS = ("O1", "O2", "O3")

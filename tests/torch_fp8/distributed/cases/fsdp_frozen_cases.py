@@ -11,9 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.comm_counter import count_communication
+from tests.internals import Float8FrozenWeight
 from torch_fp8 import FP8Config, convert_to_float8, freeze, memory_report
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.distributed import connect_fsdp
 
 
 class Adapted(nn.Module):

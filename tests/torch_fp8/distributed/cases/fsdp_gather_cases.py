@@ -24,11 +24,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
+from tests.internals import WEIGHT, UnshardedFloat8Weight
 from tests.steps import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
-from torch_fp8.nn.delayed_scaling import WEIGHT
+from torch_fp8.distributed import connect_fsdp
 from torch_fp8.ops.quantize import quantize
 
 

@@ -26,16 +26,12 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import CastOptions, SplitShard, local, sqnr_db
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, set_forward_precision
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.distributed import connect_fsdp, split_sharded
 from torch_fp8.ops.quantize import quantize_layouts
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.split_shard import SplitShard
 
 
 def case_own_states():
@@ -257,22 +253,6 @@ def case_recomputed():
         [m[0] == made[0][0], torch.equal(m[1], made[0][1]), torch.equal(m[2], made[0][2]), m[3]]
         for m in made
     ]
-
-
-def case_compiled():
-    """Losses of three steps; blocks are compiled, as one does before fully_shard."""
-    losses = []
-    for compiled in (False, True):
-        config = FP8Config(opt_level="O1", recipe="rowwise", emulate=True)
-        model = model_of()
-        convert_to_float8(model, config)
-        for block in model:
-            if compiled and isinstance(block, Block):
-                block.compile(backend="aot_eager")
-        model, _ = sharded(config, None, model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses.append([float(train(model, optimizer, [step])) for step in range(3)])
-    return losses
 
 
 def case_conv1d():

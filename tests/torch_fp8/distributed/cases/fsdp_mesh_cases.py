@@ -23,11 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.comm_counter import count_communication
+from tests.internals import make_recipe, to_float8
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.conversion.revert import to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed import connect_fsdp
 from torch_fp8.ops.quantize import quantize
-from torch_fp8.quantization.recipe import make_recipe
 
 
 def case_few_rows():

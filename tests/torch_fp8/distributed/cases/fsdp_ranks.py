@@ -7,10 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from tests.internals import UnshardedFloat8Weight
 from torch_fp8 import convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
+from torch_fp8.distributed import connect_fsdp, split_sharded
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

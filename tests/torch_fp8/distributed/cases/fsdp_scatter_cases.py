@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from tests.comm_counter import count_communication
+from tests.internals import Float8Grad
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.distributed import connect_fsdp
 
 
 def case_bytes():
@@ -162,17 +162,15 @@ def case_many_micro_batches():
 def case_one_rank():
     """Losses of N ranks, and of one with all of their data, averaged over two runs each."""
     result = {}
-    for level in ("O1", "O2", "O3"):
+    for level, policy in (("O1", BF16), ("O2", None), ("O3", BF16)):
         config = FP8Config(opt_level=level)
-        # Each rank trains alone one of the runs; their mean is the same for both policies.
+        # Each rank trains alone one of the runs.
         alone = [averaged(loss) for loss in _losses(*_alone(config), 8 * RANK, range(RANKS))]
-        for policy in (None, BF16):
-            runs = [
-                [averaged(x) for x in _losses(*trained(config, policy, _model()), first, (RANK,))]
-                for first in range(0, 8 * RANKS, 8)
-            ]
-            means = [sum(losses) / RANKS for losses in zip(*runs, strict=True)]
-            result[f"{level} {'bf16' if policy else 'fp32'}"] = [means, alone]
+        runs = [
+            [averaged(x) for x in _losses(*trained(config, policy, _model()), first, (RANK,))]
+            for first in range(0, 8 * RANKS, 8)
+        ]
+        result[level] = [[sum(losses) / RANKS for losses in zip(*runs, strict=True)], alone]
     return result
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
+from tests.internals import links
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -21,9 +22,7 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
-from torch_fp8.distributed import links
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
 
 SLOW_ON_RANK_1 = {"average": (1.0, 0.5), "gather": (0.1, 0.5), "scatter": (0.9, 0.5)}
 """Seconds in 8 bits and in BF16 on rank 1; on rank 0 8 bits take a tenth of BF16's."""

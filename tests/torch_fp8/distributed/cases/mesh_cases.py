@@ -4,21 +4,16 @@ import copy
 
 import torch
 import torch.distributed as dist
-from parallel_ranks import WIDTH, Block, Pair, block_plan, db, full, pair_plan, parallel, part, rand
+from parallel_ranks import WIDTH, Block, block_plan, db, full, part, rand
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.comm_counter import count_communication
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.styles import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.distributed import connect_fsdp
 
 
 def mesh_2d():
@@ -47,7 +42,6 @@ def case_fsdp2():
     for recipe, level, connected in (
         ("tensorwise", "O2", False),
         ("tensorwise", "O2", True),
-        ("delayed", "O1", True),
         ("rowwise", "O3", True),
     ):
         config = FP8Config(recipe=recipe, opt_level=level)
@@ -116,54 +110,3 @@ def trained(model, one, config, mesh):
 
 def mse(y, target):
     return nn.functional.mse_loss(y.float(), target.float())
-
-
-def case_more_ranks_than_divide():
-    """18 hidden features and 7 tokens on four ranks, of which the last has fewer, or none."""
-    results = {}
-    for hidden, tokens in ((18, 7), (129, 3)):
-        torch.manual_seed(0)
-        plan = {
-            "up": Float8ColwiseParallel(input_layouts=Shard(1)),
-            "down": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-        }
-        model, one = parallel(Pair(WIDTH, hidden).bfloat16(), plan)
-        exact = copy.deepcopy(one)
-        revert(exact)
-        x, g = rand(2, tokens, WIDTH), rand(2, tokens, WIDTH, seed=1)
-        mesh = model.up.weight.device_mesh
-        shape = {"shape": x.shape, "stride": x.stride()}
-
-        def placed(t, mesh=mesh, shape=shape):
-            return DTensor.from_local(part(t), mesh, [Shard(1)], run_check=False, **shape)
-
-        model(placed(x)).backward(placed(g))
-        for module in (one, exact):
-            module(x).backward(g)
-        results[f"{hidden} {tokens}"] = [
-            [db(e.grad, p.grad), db(e.grad, q.grad)]
-            for p, q, e in zip(
-                model.parameters(), one.parameters(), exact.parameters(), strict=True
-            )
-        ]
-    return results
-
-
-def case_plain_tensor_parallel():
-    """Replicated input, summed output, on four ranks."""
-    torch.manual_seed(0)
-    exact = Pair().bfloat16()
-    model, one = parallel(copy.deepcopy(exact), pair_plan(False))
-    x, g = rand(2, 32, WIDTH), rand(2, 32, WIDTH, seed=1)
-    outputs = [module(x) for module in (exact, model, one)]
-    for y in outputs:
-        y.backward(g)
-    return [
-        [db(outputs[0], outputs[1]), db(outputs[0], outputs[2])],
-        *(
-            [db(e.grad, p.grad), db(e.grad, q.grad)]
-            for p, q, e in zip(
-                model.parameters(), one.parameters(), exact.parameters(), strict=True
-            )
-        ),
-    ]

@@ -14,14 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import expert_gather, transposed_stacked
 from tests.moe_experts import E, H, K, experts
 from tests.moe_models import moe_model
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp import expert_gather
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.nn.expert_storage import transposed_stacked
+from tests.steps import adamw
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
 STEPS = 2
 
@@ -73,9 +71,7 @@ def _train(model, optimizer, batches):
 
 def _one_process(folder, config):
     model = _loaded(folder)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    convert_optimizer(optimizer, config, model=model)
+    optimizer, _ = adamw(model, config, lr=1e-3)
     return _train(model, optimizer, _batch().chunk(RANKS))
 
 
@@ -94,9 +90,7 @@ def _compared(folder, config, parallel, part="experts"):
 def case_ddp():
     folder, config = _saved(), FP8Config(recipe="rowwise", opt_level="O3")
     model = _loaded(folder)
-    convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    report = convert_optimizer(optimizer, config, model=model)
+    optimizer, report = adamw(model, config, lr=1e-3)
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
     connect_ddp(ddp, [optimizer])
     parallel = _train(ddp, optimizer, [_batch().chunk(RANKS)[RANK]])

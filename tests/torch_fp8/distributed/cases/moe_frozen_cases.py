@@ -16,13 +16,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
+from tests.internals import Float8Experts, Float8FrozenWeight, local
 from tests.moe_experts import CLASSES, experts
 from torch_fp8 import FP8Config, convert_to_float8, memory_report, thaw
-from torch_fp8.distributed.ddp.wrap import ddp_options
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.nn.experts import Float8Experts
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.distributed import connect_fsdp, ddp_options
 
 
 def _adapted(layout, frozen=True):

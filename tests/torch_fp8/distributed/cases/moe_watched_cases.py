@@ -8,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_fp8 import record_routing, routing_replay
 from tests.moe_experts import E, H, K, experts
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.distributed import connect_fsdp, split_sharded
 
 
 def case_monitored():

@@ -12,14 +12,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import FILE_NAME, is_paused
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.styles import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-)
-from torch_fp8.monitor.run_log import FILE_NAME
-from torch_fp8.nn.linear import is_paused
+from torch_fp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, connect_fsdp
 
 
 def case_data_parallel():

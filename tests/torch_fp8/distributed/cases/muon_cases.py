@@ -1,6 +1,5 @@
 """Cases of Muon with an int8 momentum, and of attention that saves FP8, on two ranks."""
 
-import copy
 import tempfile
 
 import torch
@@ -9,11 +8,8 @@ import torch.distributed.checkpoint as dcp
 from fsdp_ranks import RANK, RANKS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,14 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.batched_muon import SingleDeviceMuon
 from tests.comm_counter import count_communication
+from tests.internals import Int8Momentum, adopt_steps, local
 from tests.moe_experts import batch, experts
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.split_optimizer import adopt_steps
-from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.int8_momentum import Int8Momentum
+from torch_fp8.distributed import connect_ddp, connect_fsdp, split_sharded
 
 WIDTH, HIDDEN = 128, 199
 CONFIG = FP8Config(communication="off")
@@ -109,28 +101,6 @@ def case_muon_resumes():
     shards = zip(model.parameters(), again.parameters(), strict=True)
     equal = [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in shards]
     return want == got, all(equal)
-
-
-def case_muon_resumes_whole():
-    """A whole state, of which each rank or only the first has a copy, goes on bit for bit."""
-    model, optimizer = made(True)
-    train(model, optimizer, range(3))
-    states = {}
-    for name, first_only in (("each", False), ("first", True)):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=first_only)
-        states[name] = copy.deepcopy(get_state_dict(model, optimizer, options=options))
-    train(model, optimizer, range(3, 6))
-    want, results = [p.full_tensor() for p in model.parameters()], {}
-    for name, (weights, of_optimizer) in states.items():
-        again, resumed = made(True)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=name == "first")
-        set_model_state_dict(again, weights, options=options)
-        set_optimizer_state_dict(again, resumed, of_optimizer, options=options)
-        count = resumed.fp8_steps
-        train(again, resumed, range(3, 6))
-        got = [p.full_tensor() for p in again.parameters()]
-        results[name] = count, all(map(torch.equal, want, got))
-    return results
 
 
 def case_muon_ddp():

@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from tests.internals import sqnr_db
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.tensor_parallel.styles import (
+from torch_fp8.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from torch_fp8.quantization.metrics import sqnr_db
 
 WIDTH = 64
 

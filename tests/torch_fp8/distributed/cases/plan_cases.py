@@ -16,12 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm_counter import count_communication
+from tests.internals import shard
 from tests.torch_fp8_tools.plan.layouts_for_tests import WIDE, adam, levels_of, trained
 from torch_fp8 import FP8Config, memory_report
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8_tools.plan.models import shard
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 

@@ -19,17 +19,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.internals import autotune, kept_payloads, layer_benchmark, layer_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.conversion import autotune, layer_benchmark
-from torch_fp8.conversion.autotune import layer_shapes
-from torch_fp8.distributed.ddp.wrap import connect_ddp
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.styles import (
+from torch_fp8.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    connect_ddp,
+    connect_fsdp,
 )
 from torch_fp8.ops.one_rank import answer_of_one, can_ask
-from torch_fp8.optim import kept_payloads
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 FASTEST = ("rowwise", "blockwise")[RANK]  # by this rank's clock

@@ -1,7 +1,6 @@
 """Cases of tensor and sequence parallelism on two ranks; run by run_cases.py."""
 
 import copy
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -34,30 +33,31 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.comm_counter import count_communication
+from tests.internals import (
+    RECIPES,
+    Shards,
+    gather_activation,
+    group_amax,
+    make_recipe,
+    scale_from_amax,
+)
 from tests.steps import renew_scales
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import (
+    Float8Linear,
     FP8Config,
     convert_to_float8,
     revert,
     scaling_state_dict,
     set_forward_precision,
 )
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.tensor_parallel.all_gather import (
-    AllGatheredFloat8Tensor,
-    Shards,
-    gather_activation,
-)
-from torch_fp8.distributed.tensor_parallel.styles import (
+from torch_fp8.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    connect_fsdp,
 )
-from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops.quantize import dequantize, quantize
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
-from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 
 
 def case_block_against_one_rank():
@@ -205,45 +205,6 @@ def case_collectives_of_attention():
             {f"{row.kind} {row.dtype}": row.calls for row in count.rows}
             for count in (forward, backward)
         ]
-    return results
-
-
-def case_bytes():
-    """Sent by a rank in forward and backward of a pair of layers."""
-    results = {}
-    x, g = rand(4, 64, 128), rand(4, 64, 128, seed=1)
-
-    def sent(model, sequence):
-        mine = (part(x) if sequence else x).clone().requires_grad_()
-        gradient = part(g) if sequence else g
-        with count_communication() as count:
-            model(mine).backward(gradient)
-        # Shapes of plain tensors are compared on the CPU alone.
-        return count.bytes_sent - count.of(dtype=torch.int64).bytes_sent
-
-    stock = {
-        True: {
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        },
-        False: {"up": ColwiseParallel(), "down": RowwiseParallel()},
-    }
-    for name, sequence, again in (
-        ("sequence parallel", True, False),
-        ("sequence parallel, gathered again", True, True),
-        ("tensor parallel", False, False),
-    ):
-        plain = parallelize_module(Pair(128, 256, False).bfloat16(), mesh_of(), stock[sequence])
-        bf16 = sent(plain, sequence)
-        if again:  # of the same in BF16, which torch has not
-            bf16 += x.nbytes * (RANKS - 1) / RANKS
-        model, _ = parallel(Pair(128, 256, False).bfloat16(), pair_plan(sequence, again=again))
-        off, _ = parallel(
-            Pair(128, 256, False).bfloat16(),
-            pair_plan(sequence, again=again),
-            FP8Config(communication="off"),
-        )
-        results[name] = {"fp8": sent(model, sequence), "bf16": bf16, "off": sent(off, sequence)}
     return results
 
 
@@ -528,9 +489,7 @@ def case_delayed_histories():
 
 def case_issued_before_it_is_needed():
     """A gather is under way while the weight is cast: order of events in forward and backward."""
-    from torch_fp8.distributed.tensor_parallel import all_gather
-    from torch_fp8.nn import linear_function
-    from torch_fp8.tensor.quantizer import WeightQuantizer
+    from tests.internals import WeightQuantizer, all_gather, linear_function
 
     events = []
     watched = [
@@ -586,22 +545,6 @@ def case_compiled():
         except NotImplementedError as error:
             results[communication] = str(error)
     return results
-
-
-def case_read_only():
-    x = rand(4, WIDTH)
-    shards = Shards(x.shape, 0, mesh_of().get_group())
-    spec = make_recipe("rowwise").input
-    gathered = gather_activation(part(x, 0), shards, spec, None, torch.bfloat16)
-    views = [gathered.view(2, 2, WIDTH), gathered.detach(), gathered.reshape(1, 4, WIDTH)]
-    other = gathered.view(WIDTH, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [
-            all(type(v) is AllGatheredFloat8Tensor for v in views),
-            type(other) is torch.Tensor and torch.equal(other, (gathered + 0).view(WIDTH, 4)),
-            torch.equal(full(gathered[1:2] + 0), (gathered + 0)[1:2]),
-        ]
 
 
 class GatedMLP(nn.Module):

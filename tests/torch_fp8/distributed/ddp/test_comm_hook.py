@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from torch_fp8.distributed.averaging import Run, joined, runs_of, target_of
-from torch_fp8.distributed.ddp.comm_hook import pieces_of
+from tests.internals import Run, joined, pieces_of, runs_of, target_of
 
 pytestmark = pytest.mark.long
 
 
-ON_FOUR = ("options", "unused", "join", "subgroup", "not_finite", "bytes", "sqnr", "accumulation")
+ON_FOUR = ("unused", "join", "subgroup", "not_finite", "bytes", "sqnr", "accumulation")
 OPTIONS = (
     "default",
     "buckets as views",
@@ -48,12 +47,9 @@ def test_what_travels_behind_an_odd_bias_is_aligned(start):
     assert in_place == stays == (start == 0), "in its own place where that is aligned"
 
 
-@RANKS
 @pytest.mark.parametrize("option", OPTIONS)
-def test_averages_are_those_of_float32_up_to_two_roundings_and_equal_on_all_ranks(
-    case, ranks, option
-):
-    for value in case("options", ranks):
+def test_averages_are_those_of_float32_up_to_two_roundings_and_equal_on_all_ranks(case, option):
+    for value in case("options"):
         error, equal, hook, num_buckets = value[option]
         assert 0.01 < error < TWO_ROUNDINGS  # it is FP8, too
         assert equal
@@ -223,10 +219,6 @@ def test_an_average_keeps_33_5_db_and_every_row_32(case, ranks):
 
 def test_a_single_rank_exchanges_nothing(case):
     assert case("one_rank") == [[True, "1, so nothing is exchanged", None]] * 2
-
-
-def test_the_hook_has_no_state_to_save(case):
-    assert case("state") == [None, None]
 
 
 def test_neighbours_of_a_kind_travel_as_one_run():

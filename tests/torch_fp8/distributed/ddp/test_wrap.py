@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.distributed import connect_ddp, ddp_options
 
 pytestmark = pytest.mark.long
 
@@ -58,14 +58,6 @@ def test_a_sum_of_many_micro_batches_does_not_fall_short(case, communication, co
         *projections, decibels = value[f"{communication} {count}"]
         assert projections == pytest.approx([1, 1], abs=0.003)
         assert decibels >= 30
-
-
-@pytest.mark.parametrize("micro_batches", ["1", "3"])
-def test_replicas_stay_equal_bit_for_bit(case, micro_batches):
-    for value in case("replicas"):
-        equal, loss = value[micro_batches]
-        assert equal
-        assert loss < 0.15
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["no_sync", "each averaged"])

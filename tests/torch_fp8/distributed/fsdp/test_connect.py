@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.internals import UnshardedFloat8Weight
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
+from torch_fp8.distributed import connect_fsdp
 
 pytestmark = pytest.mark.long
 
@@ -177,11 +177,6 @@ def test_delayed_scales_are_those_of_one_device(gathers):
         assert next_scale == 1
 
 
-def test_compiled_blocks_take_gathered_weights(gathers):
-    for eager, compiled in gathers["compiled"]:
-        assert compiled == pytest.approx(eager, rel=1e-6)
-
-
 def test_recomputed_and_prefetched_weights_are_those_of_a_plain_run(gathers):
     """Losses, gradients, histories of amaxes; one collective for scales."""
     for value in gathers["recomputed"]:
@@ -197,11 +192,10 @@ def test_copies_and_pickles_are_plain(gathers):
         assert "write to the sharded parameter" in value["written"]
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_losses_of_two_ranks_are_those_of_one(scatters, level, policy):
+def test_losses_of_two_ranks_are_those_of_one(scatters, level):
     for value in scatters["one_rank"]:
-        ranks, alone = value[f"{level} {policy}"]
+        ranks, alone = value[level]
         assert ranks == pytest.approx(alone, rel=0.05, abs=0.015 * alone[0])
         assert sum(ranks) == pytest.approx(sum(alone), rel=0.01)
 

@@ -9,17 +9,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.reduce_scatter import (
+from tests.internals import (
+    UnshardedFloat8Weight,
     layout_of,
     pack_parts,
     structure_of,
+    tensor_amax,
     unpack_parts,
 )
-from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.distributed import connect_fsdp
 from torch_fp8.ops.quantize import quantize
-from torch_fp8.quantization.scaling import tensor_amax
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

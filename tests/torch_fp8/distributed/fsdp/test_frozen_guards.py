@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from torch_fp8 import FP8Config, convert_to_float8, freeze, thaw
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed import connect_fsdp
 
 SHARDED = r"'0\.weight' is stored in FP8 only and sharded by FSDP2.*thaw the model before fully_sh"
 

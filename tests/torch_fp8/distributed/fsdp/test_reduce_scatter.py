@@ -4,14 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torch_fp8.distributed.fsdp.reduce_scatter import (
+from tests.internals import (
     factor_of,
     layout_of,
     pack_parts,
+    sqnr_db,
     structure_of,
     unpack_parts,
+    worst_row_sqnr_db,
 )
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 
 
 def test_groups_begin_anew_with_each_parameter():

@@ -6,15 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_fp8
+from tests.internals import SplitShard, plain, reshard, with_data
 from torch_fp8 import FP8Config
-from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
-from torch_fp8.tensor.dtensor import with_data
-from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.split_shard import SplitShard
+from torch_fp8.distributed import connect_fsdp, join_sharded, split_sharded
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
 
@@ -107,23 +103,6 @@ def test_joined_model_computes_in_bf16_and_has_float32_gradients():
         net(torch.randn(8, 64).bfloat16()).float().sum().backward()
     assert seen == [torch.bfloat16]
     assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
-
-
-def test_a_shard_is_freed_before_the_next_one_is_split_or_joined(monkeypatch):
-    split, join = SplitShard.of, SplitShard.dequantize
-    before, alive = [], []
-
-    def note(shard):
-        alive.append(sum(not storage.expired() for storage in before))
-        before.append(StorageWeakRef(torch.Tensor.untyped_storage(shard)))
-
-    monkeypatch.setattr(SplitShard, "of", lambda w, p: note(w) or split(w, p))
-    monkeypatch.setattr(SplitShard, "dequantize", lambda s: note(s) or join(s))
-    net, optimizer = make()
-    split_sharded(net, [optimizer], FP8Config())
-    step(net, optimizer, 0)
-    join_sharded(net, [optimizer])
-    assert alive == [0] * 4
 
 
 @pytest.mark.parametrize("kind", ["left alone", "missing", "O1"])

@@ -6,17 +6,19 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.fsdp.unsharded_weight import (
+from tests.internals import (
+    RECIPES,
+    CastOptions,
     Payload,
     UnshardedFloat8Weight,
     exponent_bytes,
+    make_recipe,
     powers_of_two,
+    sqnr_db,
+    worst_row_sqnr_db,
 )
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.ops.quantize import dequantize, quantize, quantize_layouts
-from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
-from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 
 def spread(rows=192, cols=160):

@@ -13,14 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.internals import RECIPES, sqnr_db
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.distributed.tensor_parallel.styles import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-)
+from torch_fp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel
 from torch_fp8.ops.hardware import check_device
-from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.quantization.recipe import RECIPES
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
