@@ -450,7 +450,6 @@ def test_an_address_is_that_of_the_current_values():
 
 
 def test_a_shard_that_is_copied_keeps_what_was_written():
-
     padded = torch.zeros(8, 16, dtype=torch.bfloat16)
     shard = SplitShard.of(torch.randn(6, 16), padded)
     with torch.no_grad():

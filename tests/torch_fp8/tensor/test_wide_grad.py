@@ -124,7 +124,6 @@ def layers():
 
 
 def experts():
-
     model = moe_model("Qwen3Moe", num_hidden_layers=1)
     block, x = model.model.layers[0].mlp, torch.randn(1, 4, SIZE)
     return model, lambda: block(x)
