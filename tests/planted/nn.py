@@ -133,8 +133,8 @@ FAULTS = [
     Fault(
         "the rows of a token are not added up in experts' backward",
         "torch_fp8/nn/grouped_linear_function.py",
-        "        return combine_rows(grad, row), None, None  # (R, K) -> (T, K)",
-        "        return grad[row[:, 0].clamp(min=0).long()], None, None",
+        "moved = combine_rows(grad, index) if",
+        "moved = grad[index[:, 0].clamp(min=0).long()] if",
         f"{_TESTS}/test_expert_adapters.py",
     ),
     Fault(

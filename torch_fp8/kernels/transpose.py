@@ -70,11 +70,6 @@ BLOCK = 128
 WARPS = 8
 
 
-def transposed_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
-    """Return qdata^T in a launch that depends on `after`."""
-    return transposed_bytes(qdata, qdata.shape[0], after)
-
-
 def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -> Tensor:
     """Return qdata^T, padded with zeros to (C, `columns`), contiguous.
 

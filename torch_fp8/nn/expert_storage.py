@@ -36,18 +36,7 @@ def _transpose_fake(qdata: Tensor, scale: Tensor, options: CastOptions) -> tuple
     return qdata.new_empty(experts, cols, rows), scale.new_empty(experts, cols, 1)
 
 
-def _transpose_each(qdata: Tensor, scale: Tensor, options: CastOptions) -> tuple[Tensor, Tensor]:
-    turned, scales = _transpose_fake(qdata, scale, options)
-    for i in range(len(qdata)):  # only one expert at a time in float32
-        values = dequantize(QuantizedTensor(qdata[i], scale[i], "rowwise"))
-        of_one, _ = quantize_layouts(values.t(), options)  # (C, R) with a scale (C, 1)
-        assert of_one is not None
-        turned[i].view(torch.uint8).copy_(of_one.qdata.view(torch.uint8))
-        scales[i] = of_one.scale
-    return turned, scales
-
-
-@operator(_transpose_fake, cuda=_transpose_each)
+@operator(_transpose_fake, opaque=True)
 def transpose_experts(qdata: Tensor, scale: Tensor, options: CastOptions) -> tuple[Tensor, Tensor]:
     """The operator ``torch_fp8::transpose_experts``: one node of a graph, however many experts.
 
@@ -58,7 +47,14 @@ def transpose_experts(qdata: Tensor, scale: Tensor, options: CastOptions) -> tup
     Returns:
         (E, C, R) FP8 and (E, C, 1) float32.
     """
-    return _transpose_each(qdata, scale, options)
+    turned, scales = _transpose_fake(qdata, scale, options)
+    for i in range(len(qdata)):  # only one expert at a time in float32
+        values = dequantize(QuantizedTensor(qdata[i], scale[i], "rowwise"))
+        of_one, _ = quantize_layouts(values.t(), options)  # (C, R) with a scale (C, 1)
+        assert of_one is not None
+        turned[i].view(torch.uint8).copy_(of_one.qdata.view(torch.uint8))
+        scales[i] = of_one.scale
+    return turned, scales
 
 
 def transposed_at_once(x: QuantizedTensor) -> QuantizedTensor:

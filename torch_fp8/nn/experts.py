@@ -39,9 +39,8 @@ from torch_fp8.nn.expert_gate import find_gate
 from torch_fp8.nn.expert_storage import ExpertsFP8
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.grouped_linear_function import (
-    CombineFunction,
     GroupedOptions,
-    SpreadFunction,
+    RouteFunction,
     grouped_linear,
 )
 from torch_fp8.nn.trial_reads import TrialReads
@@ -147,7 +146,7 @@ class Float8Experts(FrozenStorage):
             rows = self.post_expert_norm(rows) * score
         else:
             rows = self._product(self._activated(rows, score), second, route, score)
-        output: Tensor = CombineFunction.apply(rows, route.token, route.row)
+        output: Tensor = RouteFunction.apply(rows, route.token, route.row, False)
         return output.to(hidden_states.dtype)
 
     def _is_block(self) -> bool:
@@ -222,7 +221,7 @@ class Float8Experts(FrozenStorage):
             return y
         rows = plain(x).to(y.dtype)
         if route is not None:
-            rows = SpreadFunction.apply(rows, route.token, route.row)
+            rows = RouteFunction.apply(rows, route.token, route.row, True)
         for factors in adapters:
             y = y + multiply_factors(rows, offs, factors, self.is_transposed)
         return y

@@ -279,33 +279,21 @@ def weight_gradient(
     )
 
 
-class SpreadFunction(torch.autograd.Function):
-    """Copy each token to its rows, `spread_rows`; backward sums the gradients of a token's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(row)
-        return spread_rows(x, token)  # (T, K) -> (R, K)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (row,) = ctx.saved_tensors
-        return combine_rows(grad, row), None, None  # (R, K) -> (T, K)
-
-
-class CombineFunction(torch.autograd.Function):
-    """Sum the rows of each token, `combine_rows`; backward copies the token's gradient to its rows.
+class RouteFunction(torch.autograd.Function):
+    """Copy each token to its rows, or sum the rows of each token; backward does the other.
 
     torch's own backward of indexing would accumulate, which is not needed here: a row has only one
     token.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, row: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
-        return combine_rows(rows, row)  # (R, K) -> (T, K)
+    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor, spreads: bool) -> Tensor:
+        ctx.spreads = spreads
+        ctx.save_for_backward(row if spreads else token)
+        return spread_rows(x, token) if spreads else combine_rows(x, row)  # (T, K) and (R, K)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
-        return spread_rows(grad, token), None, None  # (T, K) -> (R, K)
+        (index,) = ctx.saved_tensors
+        moved = combine_rows(grad, index) if ctx.spreads else spread_rows(grad, index)
+        return moved, None, None, None

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.registry import operator
-from torch_fp8.ops.transpose import transposed_bytes, transposed_in_backward
+from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
@@ -159,11 +159,9 @@ def transposed(x: QuantizedTensor, after: Tensor | None = None) -> QuantizedTens
         return None
     # (R / 128, C / 128) -> (C / 128, R / 128)
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
-    if after is not None:
-        qdata = transposed_in_backward(x.qdata, after)
-        return QuantizedTensor(qdata, scale, x.granularity)
-    columns = padded_rows(x.qdata.shape[0], x.granularity)
-    return QuantizedTensor(transposed_bytes(x.qdata, columns), scale, x.granularity)
+    rows = x.qdata.shape[0]
+    columns = padded_rows(rows, x.granularity) if after is None else rows
+    return QuantizedTensor(transposed_bytes(x.qdata, columns, after), scale, x.granularity)
 
 
 def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:

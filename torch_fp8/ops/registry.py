@@ -55,7 +55,6 @@ def operator(
     fake: Callable[..., Any],
     *,
     results: int | None = None,
-    cuda: Callable[..., Any] | None = None,
     writes: str = "",
     opaque: bool = False,
     fuses: bool = False,
@@ -66,13 +65,13 @@ def operator(
     there are several results, those that do not exist are None; the dispatcher returns empty
     tensors for them.
 
+    On CUDA the function of the same name launches the kernels, in the module of `torch_fp8.kernels`
+    that has the name of the reference's module. It runs with the tensors' device as the current
+    one, and is imported only if kernels run, because it imports Triton.
+
     Args:
         fake: a function of the same arguments that returns empty tensors of the results' shapes.
         results: the number of returned tensors, if the annotation does not show it.
-        cuda: the function that launches the kernels; None: the function of the same name in the
-            module of `torch_fp8.kernels` that has the name of the reference's module. It runs with
-            the tensors' device as the current one, and is imported only if kernels run, because it
-            imports Triton.
         writes: the name of the argument that the operator overwrites; graphs keep such an operator.
         opaque: whether the reference runs on every device, because it only calls other operators,
             in loops whose results must not all live at once, as they would in a recorded call.
@@ -94,10 +93,10 @@ def operator(
 
         parameters, schema = _schema(reference, results, writes)
         # The same in graphs and in eager code.
-        replayed = reference if opaque else Replayed(cuda or launch)
+        replayed = reference if opaque else Replayed(launch)
         of_flat = (_unflattened(f, parameters) for f in (on_cpu, replayed, fake))
         in_graph = reference if fuses else launch
-        traced = None if cuda or writes or opaque else _unflattened(in_graph, parameters)
+        traced = None if writes or opaque else _unflattened(in_graph, parameters)
         call = define(schema, *of_flat, eager=replayed, traced=traced)
         functools.update_wrapper(call, reference)
         call.reference = reference

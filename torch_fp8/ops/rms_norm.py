@@ -63,11 +63,7 @@ def rms_norm_statistics(
     return (rstd, tensor_amax(y), *save_input(x, save))
 
 
-def _quantize_fake(norm: NormWithRstd, options: CastOptions) -> Layouts:
-    return cast_result_fake(norm.x, options)
-
-
-@operator(_quantize_fake)
+@operator(lambda norm, options: cast_result_fake(norm.x, options))
 def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """Cast `rms_norm` to FP8 in the requested layouts, in one read of x (rowwise: unfused).
 

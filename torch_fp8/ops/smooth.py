@@ -86,11 +86,7 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return s, inverse, smoothed
 
 
-def _quantize_fake(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
-    return cast_result_fake(x, options)
-
-
-@operator(_quantize_fake, results=4)
+@operator(lambda x, factors, options: cast_result_fake(x, options), results=4)
 def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
     """Cast ``x * factors``, computed in float32, to FP8 in one read (rowwise: unfused).
 

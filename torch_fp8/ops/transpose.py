@@ -11,17 +11,15 @@ from torch import Tensor
 from torch_fp8.ops.registry import operator
 
 
-def _empty(qdata: Tensor, columns: int) -> Tensor:
-    return qdata.new_empty((qdata.shape[1], columns))
-
-
-@operator(_empty)
-def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
+@operator(lambda qdata, columns, after=None: qdata.new_empty((qdata.shape[1], columns)))
+def transposed_bytes(qdata: Tensor, columns: int, after: Tensor | None = None) -> Tensor:
     """The operator ``torch_fp8::transposed_bytes``: qdata^T, zero-padded to `columns` columns.
 
     Args:
         qdata: (R, C), FP8.
         columns: the number of columns, at least R.
+        after: a tensor that backward computes, the smaller the better, so that torch.compile cannot
+            move the transpose to forward when it partitions a graph; not read.
     Returns:
         (C, `columns`), FP8, contiguous.
     """
@@ -29,19 +27,3 @@ def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
     if not more:
         return qdata.t().clone(memory_format=torch.contiguous_format)
     return F.pad(qdata.t().view(torch.uint8), (0, more)).view(qdata.dtype)
-
-
-@operator(lambda qdata, after: _empty(qdata, qdata.shape[0]))
-def transposed_in_backward(qdata: Tensor, after: Tensor) -> Tensor:
-    """The operator ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
-
-    It depends on a tensor of backward, so torch.compile cannot move it to forward when it
-    partitions a graph.
-
-    Args:
-        qdata: (N, K), FP8.
-        after: a tensor that backward computes, the smaller the better; not read.
-    Returns:
-        (K, N), FP8.
-    """
-    return transposed_bytes.reference(qdata, qdata.shape[0])

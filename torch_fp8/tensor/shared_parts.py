@@ -31,9 +31,9 @@ def in_shared_memory(tensor: Tensor) -> bool:
 
     Version numbers count the writes of one process. Processes share our tensors only on the CPU.
     """
-    if torch.compiler.is_compiling():  # compiled code derives everything anew
-        return False
-    return tensor.device.type == "cpu" and tensor.is_shared()
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return False  # compiled code derives everything anew
+    return tensor.is_shared()
 
 
 def send_shared(cls: type[SharedParts]) -> None:

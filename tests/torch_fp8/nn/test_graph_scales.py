@@ -274,3 +274,22 @@ def test_layers_behind_one_norm_have_one_amax_and_one_slot():
         assert float(first) == float(second) == pytest.approx(float(y.abs().max()))
         assert torch.equal(model.first.fp8_scales[INPUT], model.second.fp8_scales[INPUT])
         assert third != first
+
+
+def test_backward_has_the_scales_of_forward_if_another_optimizer_steps_in_between():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 64))
+    convert_to_float8(layer, FP8Config(recipe="tensorwise", graph_scales="last_step"))
+    torch._dynamo.reset()
+    forward = torch.compile(layer, backend="inductor")
+    other = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    forward(3 * _x(1)[:, :64]).square().mean().backward()
+    other.step()
+    other.zero_grad()
+    scale = layer[0].fp8_scales[INPUT, 0].clone()
+    y, z = (forward(_x(1)[:, :64]).square().mean() for _ in range(2))
+    (want,) = torch.autograd.grad(y, layer[0].weight)
+    other.step()  # it has no gradients, and writes no weight
+    assert layer[0].fp8_scales[INPUT, 0] != scale
+    z.backward()
+    assert torch.equal(layer[0].weight.grad, want)

@@ -1,5 +1,7 @@
 """Our operators: which calls go past torch's dispatcher."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -137,7 +139,10 @@ def test_graphs_replay_what_the_launcher_did(monkeypatch):
         calls.append(x)
         return x.new_empty(x.shape), None
 
-    @module.operator(lambda x, factor: (x, x), results=2, cuda=launch)
+    monkeypatch.setattr(module, "_module", lambda name: SimpleNamespace(tried=launch))
+    monkeypatch.setattr(module, "emulates_casts", lambda device: False)
+
+    @module.operator(lambda x, factor: (x, x), results=2)
     def tried(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise AssertionError
 

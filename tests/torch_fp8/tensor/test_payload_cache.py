@@ -373,7 +373,7 @@ def test_a_graph_takes_the_payload_and_is_compiled_once(weight_casts, recipe, ca
     assert backend.graphs == 1
     quantized = sum(n for name, n in backend.operators.items() if name.startswith("quantize_2d"))
     assert quantized == casts
-    assert backend.operators["transposed_in_backward"] == (recipe != "rowwise")
+    assert backend.operators["transposed_bytes"] == (recipe != "rowwise")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -401,7 +401,7 @@ def test_a_graph_transposes_a_payload_in_backward(bias):
     assert torch.equal(*outputs)
     for compiled, eager in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(compiled.grad, eager.grad)
-    one, two = {"quantize_2d_beside"}, {"quantize_2d_sum", "transposed_in_backward"}
+    one, two = {"quantize_2d_beside"}, {"quantize_2d_sum", "transposed_bytes"}
     assert not operators[0] & (one | two)
     assert operators[1] & (one | two) == (two if bias else one)
 
