@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optim.encoded_states import (
+from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
+from torch_fp8.optim.state import (
     FORMATS_KEY,
     STATE_FORMATS,
     is_encoded,
+    is_large,
     misfit,
 )
-from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
-from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.encoded_states import STATE_FORMATS
+from torch_fp8.optim.state import STATE_FORMATS
 from torch_fp8_tools.cli import main
 from torch_fp8_tools.commands.stock_states import convert_optimizer_file
 
