@@ -24,12 +24,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings, layer_of
+from torch_fp8.monitor.alarm import (
+    DEFAULT_BOUNDS,
+    Bound,
+    Crossing,
+    Losses,
+    crossings,
+    is_told,
+    layer_of,
+)
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
 from torch_fp8.monitor.fallback import Fallback
 from torch_fp8.monitor.layer_observer import INPUT, guarded
-from torch_fp8.monitor.losses import Losses, is_told
 from torch_fp8.monitor.observer import Observer, hook_step
 from torch_fp8.monitor.parameters import (
     fp8_layers,
@@ -125,10 +132,6 @@ class Monitor:
         """The number of the last finished step."""
         return self._events.step
 
-    @step.setter
-    def step(self, step: int) -> None:
-        self._events.step = step
-
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events so far, as dicts with ``step``, ``event``, ``layer`` and a text, ``what``."""
@@ -155,7 +158,7 @@ class Monitor:
             return
         self._observer.remove()
         self._reported.clear()  # the histories have changed
-        self.step = int(state["step"])
+        self._events.step = int(state["step"])
         self._losses.go_on(state["losses"])
         self.fallback.load_state_dict(state)
         self._losses.forget()
@@ -229,7 +232,7 @@ class Monitor:
                 self._judge(step, series)
 
     def _after_update(self) -> None:
-        self.step += 1
+        self._events.step += 1
         self._begin()
 
     @torch.no_grad()
