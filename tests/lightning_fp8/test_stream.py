@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_fp8.stream import keep_stream
+from lightning_fp8.fsdp import keep_stream
 from torch_fp8 import revert
 
 NORMS = {
