@@ -30,7 +30,7 @@ _REMOVED = {
 }
 _COMMANDS = (
     *("env.command", "commands.command", "plan.command"),
-    *("check.command", "report.command", "compare.command"),
+    *("check.command", "report.report", "compare.command"),
 )
 """The modules of the sub-commands, in the order of the help."""
 

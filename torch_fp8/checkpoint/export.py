@@ -138,9 +138,7 @@ def export(
     root, plan = prepare_export(model, format, adapters)
     with whole_folder(path) as folder:
         _write(root, plan, folder, most, tokenizer)
-    report = report_of(root, plan, path)
-    warn_kept(report)
-    return report
+    return warned(report_of(root, plan, path))
 
 
 def export_into(
@@ -264,7 +262,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def warn_kept(report: ExportReport) -> None:
+def warned(report: ExportReport) -> ExportReport:
     """Warn of FP8 layers that are written in BF16, and of experts that were cast again."""
     if report.kept:
         warnings.warn(
@@ -279,6 +277,7 @@ def warn_kept(report: ExportReport) -> None:
             "recipe='rowwise' with format='compressed-tensors' writes the values of training",
             stacklevel=3,
         )
+    return report
 
 
 def _write(

@@ -67,13 +67,11 @@ def prepare(
     optimizers = [AdamW(trained)] if role in TRAINED else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if config is None or config.opt_level == "O1":
-            pass
-        elif mesh is None:
-            for optimizer in optimizers:
-                convert_optimizer(optimizer, config, model=model)
-        elif optimizers:
-            split_sharded(model, optimizers, config)
+        if config is not None and config.opt_level != "O1" and optimizers:
+            if mesh is None:
+                convert_optimizer(optimizers[0], config, model=model)
+            else:
+                split_sharded(model, optimizers, config)
     if config is not None and mesh is not None:
         connect_fsdp(model, config)
     return optimizers
@@ -154,12 +152,9 @@ def grouped_in_bf16() -> Iterator[None]:
     grouped_mm = torch._grouped_mm  # the operator behind F.grouped_mm
 
     def in_bf16(*args: Any, **kwargs: Any) -> Tensor:
-        return grouped_mm(*map(_lowered, args), **kwargs)
+        wide = [isinstance(x, Tensor) and x.dtype == torch.float32 for x in args]
+        lowered = (x.bfloat16() if is_wide else x for x, is_wide in zip(args, wide, strict=True))
+        return grouped_mm(*lowered, **kwargs)
 
     with patch.object(torch, "_grouped_mm", in_bf16):
         yield
-
-
-def _lowered(value: Any) -> Any:
-    is_wide = isinstance(value, Tensor) and value.dtype == torch.float32
-    return value.bfloat16() if is_wide else value

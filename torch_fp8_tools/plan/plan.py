@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_fp8.conversion.memory import MemoryReport
+from torch_fp8.conversion.memory import CATEGORIES, MemoryReport
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import unknown_options
-from torch_fp8_tools.plan.counts import by_layers, standing_bytes, wire_bytes
+from torch_fp8_tools.plan.counts import by_layers, standing_bytes, step_bytes, wire_bytes
 from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import family_of, text_of
 from torch_fp8_tools.plan.models import make_model
 from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
-from torch_fp8_tools.plan.steps import step_bytes
 
-CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 USABLE = 0.99
 """The share of a GPU's memory that programs can use: 79.2 GiB of an H100's 80."""
 CONTEXT = 2**30

@@ -6,12 +6,13 @@ import re
 import pytest
 from transformers import AutoConfig
 
-from torch_fp8_tools.plan import kernel_functions, steps
+from torch_fp8_tools.plan import counts as steps
+from torch_fp8_tools.plan import kernel_functions
+from torch_fp8_tools.plan.counts import step_bytes
 from torch_fp8_tools.plan.followed_step import FollowedStep
 from torch_fp8_tools.plan.kernel_functions import KernelFunctions
 from torch_fp8_tools.plan.plan import plan
 from torch_fp8_tools.plan.setup import make_setup
-from torch_fp8_tools.plan.steps import step_bytes
 
 _SIZES = {
     "vocab_size": 96,

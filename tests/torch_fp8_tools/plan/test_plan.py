@@ -16,14 +16,14 @@ from transformers import AutoConfig
 from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, memory_report
 from torch_fp8_tools import cli
-from torch_fp8_tools.plan import layouts, steps
-from torch_fp8_tools.plan.counts import standing_bytes
+from torch_fp8_tools.plan import counts as steps
+from torch_fp8_tools.plan import layouts
+from torch_fp8_tools.plan.counts import run_step, standing_bytes, step_bytes
 from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.layers import Layers
 from torch_fp8_tools.plan.plan import CATEGORIES, largest, left_of, plan, plan_beside
 from torch_fp8_tools.plan.setup import LEVELS, ROLES, make_setup
-from torch_fp8_tools.plan.steps import run_step, step_bytes
 from torch_fp8_tools.plan.tables import advice, plain_text
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
