@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, ref
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,7 +29,7 @@ from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_wei
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.distributed.ddp.connection import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.distributed.fsdp.split_weights import sharded_modules, split_sharded
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
@@ -217,7 +216,7 @@ def prepare_sharded(
 
 def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
     """Load the optimizers' step counts, which the hosts do not load from folders of shards."""
-    if any(isinstance(part, FSDPModule) for model in models for part in model.modules()):
+    if any(map(sharded_modules, models)):
         adopt_steps(folder, map(bare, optimizers))
 
 

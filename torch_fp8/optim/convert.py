@@ -282,13 +282,11 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
             "are sharded; leave it out"
         )
     for i, group in enumerate(optimizer.param_groups):
-        for option in REFUSED_OPTIONS:
-            if group.get(option):
-                raise ValueError(
-                    f"{name}({option}=True), in parameter group {i}, does not support 8-bit "
-                    "states; leave it out, or keep the optimizer unchanged with "
-                    "FP8Config(opt_level='O1')"
-                )
+        for option in filter(group.get, REFUSED_OPTIONS):
+            raise ValueError(
+                f"{name}({option}=True), in parameter group {i}, does not support 8-bit states; "
+                "leave it out, or keep the optimizer unchanged with FP8Config(opt_level='O1')"
+            )
 
 
 def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
