@@ -271,14 +271,16 @@ def _sharded() -> None:
     """A placeholder for ``configure_model`` while the host checks that it is overridden."""
 
 
-def host_classes(module: str, host: str, precision: type, strategy: type) -> tuple[Any, Any]:
+def host_classes(module: str, host: str) -> tuple[Any, Any]:
     """Return a copy of Lightning's `FP8Precision` and `FP8FSDPStrategy`, which have its bases.
 
     Args:
         module: the name of the module that has the two classes.
         host: the package of the host, such as ``lightning.fabric``.
-        precision, strategy: our parts of the two classes.
     """
+    name = "fabric" if host.endswith("fabric") else "trainer"
+    strategy = FabricStrategy if name == "fabric" else TrainerStrategy
+    precision = getattr(import_module(f"lightning_fp8.{name}"), f"{name.title()}Precision")
     mixed = import_module(f"{host}.plugins.precision").MixedPrecision
     parallel = import_module(f"{host}.strategies").ModelParallelStrategy
     zero = import_module(f"{host}.utilities.rank_zero")
