@@ -106,7 +106,13 @@ class Preparation:
         vars(model)["_fp8_saving"] = Saving(self)
         if evaluation_mode:
             self.evaluated.note(model)
-            self._announce_evaluation(model)
+            if model not in self._announced:
+                report = self._reports[model]
+                total = report.num_converted + len(report.skipped)
+                log_visibly(
+                    f"FP8: {type(model).__name__}, prepared with evaluation_mode=True: "
+                    f"{report.num_converted} of {total} linear layers, recipe {report.recipe.name}"
+                )
         else:
             self._await_summary(model)
 
@@ -237,16 +243,6 @@ class Preparation:
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False
-
-    def _announce_evaluation(self, model: nn.Module) -> None:
-        if model in self._announced:
-            return
-        report = self._reports[model]
-        total = report.num_converted + len(report.skipped)
-        log_visibly(
-            f"FP8: {type(model).__name__}, prepared with evaluation_mode=True: "
-            f"{report.num_converted} of {total} linear layers, recipe {report.recipe.name}"
-        )
 
 
 class Saving:

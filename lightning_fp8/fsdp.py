@@ -159,10 +159,8 @@ class TrainerStrategy(HostStrategy):
     """The part of the Trainer's strategies."""
 
     lightning_module: Any
-    model: Any
     precision_plugin: Any
     root_device: Any
-    broadcast: Any
     _forward_redirection: Any
 
     def setup(self, trainer: Any) -> None:
@@ -220,8 +218,6 @@ class FabricStrategy(HostStrategy):
 
     setup_module: Any
     setup_optimizer: Any
-    precision: Any
-    broadcast: Any
 
     def _host_options(self) -> dict[str, Any]:
         return {"parallelize_fn": self._parallelize}
@@ -276,7 +272,8 @@ def host_classes(module: str, host: str) -> tuple[Any, Any]:
 
     Args:
         module: the name of the module that has the two classes.
-        host: the package of the host, such as ``lightning.fabric``.
+        host: the package of the host, such as ``lightning.fabric``. It decides between
+            `lightning_fp8.fabric.FabricPrecision` and `lightning_fp8.trainer.TrainerPrecision`.
     """
     name = "fabric" if host.endswith("fabric") else "trainer"
     strategy = FabricStrategy if name == "fabric" else TrainerStrategy

@@ -43,7 +43,9 @@ def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn
     if role not in TRAINED:
         model.requires_grad_(False).to(torch.bfloat16)
     elif setup.method == "lora":
-        model = _adapted(model.to(torch.bfloat16), setup.rank)
+        peft = imported("peft", "LoRA's adapters are made by peft")
+        adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear")
+        model = peft.get_peft_model(model.to(torch.bfloat16), adapters, low_cpu_mem_usage=True)
     if level == BF16:
         return model
     with warnings.catch_warnings():
@@ -134,13 +136,6 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
         yield init_device_mesh("cpu", (number,))
     finally:
         dist.destroy_process_group()
-
-
-def _adapted(model: nn.Module, rank: int) -> nn.Module:
-    peft = imported("peft", "LoRA's adapters are made by peft")
-    config = peft.LoraConfig(r=rank, target_modules="all-linear")
-    adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    return adapted
 
 
 @contextlib.contextmanager
