@@ -61,8 +61,8 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
         recipe: the model's recipe, whose casts were measured, as were those of `FINER`.
         skipped: the reasons why FP8 does not support other layers.
     """
-    judged = ((found, *_reasons(found, recipe)) for found in findings)
-    layers = tuple(LayerProposal(found, options, tuple(why)) for found, why, options in judged)
+    judged = ((finding, *_reasons(finding, recipe)) for finding in findings)
+    layers = tuple(LayerProposal(item, options, tuple(why)) for item, why, options in judged)
     smooth = [p for p in layers if p.options == {"smooth_swiglu": True}]
     downs = [p for p in layers if p.found.is_down]
     whole = bool(smooth) and len(smooth) == len(downs)
