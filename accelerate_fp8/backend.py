@@ -69,13 +69,11 @@ def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
         ValueError: `explicit` is set and another backend was chosen, too.
     """
     other = _other_backend(handlers)
-    if other is None:
-        return True
-    if explicit:
+    if other is not None and explicit:
         raise ValueError(
             f"FP8Kwargs chooses the engine torch_fp8, but {other} was given too; leave one out"
         )
-    return False
+    return other is None
 
 
 def _other_backend(handlers: Iterable[object]) -> str | None:

@@ -52,7 +52,7 @@ def save_exported(
     format = preparation.config.save_format
     if format is None or RESUMABLE.get() or adapted_layers(model):
         return False
-    if preparation.is_left(extract_model_from_parallel(model, keep_torch_compile=False)):
+    if extract_model_from_parallel(model, keep_torch_compile=False) in preparation.left:
         return False
     if is_main_process:
         report = export_into(model, folder, format, max_shard_size=max_shard_size)

@@ -71,7 +71,8 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
         ValueError: a flag is not supported, a value is invalid, or options contradict each other.
     """
     flags = given_flags()
-    environment = _environment_options()
+    is_set = FP8Config.from_env() is not None  # which validates its options
+    environment = read_json(os.environ[CONFIG_VARIABLE]) if is_set else None
     notes = _unknown_keys()
     if explicit is not None:
         source = "the FP8Config in kwargs_handlers"
@@ -130,13 +131,6 @@ def _unknown_keys() -> list[str]:
         f"fp8_config.{name.lower()} ({_PREFIX}{name}) is not applied: FP8Config has no such field"
         for name in unknown
     ]
-
-
-def _environment_options() -> dict[str, Any] | None:
-    """Return the validated options of ``TORCH_FP8_CONFIG``; None if it is unset."""
-    if FP8Config.from_env() is None:
-        return None
-    return read_json(os.environ[CONFIG_VARIABLE])
 
 
 def _overridden(flags: Mapping[str, Flag], options: Mapping[str, Any], source: str) -> list[str]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ class Monitoring:
     def __init__(self, config: FP8Config, say: Callable[[str], None]) -> None:
         self.config, self._say = config, say
         self._monitors: MutableMapping[nn.Module, Monitor] = WeakKeys()
-        self._trainer: ReferenceType[Any] | None = None
+        self._trainer: Callable[[], Any] = lambda: None
         self._states: list[dict[str, Any]] = []
         self._waiting: list[dict[str, float]] = []
 
@@ -59,7 +59,7 @@ class Monitoring:
         """
         if not (self.config.monitor and optimizers) or model in self._monitors:
             return
-        trainer = self._of_trainer()
+        trainer = self._trainer()
         folder = accelerator.project_dir if trainer is None else trainer.args.output_dir
         folder = None if folder is None else str(folder)
         to_trackers = functools.partial(_to_trackers, ref(accelerator))
@@ -96,7 +96,7 @@ class Monitoring:
 
     def serve(self, trainer: Any) -> None:
         """Log to a Trainer, which calls back at the end of its steps."""
-        if self.config.monitor and self._of_trainer() is not trainer:
+        if self.config.monitor and self._trainer() is not trainer:
             from accelerate_fp8.trainer_callback import MonitorCallback
 
             self._trainer = ref(trainer)
@@ -110,7 +110,7 @@ class Monitoring:
 
     def to_trainer(self) -> None:
         """Pass the measurements of the finished step to the Trainer."""
-        trainer, waiting = self._of_trainer(), self._waiting
+        trainer, waiting = self._trainer(), self._waiting
         self._waiting = []
         if trainer is not None and waiting:
             from accelerate_fp8.trainer_callback import log_silently
@@ -140,9 +140,6 @@ class Monitoring:
             self._states = [first, *first.pop("others", ())]
             for monitor, state in zip(self._monitors.values(), self._states, strict=False):
                 monitor.load_state_dict(state)
-
-    def _of_trainer(self) -> Any:
-        return None if self._trainer is None else self._trainer()
 
 
 def _gradients(model: nn.Module) -> list[tuple[int, int]]:

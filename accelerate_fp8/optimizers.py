@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, ref
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,7 +29,7 @@ from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_wei
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.distributed.ddp.connection import DDPReport
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
-from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.distributed.fsdp.split_weights import sharded_modules, split_sharded
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
@@ -56,24 +55,21 @@ class PreparedOptimizers:
         self.config = config
         self._reports: MutableMapping[Optimizer, OptimizerReport] = WeakKeys()
         self._unannounced: list[Optimizer] = []
-        # Model -> its DistributedDataParallel, which Accelerate does not store.
-        self._wrapped: MutableMapping[nn.Module, Any] = WeakKeys()
+        # Model -> its DistributedDataParallel, which Accelerate does not store. Its buckets exist
+        # already when a later optimizer is prepared.
+        self.ddps: MutableMapping[nn.Module, Any] = WeakKeys()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_wrapped": [(m, ddp()) for m, ddp in self._wrapped.items()]}
+        return {**self.__dict__, "ddps": [(m, ddp()) for m, ddp in self.ddps.items()]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._wrapped = WeakKeys((m, ref(ddp)) for m, ddp in state["_wrapped"] if ddp is not None)
+        self.ddps = WeakKeys((m, ref(ddp)) for m, ddp in state["ddps"] if ddp is not None)
 
     @property
     def enabled(self) -> bool:
         """Return whether the level converts optimizers at all."""
         return self.config.opt_level != "O1"
-
-    def set_wrapped(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        """Remember a model's DDP; its buckets exist already when a later optimizer is prepared."""
-        self._wrapped[model] = ref(ddp)
 
     def convert(
         self, accelerator: Any, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
@@ -152,7 +148,7 @@ class PreparedOptimizers:
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel | None:
         """Return the DistributedDataParallel around a model; None if there is none."""
-        ddp = self._wrapped.get(model)
+        ddp = self.ddps.get(model)
         return None if ddp is None else ddp()
 
 
@@ -220,55 +216,45 @@ def prepare_sharded(
 
 def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder: Any) -> None:
     """Load the optimizers' step counts, which the hosts do not load from folders of shards."""
-    if any(isinstance(part, FSDPModule) for model in models for part in model.modules()):
+    if any(map(sharded_modules, models)):
         adopt_steps(folder, map(bare, optimizers))
-
-
-_WAY_OUT = "or leave gradient_release out of the FP8Config"
 
 
 def refuse_accumulation(config: FP8Config, loop: Any) -> None:
     """Raise ValueError for an Accelerator or TrainingArguments that add up micro-batches."""
-    if config.gradient_release and loop.gradient_accumulation_steps > 1:
-        _refuse(
-            f"gradient_accumulation_steps={loop.gradient_accumulation_steps} adds up gradients",
-            "set gradient_accumulation_steps=1",
-        )
+    steps = loop.gradient_accumulation_steps
+    if config.gradient_release and steps > 1:
+        what = f"gradient_accumulation_steps={steps} adds up gradients"
+        _refuse(what, "set gradient_accumulation_steps=1")
 
 
 def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
     """Raise ValueError for DDP; FSDP reduces each gradient before the optimizer gets it."""
     several = accelerator.num_processes > 1
     if config.gradient_release and several and accelerator.distributed_type != DistributedType.FSDP:
-        _refuse(
-            "DistributedDataParallel averages gradients after they are computed",
-            "train in one process",
-        )
+        what = "DistributedDataParallel averages gradients after they are computed"
+        _refuse(what, "train in one process")
 
 
 def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
     """Raise ValueError if gradients would be changed; an infinite limit only measures them."""
     if config.gradient_release and limit != float("inf"):
-        _refuse(
-            f"Accelerator.{method} finds no gradients",
-            "do not call it (transformers' and TRL's trainers: max_grad_norm=0)",
-        )
+        instead = "do not call it (transformers' and TRL's trainers: max_grad_norm=0)"
+        _refuse(f"Accelerator.{method} finds no gradients", instead)
 
 
 def refuse_training_arguments(config: FP8Config, arguments: Any) -> None:
     """Raise ValueError for transformers' arguments with which the Trainer accumulates or clips."""
     refuse_accumulation(config, arguments)
     if config.gradient_release and arguments.max_grad_norm:
-        _refuse(
-            f"max_grad_norm={arguments.max_grad_norm} clips by the norm of all gradients",
-            "set max_grad_norm=0",
-        )
+        what = f"max_grad_norm={arguments.max_grad_norm} clips by the norm of all gradients"
+        _refuse(what, "set max_grad_norm=0")
 
 
 def _refuse(what: str, instead: str) -> None:
     raise ValueError(
         f"FP8Config(gradient_release=True) frees each gradient in backward, but {what}; "
-        f"{instead}, {_WAY_OUT}"
+        f"{instead}, or leave gradient_release out of the FP8Config"
     )
 
 
@@ -337,5 +323,5 @@ def connect_engine(
     ddp = without_compiler(prepared)
     if not isinstance(ddp, DistributedDataParallel):
         return None
-    optimizers.set_wrapped(model, ddp)
+    optimizers.ddps[model] = ref(ddp)
     return connect_ddp(ddp, optimizers.that_train(accelerator, model), optimizers.config)

@@ -40,6 +40,7 @@ class Preparation:
         optimizers: the prepared optimizers.
         evaluated: the models prepared for evaluation.
         monitoring: the monitors of trained models.
+        left: the reason for each model, without wrappers, that was prepared but cannot run in FP8.
         communication: the report on what travels between ranks in FP8, by model.
     """
 
@@ -51,7 +52,7 @@ class Preparation:
         self.communication: MutableMapping[nn.Module, object] = WeakKeys()
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
-        self._left: MutableMapping[nn.Module, str] = WeakKeys()
+        self.left: MutableMapping[nn.Module, str] = WeakKeys()
         self._runs_fp8 = self._knows_steps = False
         self._waiting: list[nn.Module] = []
         self._collecting = False
@@ -93,14 +94,25 @@ class Preparation:
                     config = unscheduled(self.config)
                     self._reports[model] = convert_to_float8(model, config, device=device)
             except NothingToConvertError as error:
-                self._leave(model, error.reason)
+                if model not in self.left:
+                    name = type(model).__name__
+                    log_visibly(f"FP8: {name} runs without FP8: {error.reason}")
+                self.left[model] = error.reason
+                # Its optimizer may still split weights.
+                vars(model)["_fp8_saving"] = Saving(self)
         if model not in self._reports:
             return
         self._runs_fp8 = True
         vars(model)["_fp8_saving"] = Saving(self)
         if evaluation_mode:
             self.evaluated.note(model)
-            self._announce_evaluation(model)
+            if model not in self._announced:
+                report = self._reports[model]
+                total = report.num_converted + len(report.skipped)
+                log_visibly(
+                    f"FP8: {type(model).__name__}, prepared with evaluation_mode=True: "
+                    f"{report.num_converted} of {total} linear layers, recipe {report.recipe.name}"
+                )
         else:
             self._await_summary(model)
 
@@ -127,16 +139,6 @@ class Preparation:
             "high precision until you prepare it again"
         )
 
-    def _leave(self, model: nn.Module, reason: str) -> None:
-        if model not in self._left:
-            log_visibly(f"FP8: {type(model).__name__} runs without FP8: {reason}")
-        self._left[model] = reason
-        vars(model)["_fp8_saving"] = Saving(self)  # its optimizer may still split weights
-
-    def is_left(self, model: nn.Module) -> bool:
-        """Return whether a model, without wrappers, was prepared but cannot run in FP8."""
-        return model in self._left
-
     def refuse_idle(self) -> None:
         """Refuse to train if no prepared model runs in FP8.
 
@@ -146,8 +148,8 @@ class Preparation:
         Raises:
             ValueError: none does, and models were left unconverted.
         """
-        if self._left and not self._runs_fp8:
-            reasons = "; ".join(self._left.values())
+        if self.left and not self._runs_fp8:
+            reasons = "; ".join(self.left.values())
             raise ValueError(
                 f"mixed_precision='fp8', but no prepared model can run in FP8: {reasons}. "
                 f"{RUNS_IN_FP8}: prepare a model that has some before the first backward, or train "
@@ -241,16 +243,6 @@ class Preparation:
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False
-
-    def _announce_evaluation(self, model: nn.Module) -> None:
-        if model in self._announced:
-            return
-        report = self._reports[model]
-        total = report.num_converted + len(report.skipped)
-        log_visibly(
-            f"FP8: {type(model).__name__}, prepared with evaluation_mode=True: "
-            f"{report.num_converted} of {total} linear layers, recipe {report.recipe.name}"
-        )
 
 
 class Saving:

@@ -167,7 +167,7 @@ def measure(
         setup = _peak(on_gpu)
         tracker = MemoryTracker(model.parameters())
         assign_standing(tracker, model, optimizer)
-        tracker.reset_peak()
+        tracker.peak = dict(tracker.current)
         with tracker:
             train_step(model, optimizer, second, device)
         _reset(on_gpu)

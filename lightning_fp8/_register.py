@@ -75,11 +75,10 @@ def extend_precision_choices(module: Any) -> None:
     imported first, it is too late to replace them; then the type, which all copies share, is
     changed in place.
     """
-    if refusal(module.__name__.partition(".")[0]):
-        with contextlib.suppress(AttributeError):  # so that the connector raises the refusal
-            _add_choice(module)
-        return
-    _add_choice(module)
+    # If the host is too old, the connector raises the refusal.
+    too_old = refusal(module.__name__.partition(".")[0]) is not None
+    with contextlib.suppress(*[AttributeError] * too_old):
+        _add_choice(module)
 
 
 def _add_choice(module: Any) -> None:
@@ -116,7 +115,10 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     import_module("_fp8_autoload").load("lightning_fp8")
     for name in {"plugins", "strategy"} & kwargs.keys():
         kwargs[name] = _for_host(PLUGINS[original.__module__], kwargs[name])
-    _refuse_nearly(kwargs.get("precision"))
+    precision = kwargs.get("precision")
+    text = precision.lower().replace("-", "").replace("_", "") if isinstance(precision, str) else ""
+    if text in _NEARLY and precision != PRECISION:
+        raise ValueError(f"precision={precision!r} is unknown; did you mean {PRECISION!r}?")
     strategy = kwargs.get("strategy")
     if isinstance(strategy, str) and strategy.startswith("deepspeed") and _asks_for_fp8(kwargs):
         # Before the host imports a library that cannot run FP8 anyway.
@@ -149,14 +151,6 @@ def _asks_for_fp8(given: dict[str, Any]) -> bool:
     listed = plugins if isinstance(plugins, list) else [plugins]
     ours = any(map(_class_of_ours, [*listed, given.get("strategy")]))
     return ours or given.get("precision") == PRECISION
-
-
-def _refuse_nearly(precision: object) -> None:
-    """Raise ValueError for a misspelled ``fp8-mixed``."""
-    if not isinstance(precision, str) or precision == PRECISION:
-        return
-    if precision.lower().replace("-", "").replace("_", "") in _NEARLY:
-        raise ValueError(f"precision={precision!r} is unknown; did you mean {PRECISION!r}?")
 
 
 def _for_host(plugin_module: str, given: Any) -> Any:

@@ -8,6 +8,11 @@ The strategy shards each transformer block, and the rest of each root, which is 
 called as a whole. They compute in BF16 and keep float32 weights in shards, stored in two halves at
 O2 and O3. As under ``bf16-mixed``, the values between layers are float32: inputs are not cast, and
 embeddings return float32.
+
+Hooks that keep the values between a sharded model's layers in float32, as in ``bf16-mixed``.
+
+FSDP2 gathers all weights of a block in BF16. Linear layers are autocast anyway, but an embedding's
+output has the weight's dtype. The residual stream would have it, too, and its sums would lose bits.
 """
 
 import sys
@@ -30,8 +35,8 @@ from torch.optim import Optimizer
 
 from lightning_fp8._register import Request
 from lightning_fp8.blocks import find_blocks, find_roots
-from lightning_fp8.stream import keep_stream
 from torch_fp8.distributed.fsdp.split_weights import reshard
+from torch_fp8.optim.embedding_dtype import Hook, hide_weights, keep_output_dtype
 
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 
@@ -154,10 +159,8 @@ class TrainerStrategy(HostStrategy):
     """The part of the Trainer's strategies."""
 
     lightning_module: Any
-    model: Any
     precision_plugin: Any
     root_device: Any
-    broadcast: Any
     _forward_redirection: Any
 
     def setup(self, trainer: Any) -> None:
@@ -215,8 +218,6 @@ class FabricStrategy(HostStrategy):
 
     setup_module: Any
     setup_optimizer: Any
-    precision: Any
-    broadcast: Any
 
     def _host_options(self) -> dict[str, Any]:
         return {"parallelize_fn": self._parallelize}
@@ -266,14 +267,17 @@ def _sharded() -> None:
     """A placeholder for ``configure_model`` while the host checks that it is overridden."""
 
 
-def host_classes(module: str, host: str, precision: type, strategy: type) -> tuple[Any, Any]:
+def host_classes(module: str, host: str) -> tuple[Any, Any]:
     """Return a copy of Lightning's `FP8Precision` and `FP8FSDPStrategy`, which have its bases.
 
     Args:
         module: the name of the module that has the two classes.
-        host: the package of the host, such as ``lightning.fabric``.
-        precision, strategy: our parts of the two classes.
+        host: the package of the host, such as ``lightning.fabric``. It decides between
+            `lightning_fp8.fabric.FabricPrecision` and `lightning_fp8.trainer.TrainerPrecision`.
     """
+    name = "fabric" if host.endswith("fabric") else "trainer"
+    strategy = FabricStrategy if name == "fabric" else TrainerStrategy
+    precision = getattr(import_module(f"lightning_fp8.{name}"), f"{name.title()}Precision")
     mixed = import_module(f"{host}.plugins.precision").MixedPrecision
     parallel = import_module(f"{host}.strategies").ModelParallelStrategy
     zero = import_module(f"{host}.utilities.rank_zero")
@@ -285,3 +289,31 @@ def host_classes(module: str, host: str, precision: type, strategy: type) -> tup
         type("FP8Precision", (precision, mixed), body),
         type("FP8FSDPStrategy", (strategy, parallel), of_strategy),
     )
+
+
+class Float32Weights(Hook):
+    """A forward pre-hook that gives a norm float32 copies of the BF16 weights that FSDP2 gathers.
+
+    Batch and instance norms need weights in the dtype of their running statistics. On the CPU all
+    norms refuse a float32 input with BF16 weights; on CUDA autocast casts those of the others.
+    """
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.dtype != torch.bfloat16:
+                continue
+            if parameter.device.type == "cpu" or hasattr(module, "running_mean"):
+                # The attribute hides the Parameter of this name, which stays where it is.
+                module.__dict__[name] = parameter.float()
+
+
+def keep_stream(model: nn.Module) -> None:
+    """Add hooks to embeddings and norms, which `torch_fp8.revert` removes.
+
+    A repeated call changes nothing.
+    """
+    keep_output_dtype(model, set(model.parameters()))
+    for module in model.modules():
+        # running_mean: batch and instance norms, whose common base class is not public in torch.
+        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)) or hasattr(module, "running_mean"):
+            hide_weights(module, Float32Weights())

@@ -3,8 +3,6 @@
 The classes are in a separate module under fixed names, because ``ddp_spawn`` pickles the plugin.
 """
 
-from lightning_fp8.fsdp import TrainerStrategy, host_classes
-from lightning_fp8.trainer import TrainerPrecision
+from lightning_fp8.fsdp import host_classes
 
-bases = TrainerPrecision, TrainerStrategy
-FP8Precision, FP8FSDPStrategy = host_classes(__name__, "pytorch_lightning", *bases)
+FP8Precision, FP8FSDPStrategy = host_classes(__name__, "pytorch_lightning")

@@ -3,8 +3,6 @@
 The classes are in a separate module under fixed names, because ``ddp_spawn`` pickles the plugin.
 """
 
-from lightning_fp8.fabric import FabricPrecision
-from lightning_fp8.fsdp import FabricStrategy, host_classes
+from lightning_fp8.fsdp import host_classes
 
-bases = FabricPrecision, FabricStrategy
-FP8Precision, FP8FSDPStrategy = host_classes(__name__, "lightning.fabric", *bases)
+FP8Precision, FP8FSDPStrategy = host_classes(__name__, "lightning.fabric")

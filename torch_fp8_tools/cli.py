@@ -26,11 +26,12 @@ from torch_fp8.quantization.suggestions import REMOVED, suggestion
 
 _REMOVED = {
     **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
+    "largest": "plan the presets that you consider, one at a time",
     "report": "write the output to a file: torch-fp8 env --self-test > FILE",
 }
 _COMMANDS = (
     *("env.command", "commands.command", "plan.command"),
-    *("check.command", "report.command", "compare.command"),
+    *("check.command", "report.report", "compare.command"),
 )
 """The modules of the sub-commands, in the order of the help."""
 

@@ -21,14 +21,14 @@ def missing_package(package: str, why: str, error: BaseException) -> ImportError
     """Return an error that says what to install.
 
     Args:
-        package: the name of the package that cannot be imported.
+        package: the name of the package, or of the module in it, that cannot be imported.
         why: the purpose for which it is needed.
         error: the failure; this package is missing, or one that it imports.
     """
     while error.__cause__ is not None:
         error = error.__cause__
     cause = str(error).partition("\n")[0].strip()
-    return ImportError(f"{why}: pip install {package} ({cause})")
+    return ImportError(f"{why}: pip install {package.partition('.')[0]} ({cause})")
 
 
 def model_folder(name: str | Path) -> Path | None:

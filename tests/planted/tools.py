@@ -15,7 +15,7 @@ FAULTS = [
     ),
     Fault(
         "the highest moment of a short step is continued as that of a long one",
-        "torch_fp8_tools/plan/steps.py",
+        "torch_fp8_tools/plan/counts.py",
         "        alike = len({*map(len, first)}) == 1\n",
         "        alike = False\n",
         "tests/torch_fp8_tools/plan/test_loops.py::test_extrapolated_bytes_are_those_of_the_whole_step",
@@ -92,14 +92,14 @@ FAULTS = [
     ),
     Fault(
         "extrapolated bytes grow with the sequence alone",
-        "torch_fp8_tools/plan/steps.py",
+        "torch_fp8_tools/plan/counts.py",
         "bend = third - 2 * second + first",
         "bend = 0",
         f"{_TESTS}/plan/test_loops.py::test_extrapolated_bytes_are_those_of_the_whole_step",
     ),
     Fault(
         "loops over chunks are extrapolated from less than a chunk",
-        "torch_fp8_tools/plan/steps.py",
+        "torch_fp8_tools/plan/counts.py",
         "if steps[0].calls == steps[1].calls:",
         "if False:",
         f"{_TESTS}/plan/test_loops.py::test_loops_over_chunks_are_counted",
@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "a model of few layers that cannot run is no reason to run all",
-        "torch_fp8_tools/plan/steps.py",
+        "torch_fp8_tools/plan/counts.py",
         "if len(few) == len(places):",
         "if few:",
         f"{_TESTS}/plan/test_loops.py::test_layouts_that_are_planned",

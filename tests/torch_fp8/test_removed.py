@@ -41,6 +41,9 @@ def test_a_removed_flag_of_the_command_is_refused(capsys):
     message = f"no longer takes --save-attention: {REMOVED['save_attention']}"
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
+        main(["plan", "llama", "--largest"])
+    assert "no longer takes --largest: plan the presets" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main(["report", "run", "--compare", "other"])
     assert "no longer takes --compare: take torch-fp8 compare" in capsys.readouterr().err
     with pytest.raises(SystemExit):

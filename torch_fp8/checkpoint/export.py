@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fp8.checkpoint.adopt_checkpoint import folder_of
 from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export
 from torch_fp8.checkpoint.fold_adapters import ADAPTERS, AdapterFold, adapted_layers, refuse_prompts
-from torch_fp8.checkpoint.formats import ExportFormat, check_format
+from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.safetensors_files import parse_size, write_safetensors
 from torch_fp8.checkpoint.stored_names import PLAIN
 from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
@@ -28,6 +28,8 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.quantization.recipe import SAVE_FORMATS
+from torch_fp8.quantization.suggestions import check_choice
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -128,7 +130,7 @@ def export(
         OSError: the disk is full or not writable.
     """
     check_arguments(export, locals())
-    check_format(format)
+    check_choice("format", format, tuple(SAVE_FORMATS))
     if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
         raise TypeError(
             f"tokenizer={tokenizer!r} has no save_pretrained; pass the tokenizer itself, or None "
@@ -138,9 +140,7 @@ def export(
     root, plan = prepare_export(model, format, adapters)
     with whole_folder(path) as folder:
         _write(root, plan, folder, most, tokenizer)
-    report = report_of(root, plan, path)
-    warn_kept(report)
-    return report
+    return warned(report_of(root, plan, path))
 
 
 def export_into(
@@ -222,8 +222,7 @@ def fold_of(model: nn.Module, root: nn.Module, adapters: str) -> AdapterFold:
     Raises:
         ValueError: `adapters` is unknown, or an adapter cannot be folded into weights.
     """
-    if adapters not in ADAPTERS:
-        raise ValueError(f"adapters={adapters!r} is unknown; supported: 'merge' and 'apart'")
+    check_choice("adapters", adapters, ADAPTERS)
     if adapters == "merge":
         refuse_prompts(model)
     return AdapterFold(root, merge=adapters == "merge")
@@ -264,7 +263,7 @@ def copy_tokenizer(source: Path | None, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def warn_kept(report: ExportReport) -> None:
+def warned(report: ExportReport) -> ExportReport:
     """Warn of FP8 layers that are written in BF16, and of experts that were cast again."""
     if report.kept:
         warnings.warn(
@@ -279,6 +278,7 @@ def warn_kept(report: ExportReport) -> None:
             "recipe='rowwise' with format='compressed-tensors' writes the values of training",
             stacklevel=3,
         )
+    return report
 
 
 def _write(

@@ -99,7 +99,13 @@ def held_experts(
     """
     if not isinstance(module, Float8Experts):
         return "not in FP8"
-    refuse_unsplit(name, parts)
+    for key, of_key in parts.items():
+        if any(part.expert is None for part in of_key):
+            raise ValueError(
+                f"'{key}' holds the experts of '{name}' in one tensor, also in checkpoints, and "
+                "engines read such experts in 16 bits or in their own formats; save the model with "
+                "save_pretrained"
+            )
     if format.block not in ((1, 0), FROZEN_BLOCK):
         return (
             f"experts run with one scale per row, which {format.recipe} cannot express; recipe "
@@ -176,17 +182,6 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
             "the recipe of its frozen layers, recipe='blockwise'"
         )
     return next(iter(first))
-
-
-def refuse_unsplit(name: str, parts: Mapping[str, Sequence[StoredPart]]) -> None:
-    """Refuse experts whose weights checkpoints do not store one by one."""
-    for key, of_key in parts.items():
-        if any(part.expert is None for part in of_key):
-            raise ValueError(
-                f"'{key}' holds the experts of '{name}' in one tensor, also in checkpoints, and "
-                "engines read such experts in 16 bits or in their own formats; save the model with "
-                "save_pretrained"
-            )
 
 
 def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:

@@ -44,6 +44,7 @@ from torch_fp8._version import __version__
 from torch_fp8.conversion.fp8_weight import FROZEN_BLOCK, scale_grid
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.recipe import SAVE_FORMATS
+from torch_fp8.quantization.suggestions import check_choice
 
 _PLAIN = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 """The formats of compressed-tensors that store 8-bit weights unpacked, one per byte."""
@@ -220,7 +221,7 @@ class ExportFormat:
     recipe: str
 
     def __post_init__(self) -> None:
-        check_format(self.name)
+        check_choice("format", self.name, tuple(SAVE_FORMATS))
         if self.recipe in SAVE_FORMATS[self.name]:
             return
         others = [name for name, recipes in SAVE_FORMATS.items() if self.recipe in recipes]
@@ -325,17 +326,6 @@ class ExportFormat:
         return {
             "hf_quant_config.json": {"producer": _producer(), "quantization": quantization},
         }
-
-
-def check_format(name: str) -> None:
-    """Check the name of a format.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if not isinstance(name, str) or name not in SAVE_FORMATS:
-        known = ", ".join(map(repr, SAVE_FORMATS))
-        raise ValueError(f"format {name!r} is unknown; the formats are {known}")
 
 
 def _producer() -> dict[str, str]:

@@ -88,7 +88,7 @@ def load_trainable(
         split_parts(parameter, read.parts())
         return parameter
 
-    return _load(cls, path, _device(device), place)
+    return _load(cls, path, torch.device("cpu" if device is None else device), place)
 
 
 @torch.inference_mode(False)
@@ -120,7 +120,7 @@ def load_frozen(
     config = config_or_default(config)
     check_arguments(load_frozen, locals())
     refuse_kept(config, "load_frozen")
-    target = _device(device)
+    target = torch.device("cpu" if device is None else device)
     spec = frozen_recipe(config, target)[0].weight
 
     def convert(model: nn.Module) -> None:
@@ -143,10 +143,6 @@ def load_frozen(
             layer.restart()  # the layer was created on the meta device
     freeze_weights(model, config, target, lambda _: False)  # the layers of the weights placed here
     return model.requires_grad_(False)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device("cpu") if device is None else torch.device(device)
 
 
 def _plain(read: Read) -> Tensor:

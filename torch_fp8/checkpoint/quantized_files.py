@@ -63,7 +63,13 @@ class QuantizedFiles(SafetensorsFiles):
     def _checked(self) -> Iterator[tuple[str, tuple[str, tuple[int, int]]]]:
         """Check all scales before anything is loaded, and yield the entries of `fp8`."""
         if self.format is None:
-            self._refuse_unexplained()
+            for key, tensor in self.stored.items():
+                if tensor.dtype in (_E4M3, "F8_E5M2"):
+                    raise ValueError(
+                        f"{key!r} in {str(self.path)!r} holds FP8 codes, but there is no "
+                        "config.json beside it with a quantization_config that describes their "
+                        "scales; copy the config.json that was exported with it. Nothing was loaded"
+                    )
             return
         for key, tensor in self.stored.items():
             if tensor.dtype == "F8_E5M2":
@@ -76,15 +82,6 @@ class QuantizedFiles(SafetensorsFiles):
             if weight.dtype == _E4M3:
                 scale_key = f"{key}{self.format.scale_suffix}"
                 yield key, (scale_key, self._checked_block(key, scale_key))
-
-    def _refuse_unexplained(self) -> None:
-        for key, tensor in self.stored.items():
-            if tensor.dtype in (_E4M3, "F8_E5M2"):
-                raise ValueError(
-                    f"{key!r} in {str(self.path)!r} holds FP8 codes, but there is no config.json "
-                    "beside it with a quantization_config that describes their scales; copy the "
-                    "config.json that was exported with it. Nothing was loaded"
-                )
 
     def _checked_block(self, key: str, scale_key: str) -> tuple[int, int]:
         assert self.format is not None

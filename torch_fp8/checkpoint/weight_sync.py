@@ -15,6 +15,7 @@ from torch_fp8.checkpoint.export import fold_of, unwrapped
 from torch_fp8.checkpoint.export_plan import Exact, ModelTensors, plan_export
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
+from torch_fp8.quantization.suggestions import check_choice
 
 _IN_BF16 = Exact(
     "has scales from its original checkpoint that are not powers of two, so BF16 cannot hold its "
@@ -49,8 +50,7 @@ def weights_for_engine(
         TypeError: `model` is not a transformers model.
     """
     check_arguments(weights_for_engine, locals())
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is unknown; one of {', '.join(map(repr, ENGINES))}")
+    check_choice("engine", engine, ENGINES)
     root = unwrapped(model)
     fold = fold_of(model, root, adapters)
     for name, module in fold.walk(root):

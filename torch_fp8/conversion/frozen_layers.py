@@ -32,7 +32,6 @@ from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_payload import FrozenPayload
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.devi
     if option_that_keeps(config) is not None:
         return NOTHING
     meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
-    report = _freeze_weights(model, config, device, meant)
+    report = freeze_weights(model, config, device, meant, reconnects=False)
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
     return report
@@ -133,6 +132,7 @@ def freeze_weights(
     config: FP8Config,
     device: torch.device,
     meant: Callable[[RunsFP8], bool],
+    reconnects: bool = True,
 ) -> FreezeReport:
     """Store the weights of some FP8 modules as FP8 only, and reconnect norms and MLPs to them.
 
@@ -143,16 +143,8 @@ def freeze_weights(
         config: configuration of its conversion.
         device: device on which it will run.
         meant: function that tells whether a module should be frozen if it can be.
+        reconnects: whether to reconnect norms and MLPs.
     """
-    report = _freeze_weights(model, config, device, meant)
-    if report.frozen:
-        convert_producers(model, config)
-    return report
-
-
-def _freeze_weights(
-    model: nn.Module, config: FP8Config, device: torch.device, meant: Callable[[RunsFP8], bool]
-) -> FreezeReport:
     recipe, emulate = frozen_recipe(config, device)
     refusals, notice, waits = _refusals(model), ThawNotice(), False
     layers = experts = NOTHING
@@ -177,6 +169,8 @@ def _freeze_weights(
         connect_fsdp(model, config)
     if layers.frozen or experts.frozen:
         _warn_of_merges()
+        if reconnects:
+            convert_producers(model, config)
     return layers + experts
 
 
@@ -228,11 +222,8 @@ def _warn_of_merges() -> None:
 
 def _thawed_bytes(weights: Iterable[Tensor]) -> int:
     """Return the bytes that weights, or this rank's shards, have when they are not frozen."""
-    shards = [local(weight) for weight in weights]
-    dtypes = [
-        w.payload.thawed_dtype if isinstance(w, Float8FrozenWeight) else w.dtype for w in shards
-    ]
-    return sum(w.numel() * dtype.itemsize for w, dtype in zip(shards, dtypes, strict=True))
+    payloads = ((w, getattr(w, "payload", None)) for w in map(local, weights))
+    return sum(w.numel() * (p.thawed_dtype if p else w.dtype).itemsize for w, p in payloads)
 
 
 def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:

@@ -32,7 +32,7 @@ from torch_fp8.tensor.quantized_state import QuantizedState
 from torch_fp8.tensor.split_weight import SplitWeight, halves_of, stored
 from torch_fp8.tensor.wide_grad import WideGrad
 
-_CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
+CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Muon": 1}
 
 
@@ -64,7 +64,7 @@ class MemoryReport:
     @property
     def total(self) -> int:
         """Bytes of all categories together."""
-        return sum(getattr(self, name) for name in _CATEGORIES)
+        return sum(getattr(self, name) for name in CATEGORIES)
 
     @property
     def bytes_per_param(self) -> float:
@@ -75,7 +75,7 @@ class MemoryReport:
         # A weight that each forward casts anew leaves only its scale in the cache: not shown.
         parts = [
             f"{name} {getattr(self, name) / max(self.num_params, 1):.2f}"
-            for name in _CATEGORIES
+            for name in CATEGORIES
             if getattr(self, name) >= (0.005 * self.num_params if name == "caches" else 1)
         ]
         per_parameter = f"{self.bytes_per_param:.2f} bytes per parameter ({', '.join(parts)})"
@@ -209,7 +209,7 @@ def _expected(
     if not parameter.requires_grad:
         return counts
     if ours is None or not converted:
-        states = _num_states(optimizer) * numel * size
+        states = (_num_moments(optimizer) or 0) * numel * size
         return counts | {"gradients": numel * size, "moments": states}
     split = isinstance(shard, SplitWeight)
     master = 0
@@ -220,7 +220,8 @@ def _expected(
         gradients, scales = numel, _num_scales(shard) + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:
         gradients, scales = 0, 0
-    large, moments = is_large(parameter), _num_states(ours) * numel * parameter.element_size()
+    large = is_large(parameter)
+    moments = (_num_moments(ours) or 0) * numel * parameter.element_size()
     if isinstance(ours, MuonOptimizer) and large:
         moments, scales = numel, scales + 2 * _num_scales(shard, linear_int8.GROUP)
     elif isinstance(ours, Float8Optimizer):
@@ -240,12 +241,8 @@ def _num_scales(shard: Tensor, group: int = GROUP_SIZE) -> int:
     return rows * -(-cols // group)
 
 
-def _num_states(optimizer: Optimizer | None) -> int:
-    """Return the number of states of a parameter's size that an optimizer keeps; 0: unknown."""
-    return 0 if optimizer is None else _num_moments(optimizer) or 0
-
-
-def _num_moments(optimizer: Optimizer) -> int | None:
+def _num_moments(optimizer: Any) -> int | None:
+    """Return the number of states of a parameter's size that an optimizer keeps; None: unknown."""
     for cls in type(optimizer).__mro__:
         if cls.__module__.startswith("torch.optim") and cls.__name__ in _NUM_MOMENTS:
             amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)

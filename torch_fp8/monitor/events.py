@@ -46,17 +46,14 @@ class Events:
         """Store an event and report it: as a warning of rank zero, or in the host's log."""
         self.happened.append({"step": step, **event})
         with guarded(self.failed):  # an error on one rank must not stop the others
-            self._publish(step, event, warn)
-
-    def _publish(self, step: int, event: dict[str, Any], warn: bool | None) -> None:
-        text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
-        if warn or event["event"] == "loss_spike":
-            if not is_distributed() or dist.get_rank() == 0:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-        else:
-            self.tell(text)
-        if self.file is not None and not self.has_failed:
-            self.file.write(step, **event)
+            text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
+            if warn or event["event"] == "loss_spike":
+                if not is_distributed() or dist.get_rank() == 0:
+                    warnings.warn(text, RuntimeWarning, stacklevel=2)
+            else:
+                self.tell(text)
+            if self.file is not None and not self.has_failed:
+                self.file.write(step, **event)
 
     def note_crossings(self, step: int, crossed: list[Crossing], every: int) -> None:
         """Report the crossings that were not reported lately.

@@ -226,17 +226,10 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])  # not detached: that counts as a use of a weight
 
 
-class guarded:
-    """A context that passes an error to `failed`, because a monitor must never stop a run."""
-
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self.failed = failed
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if isinstance(error, Exception):
-            self.failed(error)
-            return True
-        return False
+@contextlib.contextmanager
+def guarded(failed: Callable[[Exception], None]) -> Iterator[None]:
+    """Pass an error in this context to `failed`, because a monitor must never stop a run."""
+    try:
+        yield
+    except Exception as error:
+        failed(error)

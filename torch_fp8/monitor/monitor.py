@@ -125,10 +125,6 @@ class Monitor:
         """The number of the last finished step."""
         return self._events.step
 
-    @step.setter
-    def step(self, step: int) -> None:
-        self._events.step = step
-
     @property
     def events(self) -> list[dict[str, Any]]:
         """The events so far, as dicts with ``step``, ``event``, ``layer`` and a text, ``what``."""
@@ -155,7 +151,7 @@ class Monitor:
             return
         self._observer.remove()
         self._reported.clear()  # the histories have changed
-        self.step = int(state["step"])
+        self._events.step = int(state["step"])
         self._losses.go_on(state["losses"])
         self.fallback.load_state_dict(state)
         self._losses.forget()
@@ -229,7 +225,7 @@ class Monitor:
                 self._judge(step, series)
 
     def _after_update(self) -> None:
-        self.step += 1
+        self._events.step += 1
         self._begin()
 
     @torch.no_grad()

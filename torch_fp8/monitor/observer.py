@@ -175,10 +175,7 @@ def hook_step(
             return args, {**kwargs, "closure": measured}
         return (args[0], measured, *args[2:]), kwargs
 
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        after_update()
-
     return [  # a compiled step breaks its graph to run them
         main.register_step_pre_hook(torch.compiler.disable(before)),
-        main.register_step_post_hook(torch.compiler.disable(after)),
+        main.register_step_post_hook(torch.compiler.disable(lambda *_: after_update())),
     ]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optim.encoded_states import (
+from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
+from torch_fp8.optim.state import (
     FORMATS_KEY,
     STATE_FORMATS,
     is_encoded,
+    is_large,
     misfit,
 )
-from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
-from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 
@@ -76,7 +76,12 @@ def check_state_dict(state_dict: Mapping[str, Any], param_groups: list[dict[str,
             f"{[len(g['params']) for g in param_groups]}"
         )
     for i, group in enumerate(groups):
-        _check_group(group, f"param_groups[{i}]")
+        for option in filter(group.get, REFUSED_OPTIONS):
+            raise ValueError(
+                f"param_groups[{i}][{option!r}] of the optimizer's checkpoint is "
+                f"{group[option]!r}, which 8-bit states do not support; continue with "
+                "FP8Config(opt_level='O1')"
+            )
     bits = RESIDUAL_BITS
     if OPTIONS_KEY in state_dict:
         _check_options(state_dict[OPTIONS_KEY])
@@ -102,15 +107,6 @@ def has_residual(entry: Mapping[str, Any]) -> bool:
     """
     saved = entry.get("residual")
     return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())
-
-
-def _check_group(group: Mapping[str, Any], where: str) -> None:
-    for option in REFUSED_OPTIONS:
-        if group.get(option):
-            raise ValueError(
-                f"{where}[{option!r}] of the optimizer's checkpoint is {group[option]!r}, which "
-                "8-bit states do not support; continue with FP8Config(opt_level='O1')"
-            )
 
 
 def _check_options(saved: Any) -> None:

@@ -15,7 +15,12 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.optim.arguments import check_shardings, check_trained, without_wrapper
+from torch_fp8.optim.arguments import (
+    adopt_stable_adamw,
+    check_shardings,
+    check_trained,
+    without_wrapper,
+)
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
@@ -31,7 +36,6 @@ from torch_fp8.optim.split_optimizer import (
     reason_to_keep_weights,
     split_parameters,
 )
-from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.quantization.argument_types import check_arguments
@@ -278,13 +282,11 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
             "are sharded; leave it out"
         )
     for i, group in enumerate(optimizer.param_groups):
-        for option in REFUSED_OPTIONS:
-            if group.get(option):
-                raise ValueError(
-                    f"{name}({option}=True), in parameter group {i}, does not support 8-bit "
-                    "states; leave it out, or keep the optimizer unchanged with "
-                    "FP8Config(opt_level='O1')"
-                )
+        for option in filter(group.get, REFUSED_OPTIONS):
+            raise ValueError(
+                f"{name}({option}=True), in parameter group {i}, does not support 8-bit states; "
+                "leave it out, or keep the optimizer unchanged with FP8Config(opt_level='O1')"
+            )
 
 
 def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:

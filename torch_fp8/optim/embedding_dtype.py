@@ -53,7 +53,9 @@ class Float32Output(Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.paused or not isinstance(output, Tensor) or output.dtype != torch.bfloat16:
             return output
-        return output.float() if _is_narrow(module) else output
+        weight: Any = module._parameters.get("weight")
+        is_narrow = isinstance(weight, Tensor) and stored(weight).dtype == torch.bfloat16
+        return output.float() if is_narrow else output
 
 
 class HalfWeight(Hook):
@@ -158,12 +160,6 @@ def restore_output_dtype(model: nn.Module) -> None:
     for module in model.modules():
         for hook in _hooks(module):
             hook.handle.remove()
-
-
-def _is_narrow(module: nn.Module) -> bool:
-    """Return whether the weight is stored in BF16."""
-    weight: Any = module._parameters.get("weight")
-    return isinstance(weight, Tensor) and stored(weight).dtype == torch.bfloat16
 
 
 def _hooks(module: nn.Module) -> list[Hook]:

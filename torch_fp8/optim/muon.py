@@ -59,7 +59,10 @@ class MuonOptimizer(SplitOptimizer):
             for _, group, parameter in self.indexed_parameters():
                 if stored_grad(parameter) is not None and steps_by_shards(parameter):
                     with self._decoded({parameter}, step):
-                        self._step_shard(parameter, group)
+                        state = self.state[parameter]
+                        if BUFFER not in state:
+                            state[BUFFER] = torch.zeros_like(parameter)
+                        step_shard(parameter, state[BUFFER], group)
                     stepped.add(parameter)
         left = [p for _, _, p in self.indexed_parameters() if p not in stepped]
         alone = self._fp8_base.__module__.startswith("torch.optim")
@@ -86,12 +89,6 @@ class MuonOptimizer(SplitOptimizer):
             finally:
                 for group, parameters in groups:
                     group["params"] = parameters
-
-    def _step_shard(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if BUFFER not in state:
-            state[BUFFER] = torch.zeros_like(parameter)
-        step_shard(parameter, state[BUFFER], group)
 
     @contextlib.contextmanager
     def _decoded(self, chosen: set[Tensor], step: int) -> Iterator[None]:

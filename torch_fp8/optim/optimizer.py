@@ -26,7 +26,6 @@ from torch_fp8.optim.checkpoint import (
     has_residual,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure
-from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
     loaded_residual,
@@ -36,16 +35,17 @@ from torch_fp8.optim.residual import (
     shard_of,
 )
 from torch_fp8.optim.state import (
+    FORMATS_KEY,
+    STATE_FORMATS,
     State,
     from_checkpoint,
     is_large,
-    new_moments,
+    new_state,
     settle_moments,
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
     Entry,
-    new_small_state,
     settle_weight,
     settled_gradient,
     step_large,
@@ -110,8 +110,7 @@ class Float8Optimizer(ConvertedOptimizer):
         """Return a parameter's state; create it at the first step, repair outside changes."""
         state: State = self.state[parameter]
         if "step" not in state:
-            large = is_large(parameter)
-            state.update(new_moments(parameter) if large else new_small_state(parameter))
+            state.update(new_state(parameter))
         if not state["step"].is_cpu:
             state["step"] = state["step"].cpu()
         device = parameter.device

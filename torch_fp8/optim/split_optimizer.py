@@ -77,7 +77,8 @@ class SplitOptimizer(ConvertedOptimizer):
         if not own_step.__module__.startswith("torch.optim."):
             for _, _, parameter in self.indexed_parameters():
                 widen_gradient(parameter)
-        arguments = () if closure is None else (_with_addresses(closure),)
+        # In the closure code may compare addresses, as between two steps.
+        arguments = () if closure is None else (refused_addresses(None)(closure),)
         with self.rounded(step):
             result = own_step(self, *arguments, **options)
         self.fp8_steps = step
@@ -163,16 +164,6 @@ def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
         if isinstance(value, Tensor) and value not in held and _address(value) in places:
             return "it holds a tensor that shares their memory"
     return None
-
-
-def _with_addresses(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure in which code may compare addresses, as between two steps."""
-
-    def run() -> Any:
-        with refused_addresses(None):
-            return closure()
-
-    return run
 
 
 def widen_gradient(parameter: Tensor) -> None:

@@ -14,23 +14,28 @@ You may write to the moments or assign plain tensors; the next step quantizes th
 A checkpoint has torch.optim.AdamW's names, shapes and dtype (``step``, ``exp_avg``, ``exp_avg_sq``
 float32), so stock AdamW can load it. A weight that the user holds in BF16 also has a ``residual``
 there (`torch_fp8.optim.residual`). With ``FP8Config(checkpoint_states="fp8")`` the checkpoint has
-the moments' codes and scales instead (`torch_fp8.optim.encoded_states`).
+the moments in their stored form, codes and scales, 1.03 bytes per element. A moment of shape
+(..., K), for example ``exp_avg``, becomes two tensors beside ``step``::
+
+    exp_avg_codes   (..., K) uint8
+    exp_avg_scale   (..., ceil(K / 32)) uint8, one for each group of 32 along the last dimension
+
+The formats are those of `torch_fp8.tensor.float8_moment.MOMENT_FORMATS`; the checkpoint names them.
+If the last dimension is tiny, groups run along all dimensions but the first (`matrix_shape`), and
+the scales have two dimensions. Codes and scales are sharded like their parameter if each rank has
+whole rows of it. Moments of parameters that are sharded along columns are always float32 in a
+checkpoint.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optim.encoded_states import (
-    decoded,
-    encoded_entry,
-    restore,
-    shards_rows,
-)
-from torch_fp8.quantization.block_scaled import MIN_NUMEL
+from torch_fp8.quantization.block_scaled import MIN_NUMEL, BlockScaled, matrix_shape, num_groups
 from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
@@ -58,12 +63,16 @@ def small_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
 
 
-def new_moments(parameter: Tensor) -> State:
-    """Return zero moments and a zero step count for a large parameter."""
+def new_state(parameter: Tensor) -> State:
+    """Return a parameter's state before its first step: zero moments and a zero step count."""
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    large, like = is_large(parameter), parameter.detach()
     for name, format in MOMENT_FORMATS.items():
-        moment = Float8Moment.zeros(local(parameter), format)
-        state[name] = with_data(parameter, moment, tuple(parameter.shape))
+        if large:
+            moment = Float8Moment.zeros(local(parameter), format)
+            state[name] = with_data(parameter, moment, tuple(parameter.shape))
+        else:
+            state[name] = torch.zeros_like(like, dtype=small_dtype(parameter))
     return state
 
 
@@ -149,7 +158,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any]) -> State:
                 for name in MOMENT_FORMATS
             },
         }
-    state = {**new_moments(parameter), "step": step}
+    state = {**new_state(parameter), "step": step}
     for name in MOMENT_FORMATS:
         if name in entry:
             local(state[name]).encode(local(entry[name]).detach())
@@ -168,3 +177,84 @@ def _saved_on(tensor: Tensor) -> torch.device:
     if isinstance(tensor, DTensor):
         return local(tensor).device  # torch.distributed.checkpoint gathers or writes it from there
     return tensor.device if tensor.device.type == "meta" else torch.device("cpu")
+
+
+FORMATS_KEY = "moment_formats"
+"""The checkpoint option that names the formats of the codes."""
+STATE_FORMATS = {name: format.name for name, format in MOMENT_FORMATS.items()}
+
+
+def _rows_of(shape: torch.Size, cols: int) -> tuple[int, ...]:
+    """Return the shape of a tensor with `cols` columns for each row of a parameter's matrix."""
+    leading = shape[:-1] if matrix_shape(shape)[0] == math.prod(shape[:-1]) else shape[:1]
+    return (*leading, cols)
+
+
+_PARTS: dict[str, Callable[[torch.Size], tuple[int, ...]]] = {
+    "codes": tuple,
+    "scale": lambda shape: _rows_of(shape, num_groups(matrix_shape(shape)[1])),
+}
+"""The parts of a moment, each with a function from the parameter's shape to the part's shape."""
+
+
+def shards_rows(parameter: Tensor) -> bool:
+    """Return whether each rank holds whole rows of a parameter."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return all(getattr(placement, "dim", 0) == 0 for placement in placements)
+
+
+def encoded_entry(
+    name: str, moment: Float8Moment, parameter: Tensor, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the codes and scales of a moment, this rank's part, under their checkpoint names.
+
+    Args:
+        name: the name of the moment.
+        moment: this rank's part.
+        parameter: the moment's parameter, sharded by rows or not sharded.
+        device: the device of the returned tensors.
+    """
+    entry = {}
+    for (part, of), stored in zip(_PARTS.items(), moment.codes, strict=True):
+        data = stored.view(of(moment.shape)).to(device, copy=True)
+        entry[f"{name}_{part}"] = with_data(parameter, data, of(parameter.shape))
+    return entry
+
+
+def is_encoded(name: str, entry: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint entry has the codes of a moment."""
+    return f"{name}_codes" in entry
+
+
+def restore(name: str, entry: Mapping[str, Any], moment: Float8Moment) -> None:
+    """Copy the codes and scales of a checkpoint entry into a moment."""
+    for part, target in zip(_PARTS, moment.codes, strict=True):
+        target.copy_(local(entry[f"{name}_{part}"]).reshape(target.shape))
+
+
+def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry with float32 moments, in torch.optim.AdamW's format."""
+    plain = dict(entry)
+    for name, format in MOMENT_FORMATS.items():
+        if not is_encoded(name, entry):
+            continue
+        like = entry[f"{name}_codes"]
+        codes, scale = (local(plain.pop(f"{name}_{part}")) for part in _PARTS)
+        rows, cols = matrix_shape(codes.shape)
+        # (rows, K) and (rows, ceil(K / 32))
+        stored = BlockScaled(codes.reshape(rows, cols), scale.reshape(rows, -1))
+        value = Float8Moment(stored, codes.shape, format).dequantize()
+        plain[name] = with_data(like, value, tuple(like.shape))
+    return plain
+
+
+def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None:
+    """Explain why an entry's codes and scales do not fit a parameter; None if they fit."""
+    for part, of in _PARTS.items():
+        value = entry.get(f"{name}_{part}")
+        if not isinstance(value, Tensor) or value.dtype != torch.uint8:
+            return f"[{f'{name}_{part}'!r}] is not a uint8 tensor: {value!r:.80}"
+        fits = [of(parameter.shape), of(local(parameter).shape)]
+        if tuple(value.shape) not in fits:
+            return f"[{f'{name}_{part}'!r}] has shape {tuple(value.shape)}, expected {fits[0]}"
+    return None

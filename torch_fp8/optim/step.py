@@ -19,7 +19,7 @@ from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.gemm_operand import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
-from torch_fp8.optim.state import State, small_dtype
+from torch_fp8.optim.state import State
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
@@ -180,17 +180,6 @@ def step_small(group: dict[str, Any], entries: list[Entry]) -> None:
             set_residual(parameter, residual)
         elif parameter.dtype == torch.float16:
             local(parameter).copy_(weight)
-
-
-def new_small_state(parameter: Tensor) -> State:
-    """Return zero moments, in float32 if the parameter's dtype has fewer bits."""
-    dtype = small_dtype(parameter)
-    like = parameter.detach()
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-        "exp_avg": torch.zeros_like(like, dtype=dtype),
-        "exp_avg_sq": torch.zeros_like(like, dtype=dtype),
-    }
 
 
 def _full_precision(parameter: Tensor) -> Tensor:

@@ -41,9 +41,6 @@ E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16, 2, True, 25.5)
 FORMATS = {f.name: f for f in (E4M3, E5M2)}
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
 
-GEMM_SQNR_DB = {("e4m3", "e4m3"): 28.5, ("e5m2", "e4m3"): 24.6}
-"""SQNR floor in dB of a GEMM with Gaussian operands in these formats, for any shape."""
-
 MIN_SCALE = 2.0**-126
 """The smallest dequantization scale: the smallest normal float32, so that x / scale stays exact."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.suggestions import check_choice, suggestion
 
 _MOST_BYTES = 2**20
 """Largest size of a configuration file in bytes; a larger file is something else."""
@@ -116,11 +116,7 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
             raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
         value = kind(value)
     for item in items if choices else ():
-        if item not in choices:
-            raise ValueError(
-                f"{name}={item!r} is unknown; the valid choices are "
-                f"{', '.join(map(repr, choices))}{suggestion(item, choices)}"
-            )
+        check_choice(name, item, choices)
     return value
 
 

@@ -51,6 +51,15 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
     return f"; did you mean {words[near[0]]!r}?" if near else ""
 
 
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ValueError if a value of the option `name` is not one of the choices."""
+    if value not in choices:
+        raise ValueError(
+            f"{name}={value!r} is unknown; the valid choices are "
+            f"{', '.join(map(repr, choices))}{suggestion(value, choices)}"
+        )
+
+
 def unknown_options(given: Iterable[str], known: Collection[str], taker: str) -> str:
     """Return an error message for unknown or removed option names of `taker`; "": all are known."""
     unknown = sorted(set(given) - set(known))

@@ -61,7 +61,8 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
         recipe: the model's recipe, whose casts were measured, as were those of `FINER`.
         skipped: the reasons why FP8 does not support other layers.
     """
-    layers = tuple(_for_layer(finding, recipe) for finding in findings)
+    judged = ((finding, *_reasons(finding, recipe)) for finding in findings)
+    layers = tuple(LayerProposal(item, options, tuple(why)) for item, why, options in judged)
     smooth = [p for p in layers if p.options == {"smooth_swiglu": True}]
     downs = [p for p in layers if p.found.is_down]
     whole = bool(smooth) and len(smooth) == len(downs)
@@ -71,11 +72,6 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
     different = [p for p in layers if p.options != {} and not (whole and p in smooth)]
     config = FP8Config(**options, overrides=_overrides(different, layers))
     return Proposal(config, layers, tuple(_notes(findings)), dict(skipped))
-
-
-def _for_layer(found: LayerFindings, recipe: str) -> LayerProposal:
-    reasons, options = _reasons(found, recipe)
-    return LayerProposal(found, options, tuple(reasons))
 
 
 def _reasons(found: LayerFindings, recipe: str) -> tuple[list[str], dict[str, Any] | None]:

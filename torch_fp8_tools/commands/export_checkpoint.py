@@ -19,7 +19,7 @@ from torch_fp8.checkpoint.export import (
     ExportReport,
     copy_tokenizer,
     report_of,
-    warn_kept,
+    warned,
     write_quantization,
 )
 from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
@@ -91,9 +91,8 @@ def export_checkpoint(
             )
         raise ValueError(f"{str(source)!r} has no config.json, which engines read; add the model's")
     files = QuantizedFiles(source)
-    tensors = _Tensors(files, config, torch.device(device))
     model = built_without_data(cls, source)
-    tensors.connect(model)
+    tensors = _Tensors(files, config, torch.device(device), model)
     history = SafetensorsFiles(source / _HISTORY) if (source / _HISTORY).is_file() else {}
     if config.recipe == "delayed":
         config = _with_history_length(config, history, source)
@@ -111,25 +110,26 @@ def export_checkpoint(
                 shutil.copyfile(source / name, folder / name)
         write_quantization(folder, plan)
         copy_tokenizer(source, folder)
-    report = report_of(model, plan, path)
-    warn_kept(report)
-    return report
+    return warned(report_of(model, plan, path))
 
 
 class _Tensors(ModelTensors):
-    """The tensors of a checkpoint, read when needed."""
+    """The tensors of a checkpoint, read when needed.
 
-    def __init__(self, files: QuantizedFiles, config: FP8Config, device: torch.device) -> None:
+    Args:
+        files: the checkpoint.
+        config: the training configuration.
+        device: the device for the values.
+        model: the model; a tied tensor of it may be stored under any of its names.
+    Raises:
+        ValueError: names or shapes differ.
+    """
+
+    def __init__(
+        self, files: QuantizedFiles, config: FP8Config, device: torch.device, model: nn.Module
+    ) -> None:
         self._files, self._device = files, device
         self._splits = config.keeps_residuals
-        self._places: dict[str, list[str]] = {}
-
-    def connect(self, model: nn.Module) -> None:
-        """Find the tensors of a model; a tied tensor may be stored under any of its names.
-
-        Raises:
-            ValueError: names or shapes differ.
-        """
         homes = homes_of(model)
         shapes = {key: getattr(*owners[0]).shape for key, owners in homes.items()}
         fused = [key for name, m in model.named_modules() for key in expert_weights(name, m)]

@@ -1,7 +1,7 @@
 """Conversion of files with 8-bit optimizer states to the stock format.
 
 ``FP8Config(checkpoint_states="fp8")`` saves moments as codes and scales
-(`torch_fp8.optim.encoded_states`). `convert_optimizer_file` turns such a file into one that a stock
+(`torch_fp8.optim.state`). `convert_optimizer_file` turns such a file into one that a stock
 optimizer can load. If a file holds several optimizers or a model, the rest is copied.
 """
 
@@ -14,7 +14,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from torch_fp8.checkpoint.whole_folder import whole_file
 from torch_fp8.optim.checkpoint import OPTIONS_KEY
-from torch_fp8.optim.encoded_states import (
+from torch_fp8.optim.state import (
     FORMATS_KEY,
     STATE_FORMATS,
     decoded,

@@ -26,24 +26,12 @@ def cards() -> list[Result]:
         why = _no_card([one_line(str(warning.message)) for warning in said])
         cpu = f"every recipe runs {EMULATION}. Use it for trials, not for training"
         return [Result(CARDS, "none", INFO, why), Result(NATIVE, "CPU", INFO, cpu)]
-    results, names = [], set()
+    results = []
     for index in range(count):
         try:
             results += _card(torch.device("cuda", index))
-            names.add(torch.cuda.get_device_name(index))
         except Exception as error:  # for example a GPU that has fallen off the bus
             results.append(Result(CARDS, f"cuda:{index}", "failed", last_line(error)))
-    if len(names) > 1:
-        results.append(
-            Result(
-                CARDS,
-                "different kinds",
-                INFO,
-                "a recipe must run on every card used; name one, because 'auto' is measured on "
-                "only one of them. The self-test runs on cuda:0: choose another with "
-                "CUDA_VISIBLE_DEVICES",
-            )
-        )
     return results
 
 
@@ -79,12 +67,8 @@ def _card(device: torch.device) -> list[Result]:
         return [*results, Result(NATIVE, str(device), INFO, detail)]
     for recipe in RECIPES:
         reason = reason_not_native(device, recipe)
-        name = f"{device} {recipe}"
-        results.append(
-            Result(NATIVE, name, OK, "native")
-            if reason is None
-            else Result(NATIVE, name, INFO, f"not native: {reason}")
-        )
+        runs = (OK, "native") if reason is None else (INFO, f"not native: {reason}")
+        results.append(Result(NATIVE, f"{device} {recipe}", *runs))
     return results
 
 

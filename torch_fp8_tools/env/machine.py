@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,7 +41,11 @@ def describe(options: argparse.Namespace) -> int:
     for describe in (versions, cards, *(() if options.only else (autoload, hosts))):
         if describe is hosts:  # the imports of all hosts can take a minute
             print("importing each installed host in a process of its own", file=sys.stderr)
-        part = _guarded(describe)
+        try:
+            part = describe()
+        except Exception as error:
+            name, log = getattr(describe, "__name__", "machine"), traceback.format_exc()
+            part = [Result(name, name, FAILED, last_line(error), log=log)]
         _show(part, options)
         results += part
     tested: list[Result] = []
@@ -62,15 +66,6 @@ def describe(options: argparse.Namespace) -> int:
         end = "\n\n".join([*logs, end])
     _print(f"{end}\n")
     return status
-
-
-def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
-    """Describe a part of the machine; if that fails, the failure is the result."""
-    try:
-        return describe()
-    except Exception as error:
-        name = getattr(describe, "__name__", "machine")
-        return [Result(name, name, FAILED, last_line(error), log=traceback.format_exc())]
 
 
 def _show(results: Sequence[Result], options: argparse.Namespace) -> None:

@@ -8,8 +8,7 @@ import sys
 from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.wording import aligned
-from torch_fp8_tools.plan.layouts import FAMILIES, PRESETS
+from torch_fp8_tools.plan.layouts import PRESETS
 from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS, ROLES, make_setup
 
 
@@ -50,11 +49,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES),
                         help="models of --method rlhf (all four)")  # fmt: skip
     parser.add_argument("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
-    parser.add_argument(
-        "--largest",
-        action="store_true",
-        help=f"MODEL names a family ({', '.join(FAMILIES)}): find the largest preset that fits",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     mistakes = (ValueError, TypeError, ImportError, OSError)
     parser.set_defaults(run=run, mistakes=mistakes, is_whole=True)
@@ -65,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     collects = gc.isenabled()
     gc.disable()  # what a step saves for backward is freed without it
     try:
-        return _largest(options) if options.largest else _plan(options)
+        return _plan(options)
     finally:
         if collects:
             gc.enable()
@@ -116,29 +110,6 @@ def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
     else:
         print(scaling_text(plans))
     return 0 if any(result.fits for result in plans) else 1
-
-
-def _largest(options: argparse.Namespace) -> int:
-    from torch_fp8_tools.plan.plan import largest
-    from torch_fp8_tools.plan.tables import gib
-
-    if len(options.gpus) > 1:
-        raise ValueError("--largest takes one number of --gpus")
-    largest_of: dict[str, Any] = {}
-    for level in options.level or LEVELS:
-        name, tried = largest(
-            options.model, level=level, gpus=options.gpus[0], **_arguments(options)
-        )
-        largest_of[level] = {"largest": name, "peak": {n: plan.peak for n, plan in tried.items()}}
-    if options.json:
-        print(json.dumps(largest_of, indent=2))
-    else:
-        names = list(next(iter(largest_of.values()))["peak"])
-        rows = [["peak, GiB per GPU", *largest_of]]
-        rows += [[n, *(gib(of["peak"][n]) for of in largest_of.values())] for n in names]
-        rows.append(["largest that fits", *(of["largest"] or "none" for of in largest_of.values())])
-        print(aligned(rows))
-    return 0 if any(of["largest"] for of in largest_of.values()) else 1
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -4,19 +4,41 @@ Persistent bytes (weights, gradients, states) are those of the whole model. It i
 by FSDP2 over the run's number of ranks, of which this process is one, and counted by
 `torch_fp8.conversion.memory`. What a layer adds is the difference between a model with one layer of
 each kind and a model with one more.
+
+The bytes that exist only within a step, counted on tensors without memory.
+
+A model with a few layers runs one step (`torch_fp8_tools.plan.followed_step`). The step of a deeper
+model is put together from its parts: each of its layers has a twin among the few
+(`torch_fp8_tools.plan.layers`).
 """
 
 import dataclasses
+import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
-from torch_fp8_tools.plan.followed_step import StepBytes
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8_tools.plan.followed_step import FollowedStep, LongLoop, Moment, Part, StepBytes
+from torch_fp8_tools.plan.kernel_functions import KernelFunctions
+from torch_fp8_tools.plan.known_results import KnownResults
 from torch_fp8_tools.plan.layouts import text_of
-from torch_fp8_tools.plan.models import fake_ranks, leave_stage, make_model, prepare, stages
-from torch_fp8_tools.plan.setup import BF16, Setup
+from torch_fp8_tools.plan.models import (
+    fake_ranks,
+    grouped_in_bf16,
+    leave_stage,
+    make_model,
+    prepare,
+    shard,
+    stages,
+)
+from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
 
 
 def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
@@ -88,3 +110,142 @@ def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> flo
     activations = 2 * setup.tokens * text_of(setup.config).hidden_size * setup.accumulate
     ring = 2 * (setup.tensor - 1) / setup.tensor
     return fsdp + replicas + 4 * layers * ring * activations
+
+
+_MOST_FAKE_RANKS = 64
+"""The maximum number of ranks for counting a step. The bytes of a larger ring differ by 1/64 at
+most, and are scaled.
+"""
+SHORT = 16
+"""The tokens by which the sequences differ from which a long one is extrapolated. FP8 pads to as
+many.
+"""
+MOST_OPERATORS = 20_000
+"""The maximum number of operators of a layer's forward or backward."""
+
+
+def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
+    """Count the bytes that a model's step holds and sends beyond the persistent ones.
+
+    If a layer loops over tokens in Python, the bytes are extrapolated from short sequences. If a
+    model of few layers cannot run, because other parts are made for the number of layers, all run.
+
+    Raises:
+        ValueError: the model cannot run on tensors without memory.
+    """
+    places, sharded = stages(setup)[0][1], setup.fsdp > 1
+    few, twins = setup.layers.shortest(places, sharded=sharded)
+    if not setup.layers.loops:
+        try:
+            return run_step(setup, role, level, few).with_layers(twins)
+        except LongLoop:
+            setup.layers.loops = True
+        except ValueError:
+            if len(few) == len(places):
+                raise
+            setup.layers.separate = False
+            return step_bytes(setup, role, level)
+    few, twins = setup.layers.shortest(places, sharded=sharded, firsts=False)
+    lengths = [setup.sequence % SHORT + count * SHORT for count in (1, 2, 3)]
+    steps = [run_step(setup, role, level, few, sequence=length) for length in lengths]
+    if steps[0].calls == steps[1].calls:  # it loops within or over longer chunks
+        return run_step(setup, role, level, few, sequence=setup.sequence).with_layers(twins)
+    extrapolated = steps[0]
+    extrapolated.parts = _extrapolate([step.parts for step in steps], setup.sequence // SHORT)
+    return dataclasses.replace(extrapolated.with_layers(twins), lengths=tuple(lengths))
+
+
+def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
+    """Continue the parts of steps of 1, 2 and 3 lengths to `count` lengths, as polynomials.
+
+    Masks and scores of attention grow with the square of the sequence, all else with the sequence.
+    The moment that is highest at a short length need not be that at a long one, so a peak is the
+    highest continued moment. Loops outside of `KernelFunctions` have other moments at each length,
+    and there the peaks themselves are continued.
+    """
+
+    def newton(first: int, second: int, third: int) -> int:
+        bend = third - 2 * second + first
+        return first + (count - 1) * (second - first) + (count - 1) * (count - 2) // 2 * bend
+
+    def moments(*lists: list[Moment]) -> list[Moment]:
+        pairs = (zip(*moment, strict=True) for moment in zip(*lists, strict=True))
+        return [(newton(*total), newton(*saved)) for total, saved in pairs]
+
+    continued = []
+    for each in zip(*parts, strict=True):
+        first, *values = zip(*(vars(part).values() for part in each), strict=True)
+        alike = len({*map(len, first)}) == 1
+        lists = first if alike else [[part.peak] for part in each]
+        continued.append(Part(moments(*lists), *(newton(*value) for value in values)))
+    return continued
+
+
+def run_step(
+    setup: Setup, role: str, level: str, layers: Sequence[int], *, sequence: int | None = None
+) -> FollowedStep:
+    """Run a step of a model with only these layers on fake tensors.
+
+    Args:
+        setup, role, level: see `step_bytes`.
+        layers: the layers.
+        sequence: the tokens of a sequence; None: those of the setup.
+    Raises:
+        LongLoop: a layer calls more than MOST_OPERATORS operators; only if `sequence` is None.
+        ValueError: the model cannot run on tensors without memory.
+    """
+    try:
+        return _run_step(setup, role, level, layers, sequence)
+    except (LongLoop, ValueError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"no step of {type(setup.config).__name__} can be counted, because its model fails on "
+            f"tensors without memory: {type(error).__name__}: {error}. Complete the configuration, "
+            "use a shorter sequence, or plan a model of the same sizes whose forward reads no "
+            "values"
+        ) from error
+
+
+def _run_step(
+    setup: Setup, role: str, level: str, layers: Sequence[int], sequence: int | None
+) -> FollowedStep:
+    ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
+    model = make_model(setup, role, level, layers)
+    trained = role in TRAINED
+    prepare(model, setup, role, level, None)  # makes weights BF16 that training splits: under
+    if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
+        warnings.simplefilter("ignore")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with KnownResults():
+                model.to_empty(device="cpu")
+                if hasattr(model, "tie_weights"):
+                    model.tie_weights()
+                if mesh is not None:
+                    shard(model, mesh)
+            if mesh is not None:
+                if level != BF16:
+                    connect_fsdp(model, setup.fp8_config(level))
+                if not trained:
+                    model.unshard()  # without a backward, FSDP2 keeps what the root gathers
+            step = FollowedStep(model, trained, math.inf if sequence else MOST_OPERATORS)
+            functions = KernelFunctions(step).of(model)
+            with step, functions, grouped_in_bf16(), torch.set_grad_enabled(trained):
+                tokens = torch.zeros(
+                    (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
+                )
+                labels = tokens[:, :1].float() if role in JUDGES else tokens
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+                    step.mark()
+                    living = step.living()
+                step.release(living)
+                if trained:
+                    loss.backward()
+                step.mark()
+    step.ring = (setup.fsdp - 1) / setup.fsdp
+    return step

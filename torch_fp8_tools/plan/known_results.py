@@ -129,23 +129,18 @@ def new_layouts(
 
     def see(value: Any) -> None:
         if isinstance(value, Tensor):
-            seen.append(_storage(value))
+            seen.append(id(value.untyped_storage()))
 
     map_tensors(args, see)
     layouts: list[Layout] = []
     for result in results:
         if type(result) is not FakeTensor or result.fake_device != first.fake_device:
             return None
-        layout = layout_of(result)
-        again = empty(first, *layout).untyped_storage()
-        if result.constant is not None or result.storage_offset() or _storage(result) in seen:
+        layout, storage = layout_of(result), result.untyped_storage()
+        if result.constant is not None or result.storage_offset() or id(storage) in seen:
             return None
-        if again.nbytes() != result.untyped_storage().nbytes():
+        if empty(first, *layout).untyped_storage().nbytes() != storage.nbytes():
             return None
-        seen.append(_storage(result))
+        seen.append(id(storage))
         layouts.append(layout)
     return isinstance(out, tuple), layouts
-
-
-def _storage(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())

@@ -50,7 +50,7 @@ _MIXTRAL = _family(
     "mixtral", 32000, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
     max_position_embeddings=32768, **_UNTIED,
 )  # fmt: skip
-_DENSE: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "gpt-7b": _sizes(_GPT, 32, 4096, 16384, 32),
     "gpt-13b": _sizes(_GPT, 40, 5120, 20480, 40),
     "gpt-175b": _sizes(_GPT, 96, 12288, 49152, 96),
@@ -64,21 +64,12 @@ _DENSE: dict[str, dict[str, Any]] = {
     "qwen3-8b": _sizes(_QWEN_3, 36, 4096, 12288, 32),
     "qwen3-14b": _sizes(_QWEN_3, 40, 5120, 17408, 40),
     "qwen3-32b": _sizes(_QWEN_3, 64, 5120, 25600, 64),
-}
-EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _sizes(_QWEN_3_MOE, 48, 2048, 6144, 32),
     "gpt-oss-20b": _sizes(_GPT_OSS, 24, 2880, 2880, 64, num_local_experts=32),
     "gpt-oss-120b": _sizes(_GPT_OSS, 36, 2880, 2880, 64, num_local_experts=128),
     "mixtral-8x7b": _sizes(_MIXTRAL, 32, 4096, 14336, 32),
 }
-"""The presets that are mixtures of experts."""
-PRESETS = _DENSE | EXPERTS
 """Preset name -> keyword arguments of the configuration, with its ``model_type``."""
-FAMILIES = {
-    family: tuple(name for name in _DENSE if name.startswith(family))
-    for family in ("gpt", "llama", "qwen3")
-}
-"""The presets of each family, the smallest first."""
 _SIZES = ("num_hidden_layers", "hidden_size")
 
 
@@ -103,17 +94,6 @@ def read_config(model: Any) -> Any:
             "language model"
         )
     return config
-
-
-def family_of(model: Any) -> tuple[str, ...]:
-    """Return the presets of the family that `model` names or belongs to, the smallest first."""
-    name = str(model).lower()
-    for family, names in FAMILIES.items():
-        if name == family or name in names:
-            return names
-    raise ValueError(
-        f"{model!r} is not a family of presets or a member of one: {', '.join(FAMILIES)}"
-    )
 
 
 def build(config: Any, *, judges: bool = False) -> nn.Module:

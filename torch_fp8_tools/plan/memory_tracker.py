@@ -30,7 +30,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         current: the live bytes by category.
-        peak: the bytes by category when their sum was largest since `reset_peak`.
+        peak: the bytes by category when their sum was largest.
         resizable: groups of storages that are resized together, which no operator shows. The first
             of a group tells (`see_resized`).
     """
@@ -123,11 +123,6 @@ class MemoryTracker(TorchDispatchMode):
     def peak_total(self) -> int:
         """The live bytes at the peak."""
         return sum(self.peak.values())
-
-    def reset_peak(self) -> dict[str, int]:
-        """Start a new peak from the live bytes, and return them by category."""
-        self.peak = dict(self.current)
-        return dict(self.current)
 
     def see_resized(self) -> None:
         """Count the storages anew that may have been resized."""

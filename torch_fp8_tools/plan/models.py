@@ -43,7 +43,9 @@ def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn
     if role not in TRAINED:
         model.requires_grad_(False).to(torch.bfloat16)
     elif setup.method == "lora":
-        model = _adapted(model.to(torch.bfloat16), setup.rank)
+        peft = imported("peft", "LoRA's adapters are made by peft")
+        adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear")
+        model = peft.get_peft_model(model.to(torch.bfloat16), adapters, low_cpu_mem_usage=True)
     if level == BF16:
         return model
     with warnings.catch_warnings():
@@ -67,13 +69,11 @@ def prepare(
     optimizers = [AdamW(trained)] if role in TRAINED else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if config is None or config.opt_level == "O1":
-            pass
-        elif mesh is None:
-            for optimizer in optimizers:
-                convert_optimizer(optimizer, config, model=model)
-        elif optimizers:
-            split_sharded(model, optimizers, config)
+        if config is not None and config.opt_level != "O1" and optimizers:
+            if mesh is None:
+                convert_optimizer(optimizers[0], config, model=model)
+            else:
+                split_sharded(model, optimizers, config)
     if config is not None and mesh is not None:
         connect_fsdp(model, config)
     return optimizers
@@ -138,13 +138,6 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _adapted(model: nn.Module, rank: int) -> nn.Module:
-    peft = imported("peft", "LoRA's adapters are made by peft")
-    config = peft.LoraConfig(r=rank, target_modules="all-linear")
-    adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    return adapted
-
-
 @contextlib.contextmanager
 def grouped_in_bf16() -> Iterator[None]:
     """Run grouped GEMMs in BF16, as autocast would if it supported them.
@@ -154,12 +147,9 @@ def grouped_in_bf16() -> Iterator[None]:
     grouped_mm = torch._grouped_mm  # the operator behind F.grouped_mm
 
     def in_bf16(*args: Any, **kwargs: Any) -> Tensor:
-        return grouped_mm(*map(_lowered, args), **kwargs)
+        wide = [isinstance(x, Tensor) and x.dtype == torch.float32 for x in args]
+        lowered = (x.bfloat16() if is_wide else x for x, is_wide in zip(args, wide, strict=True))
+        return grouped_mm(*lowered, **kwargs)
 
     with patch.object(torch, "_grouped_mm", in_bf16):
         yield
-
-
-def _lowered(value: Any) -> Any:
-    is_wide = isinstance(value, Tensor) and value.dtype == torch.float32
-    return value.bfloat16() if is_wide else value

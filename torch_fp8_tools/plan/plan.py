@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch_fp8.conversion.memory import MemoryReport
+from torch_fp8.conversion.memory import CATEGORIES, MemoryReport
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.quantization.suggestions import unknown_options
-from torch_fp8_tools.plan.counts import by_layers, standing_bytes, wire_bytes
+from torch_fp8.quantization.suggestions import check_choice, unknown_options
+from torch_fp8_tools.plan.counts import by_layers, standing_bytes, step_bytes, wire_bytes
 from torch_fp8_tools.plan.followed_step import StepBytes
-from torch_fp8_tools.plan.layouts import family_of, text_of
+from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import make_model
 from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
-from torch_fp8_tools.plan.steps import step_bytes
 
-CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 USABLE = 0.99
 """The share of a GPU's memory that programs can use: 79.2 GiB of an H100's 80."""
 CONTEXT = 2**30
@@ -170,8 +168,7 @@ def plan_beside(
     if isinstance(levels, str):
         levels = (levels,)
     for level in levels or ("",):
-        if level not in LEVELS:
-            raise ValueError(f"level {level!r} is unknown; one of {', '.join(LEVELS)}")
+        check_choice("levels", level, LEVELS)
     known = [name for name in inspect.signature(make_setup).parameters if name != "model"]
     if unknown := unknown_options(options, known, "plan()"):
         raise TypeError(unknown)
@@ -221,26 +218,6 @@ def _rows_of_experts(setup: Setup) -> str:
             rows = setup.tokens * (top_k or num_experts) / num_experts
             return f"experts: {rows:.0f} rows each of {num_experts} experts"
     return ""
-
-
-def largest(
-    family: Any, *, level: str = "O2", **options: Any
-) -> tuple[str | None, dict[str, LevelPlan]]:
-    """Find the largest preset of a family that fits.
-
-    Args:
-        family: ``gpt``, ``llama``, ``qwen3``, or a preset of one of them.
-        level: one of `torch_fp8_tools.plan.setup.LEVELS`.
-        options: see `plan`.
-    Returns:
-        The preset's name (None if none fits), and the plan of each preset that was tried.
-    """
-    best, tried = None, {}
-    for name in family_of(family):
-        tried[name] = plan(name, levels=(level,), **options).levels[level]
-        if tried[name].fits:
-            best = name
-    return best, tried
 
 
 def _plan_level(

@@ -11,7 +11,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import check_card
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.suggestions import check_choice
 from torch_fp8_tools.plan.layers import Layers
 from torch_fp8_tools.plan.layouts import read_config, text_of
 
@@ -68,13 +68,11 @@ def card_named(name: str) -> Card:
     Raises:
         ValueError: the card is unknown, or has no FP8 tensor cores.
     """
-    card = CARDS.get(str(name).lower())
-    if card is None:
-        if str(name).lower() in _WITHOUT_FP8:
-            check_card(str(name), _WITHOUT_FP8[str(name).lower()], "tensorwise")
-        hint = suggestion(name, CARDS)
-        raise ValueError(f"card {name!r} is unknown; one of {', '.join(CARDS)}{hint}")
-    return card
+    key = str(name).lower()
+    if key in _WITHOUT_FP8:
+        check_card(str(name), _WITHOUT_FP8[key], "tensorwise")
+    check_choice("card", key, CARDS)
+    return CARDS[key]
 
 
 @dataclass(frozen=True)
@@ -198,12 +196,12 @@ def make_setup(
             f"{text.num_hidden_layers}"
         )
     roles = (roles,) if isinstance(roles, str) else tuple(dict.fromkeys(roles))
-    _check_choice("recipe", recipe, ("auto", *RECIPES))
+    check_choice("recipe", recipe, ("auto", *RECIPES))
     planned = _AUTO if recipe == "auto" else recipe
     check_card(chosen.name, chosen.capability, planned)
-    _check_choice("method", method, METHODS)
+    check_choice("method", method, METHODS)
     for role in roles:
-        _check_choice("roles", role, ROLES)
+        check_choice("roles", role, ROLES)
     if method == "rlhf" and "policy" not in roles:
         raise ValueError("roles: RLHF trains a policy; add it to the roles")
     positions = getattr(text, "max_position_embeddings", None)
@@ -224,9 +222,3 @@ def make_setup(
         "roles": roles if method == "rlhf" else ("policy",),
     }
     return Setup(**options)
-
-
-def _check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        hint = suggestion(value, valid)
-        raise ValueError(f"{name}={value!r} is unknown; one of {', '.join(valid)}{hint}")

@@ -1,12 +1,12 @@
 """The figures of a run's report, drawn with matplotlib, which is imported only then."""
 
-import importlib
 import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_fp8_tools.host_models import imported
 from torch_fp8_tools.report.heat_map import HeatMap
 
 INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
@@ -21,6 +21,7 @@ EVENTS = {
 """Colour and label of each kind of event."""
 _MOST_LABELS, _MOST_LETTERS, _MOST_TITLE = 48, 44, 130
 _DPI = 150
+_WHY = "torch-fp8 report needs matplotlib"
 
 
 def draw_loss(losses: Mapping[int, float], events: Sequence[Mapping[str, Any]]) -> bytes:
@@ -38,7 +39,7 @@ def draw_loss(losses: Mapping[int, float], events: Sequence[Mapping[str, Any]]) 
     axes.set(xlabel="step", ylabel="loss")
     finite = list(filter(math.isfinite, losses.values()))
     if len(finite) > 20:  # a spike would flatten the rest
-        low, high = _imported("numpy").quantile(finite, (0, 0.995))
+        low, high = imported("numpy", _WHY).quantile(finite, (0, 0.995))
         space = 0.1 * (high - low) + 1e-9
         axes.set_ylim(low - space, high + space)
     axes.grid(axis="y", color="#e4e7eb")
@@ -68,7 +69,7 @@ def draw_map(heat: HeatMap) -> bytes:
     tall = min(max(0.19 * rows, 0.9), 8.5)
     axes = _figure(tall + 0.75)
     norm, colours = colours_of(heat)
-    shown = _imported("numpy").clip(heat.values, *topic.scale)  # an infinite value is an end
+    shown = imported("numpy", _WHY).clip(heat.values, *topic.scale)  # an infinite value is an end
     image = axes.imshow(shown, colours, norm, aspect="auto", interpolation="nearest")
     each = max(1, math.ceil(rows / _MOST_LABELS))
     axes.set_yticks(range(0, rows, each), map(_cut, heat.rows[::each]), fontsize=8)
@@ -90,7 +91,7 @@ def draw_map(heat: HeatMap) -> bytes:
 
 def colours_of(heat: HeatMap) -> tuple[Any, Any]:
     """Return a map's norm and colours: red begins at the strictest bound."""
-    colors, topic = _imported("matplotlib.colors"), heat.topic
+    colors, topic = imported("matplotlib.colors", _WHY), heat.topic
     norm = (colors.LogNorm if topic.logarithmic else colors.Normalize)(*topic.scale)
     strict = (max if topic.small_is_bad else min)(heat.bounds, default=math.inf)
     red = float(norm(strict)) if topic.scale[0] < strict < topic.scale[1] else 0.8
@@ -107,19 +108,9 @@ def _cut(name: str) -> str:
     return name if len(name) <= _MOST_LETTERS else "\u2026" + name[1 - _MOST_LETTERS :]
 
 
-def _imported(name: str) -> Any:
-    """Import matplotlib, or numpy, which matplotlib depends on."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"torch-fp8 report needs matplotlib: pip install matplotlib ({error})"
-        ) from error
-
-
 def _figure(height: float) -> Any:
     """Return the axes of a figure of this height in inches."""
-    figure = _imported("matplotlib.figure").Figure((11, height), layout="constrained")
+    figure = imported("matplotlib.figure", _WHY).Figure((11, height), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize=8.5)
     return axes
@@ -133,7 +124,7 @@ def _finished(figure: Any) -> bytes:
 
 def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
     """Return centred means over about a hundredth of the run each, without non-finite losses."""
-    numpy = _imported("numpy")
+    numpy = imported("numpy", _WHY)
     steps = [s for s in sorted(losses) if math.isfinite(losses[s])]
     half = max(1, len(steps) // 200)
     sums, at = numpy.cumsum([0.0, *(losses[step] for step in steps)]), numpy.arange(len(steps))

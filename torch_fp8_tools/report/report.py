@@ -1,17 +1,24 @@
-"""The report of a run: its figures as PNGs, and its events and worst tensors as tables of text."""
+"""The report of a run: its figures as PNGs, and its events and worst tensors as tables of text.
 
+The sub-command ``torch-fp8 report``.
+"""
+
+import argparse
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
+from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.wording import aligned, counted
 from torch_fp8_tools.report.figures import EVENTS, draw_loss, draw_map
 from torch_fp8_tools.report.heat_map import TOPICS, heat_map
-from torch_fp8_tools.report.run_record import RunRecord
+from torch_fp8_tools.report.run_record import RunRecord, read_run
 
 _WORST, _MOST_EVENTS = 12, 200
 _BAD = ("alarm", "loss_spike", "fallback")
@@ -50,11 +57,13 @@ def tables(record: RunRecord) -> str:
     counts = Counter(str(event["event"]) for event in record.events)
     bad = ", ".join(counted(counts[kind], EVENTS[kind][1]) for kind in _BAD if counts[kind])
     last = [record.losses[step] for step in sorted(record.losses)[-50:]]
+    nearest = sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]
+    worst = [row for _, row in nearest]
     sections = [
         f"{bad}." if bad else "No bound was crossed and the loss did not jump.",
         f"mean loss of the last {len(last)} steps: {sum(last) / len(last):.4g}" if last else "",
         _table(("step", "event", "what and why"), _events(record), left=3),
-        _table(("tensor", "worst", "at step", "last", "bound", "state"), _worst(record), left=1),
+        _table(("tensor", "worst", "at step", "last", "bound", "state"), worst, left=1),
     ]
     out = [layer for layer, _, end in record.absences() if end == math.inf]
     if out:
@@ -76,11 +85,6 @@ def _events(record: RunRecord) -> list[tuple[str, ...]]:
         )
     more = len(record.events) - _MOST_EVENTS
     return [*rows, ("", "", f"and {more} more, in {record.path.name}")] if more > 0 else rows
-
-
-def _worst(record: RunRecord) -> list[tuple[str, ...]]:
-    """Return a row for each of the tensors that came closest to their bound."""
-    return [row for _, row in sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]]
 
 
 def _nearest(record: RunRecord) -> Iterator[tuple[float, tuple[str, ...]]]:
@@ -116,3 +120,35 @@ def _nearness(value: float, bound: Bound) -> float:
 
 def _number(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.3g}"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to those of ``torch-fp8``."""
+    report = commands.add_parser(
+        "report",
+        help="draw what a run's monitor measured as PNGs, and print its events and worst tensors",
+        description=(
+            "Show what a run with FP8Config(monitor=N) has measured: the loss with its events, and "
+            "layers and steps as heat maps, in PNGs; the worst tensors, what fell back and why, in "
+            "tables. Exit status: 0 all is well, 1 there is nothing to draw, 2 a mistake in the "
+            "call."
+        ),
+    )
+    report.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")
+    report.add_argument("--output", type=Path, metavar="FOLDER",
+                        help="where to write (default: RUN/fp8_report)")  # fmt: skip
+    report.set_defaults(run=_report, mistakes=(), failures=(ValueError, ImportError))
+
+
+def _report(options: argparse.Namespace) -> int:
+    record = read_run(options.path)
+    model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
+    written = write_figures(record, options.output or record.path.parent / f"fp8_report{model}")
+    for note in record.notes:
+        print(f"note: {note}", file=sys.stderr)
+    name = record.path.resolve().parent.name
+    print(f"{name}: {len(record.steps)} measured steps, {len(record.events)} events")
+    print(f"{tables(record)}\n")
+    for path in written:
+        print(path)
+    return 0

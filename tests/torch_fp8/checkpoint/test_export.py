@@ -159,7 +159,7 @@ def test_a_recipe_that_a_format_cannot_say_is_refused_with_one_that_can(
 def test_bad_calls_are_refused_and_leave_nothing(tmp_path):
     model = _trained("blockwise", steps=0)
     cases = {
-        "format 'gguf' is unknown": (model, tmp_path / "out", "gguf"),
+        "format='gguf' is unknown": (model, tmp_path / "out", "gguf"),
         "is not a folder": (model, tmp_path / "no" / "out", "fine-grained"),
         "has no FP8 layer": (tiny_llama(), tmp_path / "out", "fine-grained"),
     }

@@ -22,7 +22,6 @@ from tests.internals import (
     StepBytes,
     advice,
     cli,
-    largest,
     layouts,
     left_of,
     make_setup,
@@ -194,11 +193,11 @@ def test_checkpointing_saves_less(whole):
         ({"tensor": 8, "gpus": 8}, "does not divide the 4 attention heads"),
         ({"pipeline": 3, "gpus": 3}, "more stages than the model has layers"),
         ({"card": "h10"}, "did you mean 'h100'?"),
-        ({"recipe": "int4"}, "one of auto"),
-        ({"method": "dpo"}, "one of full, lora, rlhf"),
+        ({"recipe": "int4"}, "valid choices are 'auto'"),
+        ({"method": "dpo"}, "'full', 'lora', 'rlhf'"),
         ({"gpus": 0}, "at least 1"),
         ({"memory": 0}, "above 0 GiB"),
-        ({"levels": ("O4",)}, "level 'O4' is unknown"),
+        ({"levels": ("O4",)}, "levels='O4' is unknown"),
         ({"recipe": "mxfp8"}, "h100 (sm_90) cannot run block_1x32 GEMMs. It runs tensorwise"),
         ({"card": "b200", "recipe": "blockwise"}, "b200 (sm_100) cannot run block_1x128 GEMMs"),
         ({"card": "rtx-4090", "recipe": "blockwise"}, "(sm_89) cannot run block_1x128"),
@@ -251,16 +250,6 @@ def test_a_card_takes_more_than_the_counted_peak():
     for page, text in (("results.md", "asks for 60.2"), ("planning.md", "asks for 60.2")):
         assert text in (PAGES / page).read_text()
     assert round(asked / gib, 1) == 60.2
-
-
-@pytest.mark.long
-def test_largest_takes_the_last_that_fits(monkeypatch):
-    monkeypatch.setitem(layouts.FAMILIES, "qwen3", ("qwen3-0.6b", "qwen3-4b"))
-    name, tried = largest("qwen3", level="O2", memory=16, sequence=128)
-    assert name == "qwen3-0.6b"
-    assert [made.fits for made in tried.values()] == [True, False]
-    with pytest.raises(ValueError, match="not a family of presets"):
-        largest("bert")
 
 
 @pytest.mark.long
@@ -361,8 +350,6 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
     assert (one["setup"]["fsdp"], two["setup"]["fsdp"]) == (1, 2)
     counts = [call.args[0].gpus for call in count.call_args_list]
     assert counts == [4, 1, 2]  # with FSDP over 4, the step is the same for 4 and for 8
-    assert cli.main([*call, "4", "8", "--largest"]) == 2
-    assert "one number of --gpus" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ A rank without a gradient sends zeros. One flag per weight, a plain value, recor
 had a gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ class GradientBucket:
         size = (self._world_size, layout.num_bytes)
         # (N, B): row r goes to rank r
         self._sent = torch.empty(size, dtype=torch.uint8, device=device)
-        codes = [self._codes(i) for i in range(len(parameters))]
-        scales = [self._scales(i) for i in range(len(parameters))]
+        codes, scales = zip(*map(self._parts, parameters, self._numels), strict=True)
         _lay_out(codes, layout.codes(self._sent))
         _lay_out(scales, layout.scales(self._sent))
         present = [not missing for missing in self._missing]
@@ -109,23 +109,18 @@ class GradientBucket:
         """Wait for the collective in flight without decoding its result."""
         self._work.wait()
 
-    def _codes(self, i: int) -> Tensor:
-        grad = stored_grad(self._parameters[i])
+    def _parts(self, parameter: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the flat codes and scales of a gradient, zeros if there is none."""
+        grad = stored_grad(parameter)
         if grad is None:
-            return self._sent.new_zeros(self._numels[i])
+            return self._sent.new_zeros(numel), self._sent.new_zeros(numel // GROUP_SIZE)
         assert isinstance(grad, Float8Grad)
-        # (R, K) -> (R, K rounded up) -> flat
-        return F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE)).view(-1)
-
-    def _scales(self, i: int) -> Tensor:
-        grad = stored_grad(self._parameters[i])
-        if grad is None:
-            return self._sent.new_zeros(self._numels[i] // GROUP_SIZE)
-        assert isinstance(grad, Float8Grad)
-        return grad.scale.view(-1)  # (R, groups) -> flat
+        # (R, K) -> (R, K rounded up) -> flat; (R, groups) -> flat
+        codes = F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE))
+        return codes.view(-1), grad.scale.view(-1)
 
 
-def _lay_out(pieces: list[Tensor], target: Tensor) -> None:
+def _lay_out(pieces: Sequence[Tensor], target: Tensor) -> None:
     """Write the pieces one after another into (N, C), and zeros after them."""
     if len(pieces) > 1 or pieces[0].numel() < target.numel():
         missing = target.numel() - sum(piece.numel() for piece in pieces)

@@ -112,7 +112,9 @@ class Float8GradReducer:
         self._ready[parameter] = None
         if self._fp8:
             self._quantize(parameter)
-        while self.leads and self._buckets and self._ready.keys() >= _trained(self._buckets[0]):
+        while self.leads and self._buckets:
+            if any(p.requires_grad and p not in self._ready for p in self._buckets[0]):
+                break
             self._send(self._buckets.popleft())
 
     def goes_first(self, release: Callable[[], None], is_first: bool) -> bool:
@@ -278,10 +280,6 @@ def _buckets(order: list[Tensor], numel: int) -> list[list[Tensor]]:
             buckets.append([])
         buckets[-1].append(parameter)
     return buckets
-
-
-def _trained(parameters: list[Tensor]) -> set[Tensor]:
-    return {parameter for parameter in parameters if parameter.requires_grad}
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

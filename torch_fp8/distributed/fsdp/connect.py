@@ -14,13 +14,12 @@ reduce-scatters gradients as FP8 and averages them among replicas as FP8
 dtype of the user's `MixedPrecisionPolicy`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from torch_fp8.config import FP8Config
 from torch_fp8.distributed.agreement import check_same_config, store_timeout
@@ -37,7 +36,7 @@ from torch_fp8.distributed.fsdp.reduce_scatter import (
     disconnect_replicas,
     in_groups,
 )
-from torch_fp8.distributed.fsdp.split_weights import fsdp_groups
+from torch_fp8.distributed.fsdp.split_weights import fsdp_groups, sharded_modules
 from torch_fp8.distributed.links import Exchanges, choose_exchanges
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
@@ -115,7 +114,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     exchanges = _chosen(model, config, every_group)
     skipped: list[tuple[str, str]] = []
     gathers = {group: _gathers_of(group, names, skipped, exchanges) for group in every_group}
-    for module in _sharded_modules(model):
+    for module in sharded_modules(model):
         own = [gather for group in fsdp_groups(module) for gather in gathers[group]]
         if own:
             ScalePrefetch(module, own)
@@ -298,12 +297,8 @@ def _why_not_gathered(param: Any, owners: list[nn.Module]) -> str | None:
     return None
 
 
-def _sharded_modules(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
 def _disconnect(model: nn.Module) -> None:
-    for module in _sharded_modules(model):
+    for module in sharded_modules(model):
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
         for hook in hooks:
             if isinstance(hook, ScalePrefetch):

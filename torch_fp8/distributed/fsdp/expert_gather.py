@@ -113,14 +113,10 @@ class ExpertGather(WeightGather):
         """Return this rank's experts in FP8, or with `flip` their transposes."""
         values = stored(shard)
         payload = cast_stacked(values, self.spec, flip)
-        self._show(values, payload, flip)
-        return payload
-
-    def _show(self, values: Tensor, payload: QuantizedTensor, flip: bool) -> None:
-        """Show a monitor the values that this rank casts."""
-        observers = self.module.fp8.observers
+        observers = self.module.fp8.observers  # of a monitor
         if observers and not is_traced():
             observers[self.fsdp_param._module_info.param_name].weight(values, payload, flip)
+        return payload
 
     @property
     def _was_read(self) -> bool:

@@ -27,7 +27,8 @@ decides when it reduces, by what it divides, which stream it uses and what it ac
 import copy
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,30 +100,21 @@ class Float8ReduceScatter:
         messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), runs)
         received = torch.empty_like(messages)  # (N, B): row r is rank r's message to us
         work = all_to_all(received, messages, group, async_op)
-        pending = _Pending(work, received, runs, output_tensor, factor)
-        if async_op:
-            return pending
-        pending.finish()
-        return None
+        finish = partial(unpack_parts, received, runs, output_tensor, factor)
+        return _Pending(work, finish) if async_op else finish()
 
 
 class _Pending:
-    """A work handle: the messages in flight, and the output for their sum."""
+    """A work handle: the messages in flight, and the function that writes their sum."""
 
-    def __init__(
-        self, work: Any, messages: Tensor, runs: list[Run], output: Tensor, factor: float
-    ) -> None:
-        self._work, self._messages, self._runs = work, messages, runs
-        self._output, self._factor = output, factor
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work, self._finish = work, finish
 
     def wait(self, *args: Any) -> bool:
         """Block until the sum is in the output."""
         self._work.wait(*args)
-        self.finish()
+        self._finish()
         return True
-
-    def finish(self) -> None:
-        unpack_parts(self._messages, self._runs, self._output, self._factor)
 
 
 def pack_parts(parts: Tensor, runs: list[Run]) -> Tensor:

@@ -7,6 +7,7 @@ again. The Parameters remain the same float32 DTensors, and each rank only ever 
 Shards are processed one by one, so memory holds at most one additional shard.
 """
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -165,9 +166,13 @@ def renew_unsharded(param: Any) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Free the weights that a root keeps gathered after its forward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model to which ``fully_shard`` was applied."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def param_groups(module: FSDPModule) -> list:
@@ -179,8 +184,8 @@ def param_groups(module: FSDPModule) -> list:
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
     """Return the parameter groups of all FSDP modules, each once."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return list(dict.fromkeys(group for module in modules for group in param_groups(module)))
+    groups = map(param_groups, sharded_modules(model))
+    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
 def fsdp_params(model: nn.Module) -> list[Any]:
