@@ -72,7 +72,10 @@ class Rounding:
         powers: whether scales are powers of two.
         clip: quantile of the inputs' magnitudes that the scale covers.
         second: operands of fprop to which a second FP8 term is added, that of the first's error.
+        second_layers: pattern of the names of layers that have second terms.
         channels: share of the input's channels, those with the largest amax, that stay in BF16.
+        outliers: share of the input's channels, those with the largest amax, that have a scale of
+            their own.
         feedback: whether weights are rounded such that the product with the step before's inputs
             errs least: the error of a column goes to later columns.
         last: number of last steps whose fprop runs in BF16, and so does the evaluation then.
@@ -89,7 +92,9 @@ class Rounding:
     powers: bool = False
     clip: float = 1.0
     second: tuple[str, ...] = ()
+    second_layers: str = ""
     channels: float = 0.0
+    outliers: float = 0.0
     feedback: bool = False
     last: int = 0
     evaluation: bool = True
@@ -127,14 +132,15 @@ class Rounding:
             return self._fed_back(x, self._moments[name])
         clip = self.clip if operand == "fprop.input" else 1.0
         scale = self._scale(x, dtype, operand.endswith("weight"), clip)
+        if operand == "fprop.input" and self.outliers:
+            scale = self._two_scales(x, dtype)
         y = _rounded(x, scale, dtype, random)
-        if operand in self.second:
+        if operand in self.second and re.search(self.second_layers, name):
             rest = x - y
             scale = self._scale(rest, dtype, operand.endswith("weight"), 1.0)
             y = y + _rounded(rest, scale, dtype, random)
         if operand == "fprop.input" and self.channels:
-            count = max(1, round(self.channels * x.shape[-1]))
-            largest = x.flatten(0, -2).abs().amax(0).topk(count).indices
+            largest = _largest_channels(x, self.channels)
             y[..., largest] = x[..., largest]
         return y
 
@@ -155,6 +161,14 @@ class Rounding:
             amax = _block_amax(x, BLOCK if square else 1)
         scale = amax.clamp(min=1e-12) / limit
         return torch.exp2(torch.ceil(torch.log2(scale))) if self.powers else scale
+
+    def _two_scales(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a scale for each channel (K,): one of two, that of the outliers or of the rest."""
+        largest = torch.zeros(x.shape[-1], dtype=torch.bool)
+        largest[_largest_channels(x, self.outliers)] = True
+        amax = x.flatten(0, -2).abs().amax(0)
+        amax = torch.where(largest, amax[largest].amax(), amax[~largest].amax())
+        return amax.clamp(min=1e-12) / torch.finfo(dtype).max
 
     def _fed_back(self, w: Tensor, moments: Tensor) -> Tensor:
         """Round the columns of w (N, K) one after another, each error spread over later ones."""
@@ -197,6 +211,12 @@ class _Product(torch.autograd.Function):
         rows = operand("wgrad.grad", g.flatten(0, -2).t(), name, ctx.dtype)  # (N, M) along M
         dw = rows @ operand("wgrad.input", x.bfloat16().flatten(0, -2).t(), name).t()
         return dx.to(x.dtype), dw.bfloat16().to(weight.dtype), None, None, None
+
+
+def _largest_channels(x: Tensor, share: float) -> Tensor:
+    """Return the numbers of the channels of x (..., K) with the largest amax, a share of K."""
+    count = max(1, round(share * x.shape[-1]))
+    return x.flatten(0, -2).abs().amax(0).topk(count).indices
 
 
 def _block_amax(x: Tensor, rows: int) -> Tensor:
@@ -368,6 +388,8 @@ RUNS: dict[str, dict[str, Run]] = {
         "second term of the weight": Rounding(second=("fprop.weight",)),
         "second term of the input": Rounding(second=("fprop.input",)),
         "second terms of both": Rounding(second=FORWARD),
+        "second terms of both, values alone": Rounding(second=FORWARD, second_layers=VALUES),
+        "1/16 of the input channels with their own scale": Rounding(outliers=1 / 16),
         "1/16 of the input channels in BF16": Rounding(channels=1 / 16),
         "error feedback of the weight": Rounding(feedback=True),
         "weight cast from float32": Rounding(float32=True),
@@ -426,7 +448,10 @@ NOT_OF = {
     ("mamba", "values alone"),
     *(
         ("mamba", run)
-        for run in ("values in BF16", "O2, values in BF16", "O2, forward of values in BF16")
+        for run in (
+            *("values in BF16", "O2, values in BF16", "O2, forward of values in BF16"),
+            "second terms of both, values alone",
+        )
     ),
 }
 """Runs that are BF16 or `all six` in these models."""
