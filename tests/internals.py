@@ -179,7 +179,7 @@ _NAMES = {
     "torch_fp8_tools.plan.memory_tracker": "MemoryTracker plain_parts",
     "torch_fp8_tools.plan.models": "shard",
     "torch_fp8_tools.plan.plan": "CATEGORIES left_of plan_beside",
-    "torch_fp8_tools.plan.setup": "LEVELS ROLES make_setup",
+    "torch_fp8_tools.plan.setup": "LEVELS ROLES",
     "torch_fp8_tools.plan.tables": "advice plain_text",
     "torch_fp8_tools.report.figures": "colours_of",
     "torch_fp8_tools.report.heat_map": "TOPICS heat_map",
@@ -188,6 +188,7 @@ _NAMES = {
 """Names that tests import, by the module that defines them."""
 _RENAMED = {
     "REMOVED_OF_ENV": ("torch_fp8_tools.env.command", "REMOVED"),
+    "make_setup": ("torch_fp8_tools.plan.setup", "Setup"),
     "UnifiedFP8FSDPStrategy": ("lightning_fp8.unified_trainer", "FP8FSDPStrategy"),
     "UnifiedFP8Precision": ("lightning_fp8.unified_trainer", "FP8Precision"),
     "decode_linear_int8": ("torch_fp8.quantization.linear_int8", "decode"),

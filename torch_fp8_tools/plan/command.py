@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
 from torch_fp8_tools.plan.layouts import PRESETS
-from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS, ROLES, make_setup
+from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS, ROLES, Setup
 
 
 def add_parser(commands: Any) -> None:
@@ -113,7 +113,7 @@ def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    names = inspect.signature(make_setup).parameters.keys() - {"model", "gpus", "roles"}
+    names = inspect.signature(Setup).parameters.keys() - {"model", "gpus", "roles"}
     arguments = {name: getattr(options, name) for name in names}
     if options.method == "rlhf":
         arguments["roles"] = tuple(options.roles)

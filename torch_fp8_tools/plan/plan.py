@@ -1,5 +1,6 @@
 """`plan`: memory and network traffic of a training run, for BF16 and each level."""
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -17,7 +18,7 @@ from torch_fp8_tools.plan.counts import by_layers, standing_bytes, step_bytes, w
 from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import text_of
 from torch_fp8_tools.plan.models import make_model
-from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
+from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup
 
 USABLE = 0.99
 """The share of a GPU's memory that programs can use: 79.2 GiB of an H100's 80."""
@@ -89,16 +90,13 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torch-fp8 plan --json`` prints them."""
-        setup = {
-            f.name: getattr(self.setup, f.name)
-            for f in dataclasses.fields(self.setup)
-            if f.name not in ("config", "card", "recipe_is_auto")
-        }
+        apart = ("config", "card", "recipe_is_auto", "layers", "judging_layers")
+        setup = {name: value for name, value in vars(self.setup).items() if name not in apart}
         levels = {name: dataclasses.asdict(level) for name, level in self.levels.items()}
         return {
             "model": self.setup.name,
             "parameters": self.num_params,
-            "card": dataclasses.asdict(self.setup.card),
+            "card": self.setup.card._asdict(),
             "setup": setup,
             "experts": self.experts,
             "lengths": self.lengths,
@@ -169,18 +167,18 @@ def plan_beside(
         levels = (levels,)
     for level in levels or ("",):
         check_choice("levels", level, LEVELS)
-    known = [name for name in inspect.signature(make_setup).parameters if name != "model"]
+    known = [name for name in inspect.signature(Setup).parameters if name != "model"]
     if unknown := unknown_options(options, known, "plan()"):
         raise TypeError(unknown)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own names
-        return _plan(make_setup(model, **options), levels, counted)
+        return _plan(Setup(model, **options), levels, counted)
 
 
 def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
     """Plan a run again with activation checkpointing, at some levels."""
-    setup = dataclasses.replace(planned.setup, checkpointing=True)
-    vars(setup).update(layers=planned.setup.layers)  # takes seconds to make again
+    setup = copy.copy(planned.setup)  # with its layers, which take seconds to make again
+    setup.checkpointing = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _plan(setup, levels, {})
