@@ -178,7 +178,7 @@ _NAMES = {
     "torch_fp8_tools.plan.layouts": "build read_config",
     "torch_fp8_tools.plan.memory_tracker": "MemoryTracker plain_parts",
     "torch_fp8_tools.plan.models": "shard",
-    "torch_fp8_tools.plan.plan": "CATEGORIES left_of plan_beside",
+    "torch_fp8_tools.plan.plan": "CATEGORIES left_of plan_setup",
     "torch_fp8_tools.plan.setup": "LEVELS ROLES",
     "torch_fp8_tools.plan.tables": "advice plain_text",
     "torch_fp8_tools.report.figures": "colours_of",

@@ -29,8 +29,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--level", nargs="+", choices=LEVELS, metavar="LEVEL",
                         help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
     whole = {"type": int, "metavar": "N"}
-    parser.add_argument("--gpus", **whole, nargs="+", default=[1],
-                        help="number of GPUs (default: 1); several: a table over them")  # fmt: skip
+    parser.add_argument("--gpus", **whole, nargs="+", default=[1], help="their number (default: 1)")
     parser.add_argument("--card", default="h100", help=f"one of {', '.join(CARDS)}")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of each GPU (the card's)")
     parser.add_argument("--sequence", **whole, help="tokens of a sequence (at most 4096)")
@@ -70,7 +69,10 @@ def _plan(options: argparse.Namespace) -> int:
 
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
-        return _scaling(options, levels)
+        raise ValueError(
+            "--gpus no longer takes several numbers: plan one after the other, such as --gpus "
+            f"{options.gpus[0]}"
+        )
     result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
     if not result.fits and not options.checkpointing:
         result = _checkpointed(result, tuple(n for n in levels if n in ("O2", "O3")) or levels)
@@ -96,20 +98,6 @@ def _checkpointed(planned: Any, levels: tuple[str, ...]) -> Any:
     print(f"With --checkpointing nothing fits either: {standing / 2**30:.1f} GiB{alone}.",
           file=sys.stderr)  # fmt: skip
     return planned
-
-
-def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
-    from torch_fp8_tools.plan.plan import plan_beside
-    from torch_fp8_tools.plan.tables import scaling_text
-
-    counted: dict[tuple[str, str, int], Any] = {}
-    run = {"levels": levels, **_arguments(options)}
-    plans = [plan_beside(counted, options.model, gpus=number, **run) for number in options.gpus]
-    if options.json:
-        print(json.dumps([result.as_dict() for result in plans], indent=2))
-    else:
-        print(scaling_text(plans))
-    return 0 if any(result.fits for result in plans) else 1
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -145,24 +145,7 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
         TypeError: a size is not a number, or an option is unknown.
         ImportError: transformers, or peft for ``lora``, is missing.
     """
-    return plan_beside({}, model, levels=levels, **options)
-
-
-def plan_beside(
-    counted: dict[tuple[str, str, int], StepBytes],
-    model: Any,
-    *,
-    levels: Sequence[str] | str = LEVELS,
-    **options: Any,
-) -> Plan:
-    """Plan as `plan` does, and reuse step counts of other plans.
-
-    Args:
-        counted: the counted steps of plans that differ from this one only in the number of GPUs, by
-            role, level and degree of FSDP2. This plan adds its own.
-        model, levels, options: see `plan`.
-    """
-    check_arguments(plan_beside, locals(), "plan")
+    check_arguments(plan, locals())
     if isinstance(levels, str):
         levels = (levels,)
     for level in levels or ("",):
@@ -172,7 +155,7 @@ def plan_beside(
         raise TypeError(unknown)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own names
-        return _plan(Setup(model, **options), levels, counted)
+        return plan_setup(Setup(model, **options), levels, {})
 
 
 def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
@@ -181,12 +164,19 @@ def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
     setup.checkpointing = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _plan(setup, levels, {})
+        return plan_setup(setup, levels, {})
 
 
-def _plan(
-    setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
+def plan_setup(
+    setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str], StepBytes]
 ) -> Plan:
+    """Plan a checked run.
+
+    Args:
+        setup: the run.
+        levels: some of `torch_fp8_tools.plan.setup.LEVELS`.
+        counted: steps that are counted already, by role and level; this plan adds its own.
+    """
     if setup.fsdp > 1 and setup.layers.share:
         raise ValueError(
             f"layers of {type(setup.config).__name__} share parameters, which FSDP2 cannot shard "
@@ -221,7 +211,7 @@ def _rows_of_experts(setup: Setup) -> str:
 def _plan_level(
     setup: Setup,
     level: str,
-    counted: dict[tuple[str, str, int], StepBytes],
+    counted: dict[tuple[str, str], StepBytes],
     reports: dict[tuple[str, str], MemoryReport],
 ) -> LevelPlan:
     """Plan a level; the counts of steps, and the reports of what persists, are reused."""
@@ -265,11 +255,11 @@ def _plan_level(
 
 
 def _step(
-    setup: Setup, role: str, level: str, counted: dict[tuple[str, str, int], StepBytes]
+    setup: Setup, role: str, level: str, counted: dict[tuple[str, str], StepBytes]
 ) -> StepBytes:
     """Count a step; O2 and O3 hold and send the same, except for 8-bit gradients."""
     same = "O2" if level == "O3" else level
-    key = role, same, setup.fsdp
+    key = role, same
     if key not in counted:
         counted[key] = step_bytes(setup, role, same)
     return counted[key]

@@ -1,7 +1,4 @@
-"""Plans as text: one as a table of its levels, several as tables over the number of GPUs."""
-
-from collections.abc import Sequence
-from typing import Any
+"""A plan as text: a table of its levels, and notes."""
 
 from torch_fp8.config import FP8Config
 from torch_fp8.quantization.wording import aligned
@@ -99,38 +96,3 @@ def gib(num_bytes: float) -> str:
 def _fits(level: LevelPlan) -> str:
     word = "yes" if level.fits else "NO"
     return f"{word} ({level.headroom / _GIB:+.1f})"
-
-
-def scaling_text(plans: Sequence[Plan]) -> str:
-    """Format plans as two tables of at most 80 columns: memory and network traffic."""
-    setup = plans[0].setup
-    head = (
-        f"{setup.name}, {plans[0].num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
-        f"{setup.card.name}, {setup.memory:g} GiB each; {setup.micro_batch} x {setup.sequence} "
-        f"tokens on each; {setup.recipe}"
-    )
-    levels = list(plans[0].levels)
-    tables = [
-        ("peak GiB per GPU", lambda p: [_peak(level) for level in p.levels.values()]),
-        ("wire GiB per GPU", lambda p: [gib(level.wire) for level in p.levels.values()]),
-    ]
-    parts = [head]
-    for title, cells in tables:
-        rows = [[title, *levels]]
-        rows += [[_degrees(result), *cells(result)] for result in plans]
-        parts.append(aligned(rows))
-    parts.append(
-        "Bytes are counted by the training code, on up to 64 ranks; larger rings are\ncalculated."
-    )
-    return "\n\n".join(parts)
-
-
-def _peak(level: Any) -> str:
-    return gib(level.peak) + ("" if level.fits else " NO")
-
-
-def _degrees(made: Plan) -> str:
-    setup = made.setup
-    ways = {"D": setup.data, "F": setup.fsdp, "T": setup.tensor, "P": setup.pipeline}
-    named = " ".join(f"{name}{n}" for name, n in ways.items() if n > 1)
-    return f"{setup.gpus:,} GPUs" + (f" ({named})" if len(named.split()) > 1 else "")

@@ -26,13 +26,18 @@ from tests.internals import (
     left_of,
     make_setup,
     plain_text,
-    plan_beside,
     run_step,
     standing_bytes,
     step_bytes,
 )
 from tests.internals import plan_steps as steps
-from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
+from tests.torch_fp8_tools.plan.layouts_for_tests import (
+    LAYOUTS,
+    WIDE,
+    config_of,
+    plan_beside,
+    trained,
+)
 from torch_fp8 import FP8Config, memory_report, plan
 
 PAGES = Path(__file__).resolve().parents[3] / "docs"
@@ -153,7 +158,7 @@ def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
     config = config_of("llama")
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
     # Steps hold nothing of what is counted here; those of O2 are run all the same.
-    idle = {(role, "bf16-mixed", 1): StepBytes(*[0.0] * 5) for role in ROLES}
+    idle = {(role, "bf16-mixed"): StepBytes(*[0.0] * 5) for role in ROLES}
     levels = {**SMALL, "levels": ("bf16-mixed", "O2")}
     lora = plan_beside({**idle}, config, **levels, method="lora", rank=2).levels
     assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
@@ -335,29 +340,9 @@ def test_what_does_not_fit_is_planned_again_with_checkpointing(
     assert ("of weights and states alone" in printed.err) == ("--memory" in options)
 
 
-@pytest.mark.long
-def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeypatch):
-    count = mock.Mock(return_value=StepBytes(*[1e6] * 5))
-    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "step_bytes", count)
-    config_of("llama").save_pretrained(tmp_path)
-    call = ["plan", str(tmp_path), "--sequence", "32", "--level", "O2", "--gpus"]
-    assert cli.main([*call, "4", "8", "--fsdp", "4"]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.count("4 GPUs") == text.count("8 GPUs (D2 F4)") == 2
-    assert cli.main([*call, "1", "2", "--json"]) == 0
-    one, two = json.loads(capsys.readouterr().out)
-    assert (one["setup"]["fsdp"], two["setup"]["fsdp"]) == (1, 2)
-    counts = [call.args[0].gpus for call in count.call_args_list]
-    assert counts == [4, 1, 2]  # with FSDP over 4, the step is the same for 4 and for 8
-
-
-@pytest.mark.long
-def test_a_step_that_plans_share_is_that_of_each():
-    options = {**SMALL, "levels": ("O1",), "fsdp": 1}
-    counted = {}
-    shared = [plan_beside(counted, config_of("llama"), gpus=n, **options) for n in (1, 2)]
-    assert shared[1].levels == plan(config_of("llama"), gpus=2, **options).levels
+def test_several_numbers_of_gpus_are_refused(capsys):
+    assert cli.main(["plan", "llama-3.1-8b", "--gpus", "4", "8"]) == 2
+    assert "--gpus no longer takes several numbers: plan one after" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_nothing(capsys, monkeypatch):
