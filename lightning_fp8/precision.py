@@ -78,7 +78,7 @@ class FP8Precision(Request):
 
     @property
     def request(self) -> dict[str, Any]:
-        """The keyword arguments of a host's plugin; `FP8Monitor` may change the configuration."""
+        """The keyword arguments of a host's plugin."""
         return {"config": self.config}
 
     def __repr__(self) -> str:
