@@ -12,7 +12,7 @@ _NAMES = {
     "accelerate_fp8.flags": "given_flags resolve_config",
     "accelerate_fp8.frozen": "EvaluationModels",
     "accelerate_fp8.history": "load_history save_history",
-    "accelerate_fp8.logprob_difference": "LogprobDifference Measured SampledLogprobs warnings_of",
+    "accelerate_fp8.logprob_difference": "LogprobDifference SampledLogprobs warning_of",
     "accelerate_fp8.rollouts": "sampled_mask",
     "accelerate_fp8.routing": "find_routers",
     "accelerate_fp8.trainer": "post_init",

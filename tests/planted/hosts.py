@@ -95,11 +95,4 @@ FAULTS = [
         "self._last_steps.before(state.global_step - 1)",
         f"{_ACCELERATE}/test_last_steps.py",
     ),
-    Fault(
-        "ratios of sequences without a token count for the weight of gradients",
-        "accelerate_fp8/logprob_difference.py",
-        ".double().where(is_row, 0.0).sum(), is_row",
-        ".double().sum(), is_row",
-        "tests/accelerate_fp8/test_rollouts.py",
-    ),
 ]
