@@ -148,8 +148,6 @@ _NAMES = {
     "torch_fp8.tensor.swap": "swappable",
     "torch_fp8.tensor.weight_half": "half",
     "torch_fp8.tensor.wide_grad": "WideGrad",
-    "torch_fp8_tools.check.measure": "LayerFindings LayerRows",
-    "torch_fp8_tools.check.proposal": "propose text_of",
     "torch_fp8_tools.cli": "_parser main",
     "torch_fp8_tools.commands.export_checkpoint": "export_checkpoint",
     "torch_fp8_tools.commands.stock_states": "convert_optimizer_file",

@@ -33,7 +33,7 @@ FLOORS = [
 FLOORS_OF_TOOLS = [
     {"host_models"},
     {"env"},
-    {"plan", "check", "report", "commands", "compare"},
+    {"plan", "report", "commands", "compare"},
     {"cli"},
 ]
 FLOORS_OF_DISTRIBUTED = [

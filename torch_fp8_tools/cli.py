@@ -26,13 +26,11 @@ from torch_fp8.quantization.suggestions import REMOVED, suggestion
 
 _REMOVED = {
     **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
+    "check": "run a few steps with FP8Config(monitor=1), and torch-fp8 report",
     "largest": "plan the presets that you consider, one at a time",
     "report": "write the output to a file: torch-fp8 env --self-test > FILE",
 }
-_COMMANDS = (
-    *("env.command", "commands.command", "plan.command"),
-    *("check.command", "report.report", "compare.command"),
-)
+_COMMANDS = ("env.command", "commands.command", "plan.command", "report.report", "compare.command")
 """The modules of the sub-commands, in the order of the help."""
 
 
@@ -111,6 +109,8 @@ class _Parser(argparse.ArgumentParser):
         elif message.startswith("unrecognized arguments: -"):
             texts = [parser.format_usage() for parser in (self, *self.commands.values())]
             message += suggestion(words[0], set(re.findall(r"(?<!\w)--?[\w-]+", " ".join(texts))))
+        elif "invalid choice: 'check'" in message:
+            message = f"there is no command 'check' any more: {_REMOVED['check']}"
         elif "invalid choice: '" in message:
             wrong, *choices = [word.strip("'") for word in words if not word.startswith("-")]
             choices = choices or re.findall(r"[\w.-]+", message.partition("choose from")[2])

@@ -116,7 +116,6 @@ BROKEN = {
 }
 COMMANDS = {
     "plan": ["plan", "{path}", "--level", "O2"],
-    "check": ["check", "{path}", "--batches", "1", "--sequence", "8"],
     "export": ["export", "{path}", "{out}", "--format", "fine-grained", "--recipe", "blockwise"],
     "convert-optimizer": ["convert-optimizer", "{path}", "{out}"],
     "report": ["report", "{path}"],
@@ -155,7 +154,6 @@ WRONG = {
         ["--memory", "nan"],
         ["--sequence", "99999999"],
     ),
-    "check": (["--device", "nonsense"], ["--sequence", "100000"]),
     "export": (["--config", "{bad"], ["--config", '{"nope": 1}'], ["--max-shard-size", "x"]),
     "convert-optimizer": ([],),
     "report": ([],),
