@@ -59,7 +59,7 @@ WRONG_IN_A_TORCH = {"torch.compiler.is_exporting": "true in every graph of Dynam
 """Names that a supported torch computes wrongly, which a test on the newest torch does not see."""
 MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8", "_fp8_command"},
-    "torch_fp8_tools": {"torch", "torch_fp8", "torch_fp8_tools", "_fp8_points"},
+    "torch_fp8_tools": {"torch", "torch_fp8", "torch_fp8_tools", "_fp8_autoload", "_fp8_points"},
     "lightning_fp8": {
         *("torch", "torch_fp8", "lightning_fp8", "_fp8_autoload", "_fp8_points"),
         *("lightning", "lightning_fabric", "pytorch_lightning"),
