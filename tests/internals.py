@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
+    "_fp8_points": "POINTS",
     "accelerate_fp8.accelerator": "preparation_of",
     "accelerate_fp8.flags": "given_flags resolve_config",
     "accelerate_fp8.frozen": "EvaluationModels",

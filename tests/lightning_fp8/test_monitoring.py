@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+import lightning_fp8
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.internals import is_paused, read_run
 
@@ -73,7 +74,7 @@ def test_series_stand_in_the_loggers_and_the_file_in_log_dir(host, tmp_path):
 
 def test_the_removed_callback_is_refused():
     with pytest.raises(ImportError, match=r"FP8Monitor is gone: take plugins=\[FP8Precision\(mon"):
-        from lightning_fp8 import FP8Monitor  # noqa: F401
+        lightning_fp8.FP8Monitor  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")

@@ -4,7 +4,6 @@ import argparse
 import gc
 import inspect
 import json
-import sys
 from typing import Any
 
 from torch_fp8.quantization.recipe import RECIPES
@@ -19,9 +18,8 @@ def add_parser(commands: Any) -> None:
         help="estimate memory and communication of a training run before you rent a GPU",
         description=(
             "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
-            "by the training code. If no level fits, O2 and O3 are planned again with "
-            "--checkpointing. Exit status: 0 planned, 1 no level fits, 2 a mistake in the call, "
-            "130 interrupted."
+            "by the training code. Exit status: 0 planned, 1 no level fits, 2 a mistake in the "
+            "call, 130 interrupted."
         ),
         epilog=f"Presets: {', '.join(PRESETS)}.",
     )
@@ -74,30 +72,11 @@ def _plan(options: argparse.Namespace) -> int:
             f"{options.gpus[0]}"
         )
     result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
-    if not result.fits and not options.checkpointing:
-        result = _checkpointed(result, tuple(n for n in levels if n in ("O2", "O3")) or levels)
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
         print(result, end="")
     return 0 if result.fits else 1
-
-
-def _checkpointed(planned: Any, levels: tuple[str, ...]) -> Any:
-    """Plan again with --checkpointing if that can fit, and say what came of it."""
-    from torch_fp8_tools.plan.plan import checkpointed, left_of
-
-    standing = min(planned.levels[level].standing for level in levels)
-    alone = ", of weights and states alone"
-    if left_of(planned.setup.memory * 2**30, standing) >= 0:
-        again = checkpointed(planned, levels)
-        if again.fits:
-            print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
-            return again
-        standing, alone = min(level.peak for level in again.levels.values()), " at the peak"
-    print(f"With --checkpointing nothing fits either: {standing / 2**30:.1f} GiB{alone}.",
-          file=sys.stderr)  # fmt: skip
-    return planned
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

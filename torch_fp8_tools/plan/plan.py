@@ -1,6 +1,5 @@
 """`plan`: memory and network traffic of a training run, for BF16 and each level."""
 
-import copy
 import dataclasses
 import inspect
 import json
@@ -57,11 +56,6 @@ class LevelPlan:
     headroom: int
     wire: int
     config: str
-
-    @property
-    def standing(self) -> int:
-        """The bytes of weights and states, which no option of a run's steps changes."""
-        return sum(self.bytes[name] for name in CATEGORIES if name != "gradients")
 
 
 @dataclass(frozen=True)
@@ -156,15 +150,6 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own names
         return plan_setup(Setup(model, **options), levels, {})
-
-
-def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
-    """Plan a run again with activation checkpointing, at some levels."""
-    setup = copy.copy(planned.setup)  # with its layers, which take seconds to make again
-    setup.checkpointing = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return plan_setup(setup, levels, {})
 
 
 def plan_setup(

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from _fp8_points import POINTS
-from tests.internals import MODULES, autoload, hosts, import_modules
+from tests.internals import MODULES, POINTS, autoload, hosts, import_modules
 
 pytestmark = pytest.mark.long
 

@@ -301,43 +301,14 @@ def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
     assert "neither a preset" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "fits", "tried", "status"),
-    [
-        ([], {False, True}, [(LEVELS, False)], 0),
-        ([], {True}, [(LEVELS, False), (("O2", "O3"), True)], 0),
-        ([], set(), [(LEVELS, False), (("O2", "O3"), True)], 1),
-        (["--memory", "7"], {True}, [(LEVELS, False)], 1),  # below weights and states alone
-        (["--level", "O1"], {True}, [(("O1",), False), (("O1",), True)], 0),
-        (["--checkpointing"], set(), [(LEVELS, True)], 1),
-    ],
-)
-def test_what_does_not_fit_is_planned_again_with_checkpointing(
-    options, fits, tried, status, monkeypatch, capsys
-):
-    calls = []
-
-    class Made:
-        def __init__(self, model, levels, *, checkpointing=True, memory=None, **others):
-            calls.append((levels, checkpointing))
-            self.fits = checkpointing in fits
-            self.checkpointing = checkpointing
-            self.setup = SimpleNamespace(memory=memory or 80)
-            self.levels = {n: SimpleNamespace(peak=2**33, standing=2**33) for n in levels}
-
-        def __str__(self):
-            return f"checkpointing {self.checkpointing}\n"
-
-    for name in ("plan", "checkpointed"):
-        monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], name, Made)
-    assert cli.main(["plan", "llama-3.1-8b", *options]) == status
-    assert calls == tried
-    printed = capsys.readouterr()
-    checkpointing = "--checkpointing" in options or (tried[-1][1] and status == 0)
-    assert printed.out == f"checkpointing {checkpointing}\n"
-    nothing = status == 1 and "--checkpointing" not in options
-    assert ("With --checkpointing nothing fits either: 8.0 GiB" in printed.err) == nothing
-    assert ("of weights and states alone" in printed.err) == ("--memory" in options)
+def test_what_does_not_fit_names_ways_out(monkeypatch, capsys):
+    made = SimpleNamespace(fits=False, __str__=None)
+    monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", lambda *_, **__: made)
+    assert cli.main(["plan", "llama-3.1-8b"]) == 1
+    capsys.readouterr()
+    step = {("policy", "O2"): StepBytes(*[2.0**40] * 5)}
+    planned = plan_beside(step, config_of("llama"), levels=("O2",), **SMALL)
+    assert "Nothing fits: more GPUs, --checkpointing, --tensor, or a" in str(planned)
 
 
 def test_several_numbers_of_gpus_are_refused(capsys):
