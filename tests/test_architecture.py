@@ -33,8 +33,9 @@ FLOORS = [
 FLOORS_OF_TOOLS = [
     {"host_models"},
     {"env"},
-    {"plan", "report", "commands", "compare"},
-    {"cli"},
+    {"plan", "report", "compare"},
+    {"parsers"},
+    {"cli", "export_checkpoint", "stock_states"},
 ]
 FLOORS_OF_DISTRIBUTED = [
     {"collectives", "agreement"},

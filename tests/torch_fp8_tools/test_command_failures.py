@@ -47,7 +47,7 @@ def test_an_interrupt_of_any_command_is_130(monkeypatch, capsys):
     monkeypatch.setattr("torch_fp8_tools.plan.command.run", interrupt)
     assert cli.main(["plan", "llama-3.1-8b"]) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
-    monkeypatch.setattr("torch_fp8_tools.commands.command.convert", interrupt)
+    monkeypatch.setattr("torch_fp8_tools.stock_states.convert", interrupt)
     assert cli.main(["convert-optimizer", "states", "converted"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -23,13 +23,14 @@ from torch_fp8_tools.env.result import (
     FAILED,
     INFO,
     MORE,
+    SUBJECTS,
     Result,
     last_line,
     lines,
     paragraphs,
     summary,
 )
-from torch_fp8_tools.env.smoke import SUBJECTS, smoke
+from torch_fp8_tools.env.smoke import smoke
 
 
 def describe(options: argparse.Namespace) -> int:

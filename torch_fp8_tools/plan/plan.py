@@ -98,7 +98,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from torch_fp8_tools.plan.tables import plain_text
+        from torch_fp8_tools.plan.command import plain_text
 
         return plain_text(self)
 
