@@ -31,8 +31,7 @@ from accelerate_fp8.backend import (
     requested_precision,
 )
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
-from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
-from accelerate_fp8.handler import FP8Kwargs
+from accelerate_fp8.flags import CONFIG_VARIABLE, FP8Kwargs, resolve_config
 from accelerate_fp8.optimizers import (
     bare,
     connect_engine,

@@ -41,7 +41,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.state import MIN_NUMEL
 from torch_fp8.quantization.split_float import RESIDUAL_BITS, split
 from torch_fp8.tensor.frozen_weight import frozen_parameter
-from torch_fp8_tools.env.cards import usable_device
+from torch_fp8_tools.env.machine import usable_device
 from torch_fp8_tools.host_models import model_class, model_folder
 from torch_fp8_tools.parsers import FORMATS
 

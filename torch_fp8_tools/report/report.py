@@ -15,8 +15,7 @@ from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.wording import aligned, counted
-from torch_fp8_tools.report.figures import EVENTS, draw_loss, draw_map
-from torch_fp8_tools.report.heat_map import TOPICS, heat_map
+from torch_fp8_tools.report.figures import EVENTS, TOPICS, draw_loss, draw_map, heat_map
 from torch_fp8_tools.report.run_record import RunRecord, read_run
 
 _WORST, _MOST_EVENTS = 12, 200
