@@ -173,7 +173,7 @@ _NAMES = {
     "torch_fp8_tools.plan.memory_tracker": "MemoryTracker plain_parts",
     "torch_fp8_tools.plan.models": "shard",
     "torch_fp8_tools.plan.plan": "CATEGORIES left_of plan_setup",
-    "torch_fp8_tools.plan.setup": "LEVELS ROLES",
+    "torch_fp8_tools.plan.setup": "LEVELS",
     "torch_fp8_tools.plan.command": "advice plain_text",
     "torch_fp8_tools.report.figures": "TOPICS colours_of heat_map",
     "torch_fp8_tools.report.run_record": "read_run",

@@ -28,6 +28,7 @@ _REMOVED = {
     **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
     "check": "run a few steps with FP8Config(monitor=1), and torch-fp8 report",
     "largest": "plan the presets that you consider, one at a time",
+    "roles": "plan each trained model, and add a byte for each parameter of a frozen one",
     "report": "write the output to a file: torch-fp8 env --self-test > FILE",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
 from torch_fp8_tools.env.result import SUBJECTS
 from torch_fp8_tools.plan.layouts import PRESETS
-from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS, ROLES
+from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS
 
 FORMATS = "; ".join(f"{name} ({', '.join(recipes)})" for name, recipes in SAVE_FORMATS.items())
 REMOVED = {
@@ -113,10 +113,8 @@ def _plan(commands: Any) -> None:
     add("--recipe", choices=("auto", *RECIPES), default="auto",
         help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
     add("--checkpointing", action="store_true", help="compute layers again in backward")
-    add("--method", choices=METHODS, default="full",
-        help="all weights, adapters, or RLHF (default: full)")  # fmt: skip
-    add("--roles", nargs="+", choices=ROLES, default=list(ROLES),
-        help="models of --method rlhf (all four)")  # fmt: skip
+    add("--method", default="full",
+        help=f"all weights, or adapters: {', '.join(METHODS)} (default: full)")  # fmt: skip
     add("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
     add("--json", action="store_true", help="print JSON instead of tables")
     mistakes = (ValueError, TypeError, ImportError, OSError)

@@ -71,8 +71,6 @@ def what(setup: Setup) -> str:
     """Describe the trained model."""
     if setup.method == "lora":
         return f"LoRA of rank {setup.rank}"
-    if setup.method == "rlhf":
-        return f"RLHF ({', '.join(setup.roles)})"
     return "full training"
 
 

@@ -30,10 +30,10 @@ class Layers:
         loops: whether a layer is known to loop over tokens in Python.
     """
 
-    def __init__(self, config: Any, *, judges: bool = False) -> None:
+    def __init__(self, config: Any) -> None:
         """Build the model of a configuration; see `torch_fp8_tools.plan.layouts.build`."""
         self.loops = False
-        self._model = build(config, judges=judges)
+        self._model = build(config)
         self._blocks = blocks_of(self._model)
         self._config = type(text_of(config))
         number = text_of(config).num_hidden_layers

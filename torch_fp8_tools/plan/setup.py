@@ -1,7 +1,6 @@
 """`Setup`: the run to plan on a card."""
 
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +15,7 @@ from torch_fp8_tools.plan.layouts import read_config, text_of
 
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
-METHODS = ("full", "lora", "rlhf")
-ROLES = ("policy", "value", "reference", "reward")
-"""The models of RLHF; the first two are trained, the others only evaluated."""
-TRAINED = ("policy", "value")
-JUDGES = ("value", "reward")
-"""The models whose head returns one number."""
+METHODS = ("full", "lora")
 _DEGREES = ("data", "fsdp", "tensor", "pipeline")
 _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
@@ -78,14 +72,13 @@ class Setup:
 
     Args:
         model, gpus, card, memory, sequence, micro_batch, accumulate, data, fsdp, tensor, pipeline,
-            recipe, checkpointing, method, roles, rank: see `torch_fp8.plan`.
+            recipe, checkpointing, method, rank: see `torch_fp8.plan`.
     Attributes:
         config: the configuration of the Hugging Face model.
         name: the user's name for it; for a path its last part.
         card: the GPU.
         recipe: the FP8 recipe; ``tensorwise`` for ``auto``.
         recipe_is_auto: whether the user chose no recipe.
-        roles: the models of ``rlhf`` that exist; otherwise the policy.
     Raises:
         ValueError, TypeError, ImportError: see `torch_fp8.plan`.
     """
@@ -107,7 +100,6 @@ class Setup:
         recipe: str = "auto",
         checkpointing: bool = False,
         method: str = "full",
-        roles: Sequence[str] | str = ROLES,
         rank: int = 16,
     ) -> None:
         options = locals()
@@ -139,15 +131,15 @@ class Setup:
                 f"pipeline={pipeline} has more stages than the model has layers, "
                 f"{text.num_hidden_layers}"
             )
-        chosen_roles = (roles,) if isinstance(roles, str) else tuple(dict.fromkeys(roles))
         check_choice("recipe", recipe, ("auto", *RECIPES))
         planned = _AUTO if recipe == "auto" else recipe
         check_card(chosen.name, chosen.capability, planned)
+        if method == "rlhf":
+            raise ValueError(
+                "method='rlhf' is no longer planned: plan each trained model, and add a byte for "
+                "each parameter of a frozen one"
+            )
         check_choice("method", method, METHODS)
-        for role in chosen_roles:
-            check_choice("roles", role, ROLES)
-        if method == "rlhf" and "policy" not in chosen_roles:
-            raise ValueError("roles: RLHF trains a policy; add it to the roles")
         positions = getattr(text, "max_position_embeddings", None)
         if sequence is not None and isinstance(positions, int) and sequence > positions:
             raise ValueError(
@@ -160,7 +152,6 @@ class Setup:
         self.accumulate = max(accumulate, pipeline if pipeline > 1 else 1)  # one for each stage
         self.data, self.fsdp, self.tensor, self.pipeline = data, fsdp, tensor, pipeline
         self.recipe, self.checkpointing, self.method = planned, checkpointing, method
-        self.roles = chosen_roles if method == "rlhf" else ("policy",)
         self.rank = rank
         self.config, self.card, self.recipe_is_auto = config, chosen, recipe == "auto"
 
@@ -173,11 +164,6 @@ class Setup:
     def layers(self) -> Layers:
         """The layers of the model."""
         return Layers(self.config)
-
-    @cached_property
-    def judging_layers(self) -> Layers:
-        """The layers of the model with a head that returns one number."""
-        return Layers(self.config, judges=True)
 
     @property
     def keeps_gradients(self) -> bool:

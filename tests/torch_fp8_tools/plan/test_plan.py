@@ -16,7 +16,6 @@ from transformers import AutoConfig
 from tests.internals import (
     CATEGORIES,
     LEVELS,
-    ROLES,
     KnownResults,
     Layers,
     StepBytes,
@@ -51,7 +50,7 @@ def whole():
 
 
 def standing(config, level, **degrees):
-    return standing_bytes(make_setup(config, **SMALL, **degrees), "policy", level)
+    return standing_bytes(make_setup(config, **SMALL, **degrees), level)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,9 +74,9 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
 )
 def test_what_a_few_layers_hold_says_what_all_hold(layout, level, degrees):
     setup = make_setup(config_of(layout, 7), **SMALL, **degrees)
-    held = standing_bytes(setup, "policy", level)
+    held = standing_bytes(setup, level)
     setup.layers.separate = False  # nothing is left out
-    assert dataclasses.asdict(standing_bytes(setup, "policy", level)) == dataclasses.asdict(held)
+    assert dataclasses.asdict(standing_bytes(setup, level)) == dataclasses.asdict(held)
 
 
 def test_no_layer_is_left_out_that_shares_weights_with_others():
@@ -106,21 +105,21 @@ def test_the_step_is_that_of_the_whole_model(layout, level, gpus, checkpointing)
     setup = make_setup(config_of(layout, 9), **SMALL, gpus=gpus, checkpointing=checkpointing)
     few, _ = setup.layers.shortest(range(9), sharded=gpus > 1)
     assert len(few) == {"llama": 3, "qwen3_moe": 6}.get(layout, 5)
-    step = step_bytes(setup, "policy", level)
-    whole = run_step(setup, "policy", level, range(9)).with_layers(range(9))
+    step = step_bytes(setup, level)
+    whole = run_step(setup, level, range(9)).with_layers(range(9))
     assert step.saved == pytest.approx(whole.saved, rel=2e-3)  # scales of tensors
     assert step == dataclasses.replace(whole, saved=step.saved)
 
 
 def test_known_results_are_those_of_the_operators(monkeypatch):
     setup = make_setup(config_of("llama"), **SMALL, gpus=4)
-    parts = run_step(setup, "policy", "bf16-mixed", range(2)).parts
+    parts = run_step(setup, "bf16-mixed", range(2)).parts
 
     def run(_, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(KnownResults, "__torch_dispatch__", run)
-    assert run_step(setup, "policy", "bf16-mixed", range(2)).parts == parts
+    assert run_step(setup, "bf16-mixed", range(2)).parts == parts
 
 
 @pytest.mark.parametrize(("level", "gpus"), [("bf16-mixed", 1), ("O2", 4)])
@@ -154,22 +153,15 @@ def test_fp8_sends_a_quarter_of_what_replicas_in_bf16_mixed_send():
 
 
 @pytest.mark.long
-def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
+def test_lora_holds_frozen_weights_at_a_byte():
     config = config_of("llama")
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
-    # Steps hold nothing of what is counted here; those of O2 are run all the same.
-    idle = {(role, "bf16-mixed"): StepBytes(*[0.0] * 5) for role in ROLES}
-    levels = {**SMALL, "levels": ("bf16-mixed", "O2")}
-    lora = plan_beside({**idle}, config, **levels, method="lora", rank=2).levels
+    # Steps hold nothing of what is counted here; that of O2 is run all the same.
+    idle = {"bf16-mixed": StepBytes(*[0.0] * 5)}
+    levels = ("bf16-mixed", "O2")
+    lora = plan_beside(idle, config, **SMALL, levels=levels, method="lora", rank=2).levels
     assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
     assert lora["O2"].bytes["moments"] < 0.15 * lora["O2"].bytes["weights"]
-    rlhf = plan_beside({**idle}, config, **levels, method="rlhf")
-    num_params = sum(p.numel() for p in layouts.build(config).parameters())
-    assert rlhf.num_params > 3.9 * num_params
-    for level in ("bf16-mixed", "O2"):
-        more, policy = rlhf.levels[level].bytes, standing(config, level)
-        assert more["weights"] > 2 * policy.weights
-        assert more["moments"] == pytest.approx(2 * policy.moments, rel=0.1)
 
 
 @pytest.mark.long
@@ -199,7 +191,8 @@ def test_checkpointing_saves_less(whole):
         ({"pipeline": 3, "gpus": 3}, "more stages than the model has layers"),
         ({"card": "h10"}, "did you mean 'h100'?"),
         ({"recipe": "int4"}, "valid choices are 'auto'"),
-        ({"method": "dpo"}, "'full', 'lora', 'rlhf'"),
+        ({"method": "dpo"}, "'full', 'lora'"),
+        ({"method": "rlhf"}, "is no longer planned: plan each trained model"),
         ({"gpus": 0}, "at least 1"),
         ({"memory": 0}, "above 0 GiB"),
         ({"levels": ("O4",)}, "levels='O4' is unknown"),
@@ -306,7 +299,7 @@ def test_what_does_not_fit_names_ways_out(monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["torch_fp8_tools.plan.plan"], "plan", lambda *_, **__: made)
     assert cli.main(["plan", "llama-3.1-8b"]) == 1
     capsys.readouterr()
-    step = {("policy", "O2"): StepBytes(*[2.0**40] * 5)}
+    step = {"O2": StepBytes(*[2.0**40] * 5)}
     planned = plan_beside(step, config_of("llama"), levels=("O2",), **SMALL)
     assert "Nothing fits: more GPUs, --checkpointing, --tensor, or a" in str(planned)
 
@@ -347,9 +340,7 @@ def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
 @pytest.mark.long
 def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
     config = config_of("llama")
-    one, three = (
-        step_bytes(make_setup(config, **SMALL, micro_batch=n), "policy", "O2") for n in (1, 3)
-    )
+    one, three = (step_bytes(make_setup(config, **SMALL, micro_batch=n), "O2") for n in (1, 3))
     assert three.saved == pytest.approx(3 * one.saved, rel=0.05)
     counted = {}
     options = {**SMALL, "gpus": 2, "pipeline": 2, "levels": ("O2",)}

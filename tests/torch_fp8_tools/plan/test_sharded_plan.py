@@ -41,7 +41,7 @@ def test_predicted_shards_are_those_of_a_rank(ranks, level):
     number, layouts, counted = ranks
     for layout in layouts:
         setup = make_setup(config_of(layout), gpus=number, **OPTIONS)
-        predicted = dataclasses.asdict(standing_bytes(setup, "policy", level))
+        predicted = dataclasses.asdict(standing_bytes(setup, level))
         assert predicted == counted[f"{layout} {level}"]["memory"], layout
 
 
