@@ -250,7 +250,6 @@ _MODULES = {
     "quantize_kernels": "torch_fp8.kernels.quantize_kernels",
     "quantizer": "torch_fp8.tensor.quantizer",
     "quick_launch": "torch_fp8.kernels.quick_launch",
-    "report_figures": "torch_fp8_tools.report.figures",
     "rollouts": "accelerate_fp8.rollouts",
     "safetensors_files": "torch_fp8.checkpoint.safetensors_files",
     "series_module": "torch_fp8.monitor.series",

@@ -127,10 +127,9 @@ def _report(commands: Any) -> None:
         "report",
         help="draw what a run's monitor measured as PNGs, and print its events and worst tensors",
         description=(
-            "Show what a run with FP8Config(monitor=N) has measured: the loss with its events, and "
-            "layers and steps as heat maps, in PNGs; the worst tensors, what fell back and why, in "
-            "tables. Exit status: 0 all is well, 1 there is nothing to draw, 2 a mistake in the "
-            "call."
+            "Show what a run with FP8Config(monitor=N) has measured: layers and steps as heat maps "
+            "in PNGs; the worst tensors, what fell back and why, in tables. Exit status: 0 all is "
+            "well, 1 there is nothing to show, 2 a mistake in the call."
         ),
     )
     parser.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")

@@ -1,4 +1,4 @@
-"""The figures of a run's report: the loss, and maps of a statistic of all layers over the run.
+"""The figures of a run's report: maps of a statistic of all layers over the run.
 
 matplotlib is imported only to draw.
 """
@@ -7,7 +7,7 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
@@ -173,58 +173,10 @@ def short_names(names: Sequence[str]) -> list[str]:
     return [".".join(p[shared:]) or "(model)" for p in parts]
 
 
-INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
-AWAY = "#8a4fd3"
-EVENTS = {
-    "alarm": ("#e0a100", "alarm"),
-    "left_out": ("#e0a100", "amax left out"),
-    "loss_spike": (RED, "loss spike"),
-    "fallback": (AWAY, "fallback"),
-    "return": (GREEN, "back to FP8"),
-}
-"""Colour and label of each kind of event."""
+INK, RED, AWAY = "#1f2933", "#d64545", "#8a4fd3"
 _MOST_LABELS, _MOST_LETTERS, _MOST_TITLE = 48, 44, 130
 _DPI = 150
 _WHY = "torch-fp8 report needs matplotlib"
-
-
-def draw_loss(losses: Mapping[int, float], events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw a run's losses, smoothed over the raw values, with its events marked, as a PNG.
-
-    Args:
-        losses: the loss of each step.
-        events: the events of the run.
-    """
-    axes = _figure(3.6)
-    steps = sorted(losses)
-    axes.plot(steps, [losses[s] for s in steps], color=BLUE, alpha=0.22, linewidth=0.7)
-    axes.plot(*_smoothed(losses), color=BLUE, linewidth=2.2, label="loss")
-    _mark(axes, events)
-    axes.set(xlabel="step", ylabel="loss")
-    finite = list(filter(math.isfinite, losses.values()))
-    if len(finite) > 20:  # a spike would flatten the rest
-        low, high = imported("numpy", _WHY).quantile(finite, (0, 0.995))
-        space = 0.1 * (high - low) + 1e-9
-        axes.set_ylim(low - space, high + space)
-    axes.grid(axis="y", color="#e4e7eb")
-    axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
-    return _finished(axes.figure)
-
-
-def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
-    """Mark a run's events with a line at each step, and stacked marks for each kind."""
-    kinds: dict[str, list[int]] = {}
-    for event in events:
-        kinds.setdefault(str(event["event"]), []).append(int(event["step"]))
-    for step in sorted({step for steps in kinds.values() for step in steps}):
-        kind = next(kind for kind, steps in kinds.items() if step in steps)
-        axes.axvline(step, color=EVENTS.get(kind, (FAINT,))[0], linewidth=0.9, alpha=0.6)
-    above = axes.get_xaxis_transform()
-    for i, (kind, steps) in enumerate(kinds.items()):
-        colour, words = EVENTS.get(kind, (FAINT, kind))
-        high = [0.97 - 0.05 * i] * len(steps)
-        marks = {"color": colour, "linestyle": "", "marker": "v", "markersize": 6}
-        axes.plot(steps, high, transform=above, label=words, zorder=4, **marks)
 
 
 def draw_map(heat: HeatMap) -> bytes:
@@ -284,13 +236,3 @@ def _finished(figure: Any) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=_DPI, format="png")
     return file.getvalue()
-
-
-def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Return centred means over about a hundredth of the run each, without non-finite losses."""
-    numpy = imported("numpy", _WHY)
-    steps = [s for s in sorted(losses) if math.isfinite(losses[s])]
-    half = max(1, len(steps) // 200)
-    sums, at = numpy.cumsum([0.0, *(losses[step] for step in steps)]), numpy.arange(len(steps))
-    low, high = numpy.maximum(0, at - half), numpy.minimum(len(steps), at + half + 1)
-    return steps, ((sums[high] - sums[low]) / (high - low)).tolist()

@@ -15,16 +15,24 @@ from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.wording import aligned, counted
-from torch_fp8_tools.report.figures import EVENTS, TOPICS, draw_loss, draw_map, heat_map
+from torch_fp8_tools.report.figures import TOPICS, draw_map, heat_map
 from torch_fp8_tools.report.run_record import RunRecord, read_run
 
 _WORST, _MOST_EVENTS = 12, 200
+EVENTS = {
+    "alarm": "alarm",
+    "left_out": "amax left out",
+    "loss_spike": "loss spike",
+    "fallback": "fallback",
+    "return": "back to FP8",
+}
+"""The label of each kind of event."""
 _BAD = ("alarm", "loss_spike", "fallback")
 """The events that the verdict counts."""
 
 
 def write_figures(record: RunRecord, folder: Path) -> list[Path]:
-    """Write the loss, and a map of layers and steps for each statistic, as PNGs.
+    """Write a map of layers and steps for each statistic, as PNGs.
 
     A statistic that is ideal in every measured layer and step has no map.
 
@@ -37,8 +45,6 @@ def write_figures(record: RunRecord, folder: Path) -> list[Path]:
         ImportError: matplotlib is missing.
     """
     pictures: dict[str, bytes] = {}
-    if record.losses:
-        pictures["loss"] = draw_loss(record.losses, record.events)
     for topic in TOPICS:
         heat = heat_map(record, topic)
         if heat is not None and not heat.is_blank:
@@ -53,7 +59,7 @@ def write_figures(record: RunRecord, folder: Path) -> list[Path]:
 def tables(record: RunRecord) -> str:
     """Return the verdict on a run, its events, and the tensors closest to a bound."""
     counts = Counter(str(event["event"]) for event in record.events)
-    bad = ", ".join(counted(counts[kind], EVENTS[kind][1]) for kind in _BAD if counts[kind])
+    bad = ", ".join(counted(counts[kind], EVENTS[kind]) for kind in _BAD if counts[kind])
     last = [record.losses[step] for step in sorted(record.losses)[-50:]]
     nearest = sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]
     worst = [row for _, row in nearest]
@@ -77,7 +83,7 @@ def _events(record: RunRecord) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for event in record.events[:_MOST_EVENTS]:
         kind = str(event["event"])
-        label = EVENTS[kind][1] if kind in EVENTS else kind
+        label = EVENTS.get(kind, kind)
         rows.append(
             (f"{int(event['step']):,}", label, " ".join(str(event.get("what", "")).split()))
         )
