@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import json
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,9 @@ from torch_fp8.conversion.memory import CATEGORIES, MemoryReport
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import check_choice, unknown_options
-from torch_fp8_tools.plan.counts import by_layers, standing_bytes, step_bytes, wire_bytes
+from torch_fp8_tools.plan.counts import standing_bytes, step_bytes, wire_bytes
 from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import text_of
-from torch_fp8_tools.plan.models import make_model
 from torch_fp8_tools.plan.setup import BF16, LEVELS, Setup
 
 USABLE = 0.99
@@ -65,7 +63,7 @@ class Plan:
     Attributes:
         setup: the planned run.
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
-        num_params: the number of parameters of the model, on all GPUs of one replica.
+        num_params: the number of parameters of the model, without adapters.
         experts: a text on the rows that each expert computes; empty without experts.
         lengths: the sequences from which bytes of steps are extrapolated, because layers loop over
             tokens in Python; empty if all bytes are counted.
@@ -167,22 +165,14 @@ def plan_setup(setup: Setup, levels: Sequence[str], counted: dict[str, StepBytes
     standing: dict[str, MemoryReport] = {}
     plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
     lengths = next((step.lengths for step in counted.values() if step.lengths), ())
-
-    def count(layers: Sequence[int]) -> Counter[str]:
-        model = make_model(setup, BF16, layers)
-        return Counter(numbers=sum(p.numel() for p in model.parameters()))
-
-    layers = range(text_of(setup.config).num_hidden_layers)
-    num_params = by_layers(setup, layers, count)["numbers"] * setup.tensor
+    num_params = sum(p.numel() for p in setup.layers.whole.parameters())
     return Plan(setup, plans, num_params, _rows_of_experts(setup), lengths)
 
 
 def _rows_of_experts(setup: Setup) -> str:
     """Describe how many rows each expert computes in a micro-batch, or return an empty string."""
     top_k = experts_per_token(text_of(setup.config))
-    layers = range(text_of(setup.config).num_hidden_layers)
-    few, _ = setup.layers.shortest(layers, sharded=False)
-    for module in setup.layers.model(few).modules():
+    for module in setup.layers.whole.modules():
         for name in expert_weights("", module):
             num_experts = len(module.get_parameter(name))
             rows = setup.tokens * (top_k or num_experts) / num_experts
