@@ -1,7 +1,8 @@
 """``torch-fp8 compare``: runs a training command in BF16 and in FP8, and compares the runs.
 
-The command's own process reads the records (`comparison`, `trials`, `outcome`, `tables`). The programs
-that it starts load `child`, which overrides the precision, records each optimizer step and stops.
+The command's own process reads the records (`comparison`, `trials`, `outcome`, `tables`). The
+programs that it starts load `child`, which overrides the precision, records each optimizer step and
+stops.
 """
 
 import argparse
