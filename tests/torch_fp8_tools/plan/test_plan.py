@@ -159,7 +159,9 @@ def test_lora_holds_frozen_weights_at_a_byte():
     # Steps hold nothing of what is counted here; that of O2 is run all the same.
     idle = {"bf16-mixed": StepBytes(*[0.0] * 5)}
     levels = ("bf16-mixed", "O2")
-    lora = plan_beside(idle, config, **SMALL, levels=levels, method="lora", rank=2).levels
+    planned = plan_beside(idle, config, **SMALL, levels=levels, method="lora", rank=2)
+    assert planned.num_params == sum(p.numel() for p in layouts.build(config).parameters())
+    lora = planned.levels
     assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
     assert lora["O2"].bytes["moments"] < 0.15 * lora["O2"].bytes["weights"]
 
