@@ -47,13 +47,6 @@ FAULTS = [
         f"{_ACCELERATE}/test_weight_sync.py",
     ),
     Fault(
-        "gradient release with clipping is not refused for transformers",
-        "accelerate_fp8/optimizers.py",
-        "    if config.gradient_release and arguments.max_grad_norm:",
-        "    if False:",
-        f"{_ACCELERATE}/test_release.py",
-    ),
-    Fault(
         "a second monitor of a resumed run gets the first one's state",
         "lightning_fp8/monitoring.py",
         "        for state in self._monitor_states[len(self._monitors) :][:1]:",
