@@ -78,9 +78,9 @@ def test_it_is_what_the_trainer_sampled_and_scored(lab, monkeypatch):
     seen: list[tuple[Any, ...]] = []
     add = LogprobDifference.add
 
-    def spy(self, sampled, scored, mask, ratio):
+    def spy(self, sampled, scored, mask):
         seen.append((sampled, scored, mask))
-        add(self, sampled, scored, mask, ratio)
+        add(self, sampled, scored, mask)
 
     monkeypatch.setattr(LogprobDifference, "add", spy)
     trainer = lab.make("grpo", False, {"max_completion_length": 8, "max_steps": 1})
