@@ -88,7 +88,7 @@ class Plan:
         return {
             "model": self.setup.name,
             "parameters": self.num_params,
-            "card": self.setup.card._asdict(),
+            "card": dataclasses.asdict(self.setup.card),
             "setup": setup,
             "experts": self.experts,
             "lengths": self.lengths,

@@ -1,9 +1,10 @@
 """`Setup`: the run to plan on a card."""
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import check_card
@@ -21,7 +22,8 @@ _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
 
 
-class Card(NamedTuple):
+@dataclass(frozen=True)
+class Card:
     """A GPU.
 
     Attributes:
