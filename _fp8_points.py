@@ -67,7 +67,6 @@ POINTS: dict[str, dict[str, str]] = {
         "Accelerator.save_model": "save_model",
         "Accelerator.backward": "backward",
         "Accelerator.clip_grad_norm_": "clip_grad_norm_",
-        "Accelerator.clip_grad_value_": "clip_grad_value_",
         "Accelerator.fp8_backend": "fp8_backend",
     },
     "accelerate.commands.config.cluster": {"_ask_options": "ask_backend", "is_fp8_available": ""},

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import _fp8_autoload
 
 if TYPE_CHECKING:
-    from accelerate_fp8.handler import FP8Kwargs
+    from accelerate_fp8.flags import FP8Kwargs
     from accelerate_fp8.routing import (
         RoutingRecord,
         RoutingReplay,
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     # without FP8.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"FP8Config": "torch_fp8", "FP8Kwargs": "accelerate_fp8.handler"}
+    homes = {"FP8Config": "torch_fp8", "FP8Kwargs": "accelerate_fp8.flags"}
     try:
         return getattr(import_module(homes.get(name, "accelerate_fp8.routing")), name)
     except ModuleNotFoundError as error:

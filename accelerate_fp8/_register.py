@@ -56,7 +56,7 @@ def may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, An
     running = state.AcceleratorState().mixed_precision if state.is_initialized() else None
     precisions = [*args, *kwargs.values(), running]
     return (
-        "accelerate_fp8.handler" in sys.modules
+        "accelerate_fp8.flags" in sys.modules
         or any(isinstance(p, str) and p.lower().startswith("fp8") for p in precisions)
         or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower().startswith("fp8")
     )
@@ -98,6 +98,12 @@ def ask_backend(
     return convert_value(choice - 1) if choice else ENGINE
 
 
+def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``GenerationMixin.generate``: run it in a `torch_fp8.rollout` context."""
+    with import_module("torch_fp8").rollout(self):
+        return original(self, *args, **kwargs)
+
+
 def _of_accelerator(host: Any, *_: Any) -> bool:
     return may_use_engine(getattr(host, "accelerator", host), (), {})
 
@@ -132,10 +138,7 @@ _WRAPPERS: dict[str, tuple[str, Wanted]] = {
     "accelerate.commands.config.cluster": (_STANDARD, _asks_backend),
     "transformers.training_args": (_TRAINER, lambda *_: launched_with_fp8()),
     "transformers.trainer": (_TRAINER, _of_accelerator),
-    "transformers.generation.utils": (
-        "accelerate_fp8.generation",
-        lambda *_: "torch_fp8.nn.linear" in sys.modules,
-    ),
+    "transformers.generation.utils": (_STANDARD, lambda *_: "torch_fp8.nn.linear" in sys.modules),
     "transformers.modeling_utils": (_TRAINER, _saves_fp8),
     "trl.models.utils": (_TRAINER, _reference_of),
     "trl.generation.vllm_generation": ("accelerate_fp8.engine_sync", _of_accelerator),

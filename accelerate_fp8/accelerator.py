@@ -5,6 +5,7 @@ Each function takes the wrapped method as its first argument, followed by the me
 
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -31,15 +32,12 @@ from accelerate_fp8.backend import (
     requested_precision,
 )
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
-from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
-from accelerate_fp8.handler import FP8Kwargs
+from accelerate_fp8.flags import CONFIG_VARIABLE, FP8Kwargs, resolve_config
 from accelerate_fp8.optimizers import (
     bare,
     connect_engine,
     engine_options,
     prepare_sharded,
-    refuse_accumulation,
-    refuse_clipping,
     refuse_sharded_elsewhere,
     wraps_in_ddp,
 )
@@ -119,7 +117,6 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         refuse_sharding(config)
     refuse_sharded_saving(config, self.distributed_type)
     check_config(config, self.device)
-    refuse_accumulation(config, self)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
     self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))
     for note in notes:
@@ -197,22 +194,13 @@ def prepare_optimizer(
 def clip_grad_norm_(
     original: Any, self: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """Extend ``Accelerator.clip_grad_norm_``: refuse clipping under gradient release.
+    """Extend ``Accelerator.clip_grad_norm_``: gradient release leaves no gradient to measure.
 
-    An infinite `max_norm`, which only measures, is allowed.
+    An infinite `max_norm` only measures; with another one, the gradients themselves refuse.
     """
-    config = preparation_of(self).config
-    refuse_clipping(config, "clip_grad_norm_", float(max_norm))
-    if config.gradient_release:
-        return torch.zeros((), dtype=torch.float32)  # no gradient is left
+    if preparation_of(self).config.gradient_release and math.isinf(max_norm):
+        return torch.zeros((), dtype=torch.float32)
     return original(self, parameters, max_norm, *args, **kwargs)
-
-
-def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: float) -> Any:
-    """Extend ``Accelerator.clip_grad_value_``: refuse it under gradient release."""
-    config = preparation_of(self).config
-    refuse_clipping(config, "clip_grad_value_", float(clip_value))
-    return None if config.gradient_release else original(self, parameters, clip_value)
 
 
 def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:

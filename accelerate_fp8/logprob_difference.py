@@ -1,9 +1,5 @@
 """The difference between rollout and training log-probabilities, and its consequences.
 
-TRL's sequence-level correction multiplies a sequence's gradient by the importance ratio, whose mean
-is 1, and drops the sequence if the ratio is above a cap. The mean of the ratios, with 0 for dropped
-sequences, is therefore the share of the gradients' weight that remains.
-
 `SampledLogprobs`: the log-probabilities of tokens that a policy samples with ``generate``.
 
 TRL requests them only from vLLM. This module takes them from the logits of the forwards that
@@ -17,7 +13,6 @@ Continuous batching (``generate_batch``) has an option in transformers to return
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,28 +126,7 @@ BATCH_BOUND = 1.01
 """The bound for recipe tensorwise, whose scales depend on the rest of a batch; scales for each
 token stay below it.
 """
-LEAST_KEPT = 0.9
-"""The share of the gradients' weight below which a warning reports dropped sequences."""
 _PER_TOKEN = ("rowwise", "blockwise", "mxfp8")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The measurements between two lines of the log, over all ranks.
-
-    Attributes:
-        mean: the mean of ``|log p - log q|`` per token.
-        share: the mean importance ratio of sequences, with 0 for those that were dropped; None if
-            there are no ratios of sequences.
-    """
-
-    mean: float
-    share: float | None
-
-    @property
-    def error(self) -> float:
-        """The multiplicative error, exp(mean)."""
-        return math.exp(min(self.mean, 700.0))
 
 
 class LogprobDifference:
@@ -162,26 +136,23 @@ class LogprobDifference:
         self._sums: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, sampled: Tensor, scored: Tensor, mask: Tensor, ratio: Tensor | None) -> None:
+    def add(self, sampled: Tensor, scored: Tensor, mask: Tensor) -> None:
         """Add the differences of one batch.
 
         Args:
             sampled, scored: (B, T) log-probabilities; NaN: unknown.
             mask: (B, T) whether a token was sampled.
-            ratio: importance ratios, (B, 1) of sequences or (B, T) of tokens, or None.
         """
         delta = (sampled - scored).float().abs()
         real = mask.bool() & delta.isfinite()
-        share = rows = torch.zeros((), device=delta.device, dtype=torch.float64)
-        if ratio is not None and ratio.shape[-1] == 1:  # of sequences
-            is_row = mask.bool().any(-1)
-            share, rows = ratio.reshape(-1).double().where(is_row, 0.0).sum(), is_row.sum().double()
         difference = delta.where(real, 0.0).sum(dtype=torch.float64)
-        sums = torch.stack([difference, real.sum().double(), share, rows])
+        sums = torch.stack([difference, real.sum().double()])
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def take(self, accelerator: Any) -> Measured | None:
-        """Return all ranks' sums since the last call, or None; all ranks must call it.
+    def take(self, accelerator: Any) -> float | None:
+        """Return the mean per token over all ranks since the last call, or None without tokens.
+
+        All ranks must call it.
 
         Args:
             accelerator: the ranks' Accelerator.
@@ -189,46 +160,39 @@ class LogprobDifference:
         own = self._sums
         self._sums = None
         if own is None:
-            own = torch.zeros(4, dtype=torch.float64, device=accelerator.device)
+            own = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         sums = accelerator.gather(own.float().view(1, -1)).double().sum(0)
-        total, tokens, share, rows = sums.tolist()
-        return Measured(total / tokens, share / rows if rows else None) if tokens else None
+        total, tokens = sums.tolist()
+        return total / tokens if tokens else None
 
 
-def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of warnings.
+def multiplicative_error(difference: float) -> float:
+    """Return exp(difference)."""
+    return math.exp(min(difference, 700.0))
+
+
+def warning_of(difference: float, recipes: list[str], use_vllm: bool) -> str:
+    """Return a warning about a large difference; empty if it is below the bound.
 
     Args:
-        measured: the result of `LogprobDifference.take`.
+        difference: the result of `LogprobDifference.take`.
         recipes: the recipes of the layers.
-        trainer: the TRL trainer, whose correction is read.
+        use_vllm: whether an engine samples.
     """
-    finding = (
-        f"FP8: rollouts differ from training by {measured.mean:.4f} in the log-probability of a "
-        f"token, fp8/logprob_multiplicative_error={measured.error:.3f}"
-    )
-    coarse = [recipe for recipe in recipes if recipe not in _PER_TOKEN]
+    error = multiplicative_error(difference)
     bound = BATCH_BOUND if "tensorwise" in recipes else BOUND
-    if measured.error > bound:
-        why = "the engine that generates them does not use the weights and scales of training"
-        if not trainer.use_vllm:
-            why = "they run in a different precision or mode from training"
-        if coarse:
-            why = (
-                f"recipe {coarse[0]!r} has one scale per batch, so each token depends on the rest "
-                "of the batch. Use a recipe with scales per token: recipe='rowwise' or 'blockwise'"
-            )
-        yield "bound", f"{finding}, above {bound}: {why}"
-    mode = getattr(trainer, "vllm_importance_sampling_mode", None)
-    corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
-    if not corrects or mode != "sequence_mask" or measured.share is None:
-        return
-    if measured.share < LEAST_KEPT:
-        yield (
-            "correction",
-            f"{finding}. vllm_importance_sampling_mode='sequence_mask' drops rollouts whose ratio "
-            f"is above its cap, and {measured.share:.0%} of the gradients' weight is kept. Correct "
-            "each token separately (vllm_importance_sampling_mode='token_truncate', "
-            "vllm_importance_sampling_clip_max=2.0), or reduce the difference: use one recipe with "
-            "scales per token in training and in the engine",
+    if not error > bound:
+        return ""
+    coarse = [recipe for recipe in recipes if recipe not in _PER_TOKEN]
+    why = "the engine that generates them does not use the weights and scales of training"
+    if not use_vllm:
+        why = "they run in a different precision or mode from training"
+    if coarse:
+        why = (
+            f"recipe {coarse[0]!r} has one scale per batch, so each token depends on the rest of "
+            "the batch. Use a recipe with scales per token: recipe='rowwise' or 'blockwise'"
         )
+    return (
+        f"FP8: rollouts differ from training by {difference:.4f} in the log-probability of a "
+        f"token, fp8/logprob_multiplicative_error={error:.3f}, above {bound}: {why}"
+    )

@@ -6,10 +6,6 @@ them.
 
 Under FSDP2 the shards are split: Accelerate itself converts every trainable parameter to float32
 before it shards.
-
-With ``FP8Config(gradient_release=True)`` the optimizer has applied and freed each gradient by the
-end of backward, so Accelerate's loop must not need all gradients at once. The engine itself refuses
-in backward what Accelerate cannot detect.
 """
 
 import contextlib
@@ -81,8 +77,7 @@ class PreparedOptimizers:
             models: the models about to be prepared, not wrapped yet.
             optimizers: the optimizers about to be prepared.
         Raises:
-            ValueError: 8-bit states do not support an option of an optimizer, or the set-up does
-                not support gradient release.
+            ValueError: 8-bit states do not support an option of an optimizer.
         """
         if not self.enabled:
             return
@@ -93,8 +88,6 @@ class PreparedOptimizers:
             trained = _trained_by(optimizer, known)
             if trained is None:
                 continue
-            refuse_accumulation(self.config, accelerator)
-            refuse_distributed(self.config, accelerator)
             self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
 
     def record(self, optimizer: Optimizer, report: OptimizerReport) -> None:
@@ -202,7 +195,6 @@ def prepare_sharded(
     if model is None or not optimizers.enabled:
         return original(accelerator, *args)
     config = optimizers.config
-    refuse_accumulation(config, accelerator)
     for optimizer in trained_by:  # float32 again, if the loop itself converted it
         restore_weights(optimizer)
     restore_output_dtype(model)
@@ -218,44 +210,6 @@ def adopt_sharded(models: Iterable[nn.Module], optimizers: Iterable[Any], folder
     """Load the optimizers' step counts, which the hosts do not load from folders of shards."""
     if any(map(sharded_modules, models)):
         adopt_steps(folder, map(bare, optimizers))
-
-
-def refuse_accumulation(config: FP8Config, loop: Any) -> None:
-    """Raise ValueError for an Accelerator or TrainingArguments that add up micro-batches."""
-    steps = loop.gradient_accumulation_steps
-    if config.gradient_release and steps > 1:
-        what = f"gradient_accumulation_steps={steps} adds up gradients"
-        _refuse(what, "set gradient_accumulation_steps=1")
-
-
-def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
-    """Raise ValueError for DDP; FSDP reduces each gradient before the optimizer gets it."""
-    several = accelerator.num_processes > 1
-    if config.gradient_release and several and accelerator.distributed_type != DistributedType.FSDP:
-        what = "DistributedDataParallel averages gradients after they are computed"
-        _refuse(what, "train in one process")
-
-
-def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
-    """Raise ValueError if gradients would be changed; an infinite limit only measures them."""
-    if config.gradient_release and limit != float("inf"):
-        instead = "do not call it (transformers' and TRL's trainers: max_grad_norm=0)"
-        _refuse(f"Accelerator.{method} finds no gradients", instead)
-
-
-def refuse_training_arguments(config: FP8Config, arguments: Any) -> None:
-    """Raise ValueError for transformers' arguments with which the Trainer accumulates or clips."""
-    refuse_accumulation(config, arguments)
-    if config.gradient_release and arguments.max_grad_norm:
-        what = f"max_grad_norm={arguments.max_grad_norm} clips by the norm of all gradients"
-        _refuse(what, "set max_grad_norm=0")
-
-
-def _refuse(what: str, instead: str) -> None:
-    raise ValueError(
-        f"FP8Config(gradient_release=True) frees each gradient in backward, but {what}; "
-        f"{instead}, or leave gradient_release out of the FP8Config"
-    )
 
 
 def wraps_in_ddp(accelerator: Any) -> bool:

@@ -24,7 +24,8 @@ from accelerate_fp8.logprob_difference import (
     LogprobDifference,
     Logprobs,
     SampledLogprobs,
-    warnings_of,
+    multiplicative_error,
+    warning_of,
 )
 from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.linear import Float8Layer
@@ -175,16 +176,16 @@ def log(original: Any, self: Any, logs: dict[str, Any], *args: Any, **kwargs: An
     state = vars(self).get("_fp8_rollouts")
     if state is not None:
         mode = "train" if self.model.training else "eval"
-        measured = state.differences[mode].take(self.accelerator)
-        if measured is not None:
-            metrics = {"difference": measured.mean, "multiplicative_error": measured.error}
+        mean = state.differences[mode].take(self.accelerator)
+        if mean is not None:
+            metrics = {"difference": mean, "multiplicative_error": multiplicative_error(mean)}
             for name, value in metrics.items():  # None like TRL's: loggers of JSON refuse NaN
                 key = f"{'' if mode == 'train' else 'eval_'}fp8/logprob_{name}"
                 logs[key] = None if math.isnan(value) else value
             layers = (m for m in self.model.modules() if isinstance(m, Float8Layer))
             recipes = sorted({layer.fp8.recipe.name for layer in layers})
-            for kind, text in warnings_of(measured, recipes, self):
-                _say_once(state, kind, text)
+            if text := warning_of(mean, recipes, self.use_vllm):
+                _say_once(state, "bound", text)
     return original(self, logs, *args, **kwargs)
 
 
@@ -196,8 +197,7 @@ def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _measure(trainer: Any, inputs: dict[str, Any], sampled: Tensor, scored: Tensor) -> None:
     mode = "train" if trainer.model.training else "eval"
-    ratio = inputs.get("importance_sampling_ratio")
-    _state_of(trainer).differences[mode].add(sampled, scored, sampled_mask(inputs), ratio)
+    _state_of(trainer).differences[mode].add(sampled, scored, sampled_mask(inputs))
 
 
 def sampled_mask(inputs: Mapping[str, Any]) -> Tensor:

@@ -15,7 +15,6 @@ from transformers.utils import logging
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import RESUMABLE, SAMPLES, holding, is_engine_chosen
 from accelerate_fp8.export import bound_arguments, save_exported
-from accelerate_fp8.optimizers import refuse_training_arguments
 from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
 from torch_fp8.optim.merged_state import whole_weights
 
@@ -115,13 +114,10 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
     """Extend ``Trainer._wrap_model``: refuse what the Trainer does past Accelerate.
 
     Raises:
-        ValueError: one process sees several GPUs, so the Trainer would use DataParallel; gradient
-            release is on with clipping or accumulation.
+        ValueError: one process sees several GPUs, so the Trainer would use DataParallel.
     """
     model: nn.Module = original(self, *args, **kwargs)
     preparation = preparation_of(self.accelerator)
-    if self.optimizer is not None:  # training, not evaluation
-        refuse_training_arguments(preparation.config, self.args)
     if bool(kwargs.get("training", True)) and self.is_in_train:
         preparation.serve(self)
     if isinstance(model, nn.DataParallel):

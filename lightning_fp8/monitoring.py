@@ -6,11 +6,8 @@ folder. There the plugin measures, warns and runs the fallbacks. To log numbers,
 `torch_fp8.Monitor` with a folder and ``log=fabric.log_dict``.
 """
 
-import dataclasses
 import functools
-import sys
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -28,10 +25,6 @@ class MonitoredPrecision:
     info: ClassVar[Any]
     _monitors: list[tuple[ReferenceType[nn.Module], Monitor]] = []  # noqa: RUF012, replaced
     _monitor_states: list[dict[str, Any]] = []  # noqa: RUF012, replaced
-
-    def watch_with(self, options: dict[str, Any]) -> None:
-        """Change the monitor's options in the configuration, before a model is watched."""
-        self.config = dataclasses.replace(self.config, **options)
 
     def watch(self, module: nn.Module | None, optimizers: Iterable[Any], trainer: Any) -> None:
         """Watch a model from now on, after its optimizers are known; may be called again.
@@ -117,50 +110,3 @@ def _log(trainer: Any, series: dict[str, float], step: int) -> None:
     host.callback_metrics.update(
         {name: torch.tensor(value, dtype=torch.float32) for name, value in series.items()}
     )
-
-
-class FP8Monitor:
-    """The callback that turns on the monitor: ``Trainer(callbacks=[FP8Monitor()])``.
-
-    ``FP8Config(monitor=N)`` does the same; if both set an option, the callback wins.
-
-    Args:
-        every_n_steps: the interval of measured steps.
-        options: further fields of FP8Config, for example ``on_alarm="bf16"``.
-    Raises:
-        ValueError: a value is not valid; or, when the fit begins, the Trainer does not run FP8.
-    """
-
-    def __init__(self, every_n_steps: int = 100, **options: Any) -> None:
-        super().__init__()
-        FP8Config(monitor=every_n_steps, **options)  # raises for invalid options
-        self.options = {"monitor": every_n_steps, **options}
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Pass the options to the precision plugin, before it gets a model."""
-        watch_with = getattr(trainer.precision_plugin, "watch_with", None)
-        if watch_with is None:
-            raise ValueError(
-                "FP8Monitor measures FP8 layers, but this Trainer has none: use "
-                "Trainer(precision='fp8-mixed')"
-            )
-        watch_with(self.options)
-
-
-@functools.cache
-def callback_class() -> type:
-    """Return `FP8Monitor` as a callback class of every Lightning that is imported or installed."""
-    packages = ("lightning.pytorch", "pytorch_lightning")
-    imported = [name for name in packages if name in sys.modules]
-    for name in packages if not imported else ():
-        try:
-            import_module(name)
-        except ImportError:
-            continue
-        imported.append(name)
-        break
-    if not imported:
-        raise ImportError("FP8Monitor is a callback for Lightning's Trainer: pip install lightning")
-    bases = tuple(import_module(name).Callback for name in imported)
-    own = {"__module__": "lightning_fp8", "__doc__": FP8Monitor.__doc__}
-    return type("FP8Monitor", (FP8Monitor, *bases), own)

@@ -52,8 +52,6 @@ from torch_fp8.optim.split_optimizer import adopt_steps
 
 _summaries: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """The last logged summary of each model."""
-RELEASE = "FP8Config(gradient_release=True)"
-_RELEASED = "each gradient is used and freed in backward; leave gradient_release out"
 
 
 class FP8Precision(Request):
@@ -78,7 +76,7 @@ class FP8Precision(Request):
 
     @property
     def request(self) -> dict[str, Any]:
-        """The keyword arguments of a host's plugin; `FP8Monitor` may change the configuration."""
+        """The keyword arguments of a host's plugin."""
         return {"config": self.config}
 
     def __repr__(self) -> str:
@@ -250,7 +248,10 @@ class HostPrecision(FP8Precision):
             ValueError: gradient release is on, which leaves no gradients to clip.
         """
         if self.config.gradient_release:
-            raise ValueError(f"{RELEASE} cannot clip gradients: {_RELEASED}")
+            raise ValueError(
+                "FP8Config(gradient_release=True) cannot clip gradients: each gradient is used and "
+                "freed in backward; leave gradient_release or the clipping out"
+            )
         return super().main_params(optimizer)  # type: ignore[misc]
 
     def _convert_optimizers(
@@ -302,12 +303,10 @@ class HostPrecision(FP8Precision):
         """Wrap the module with `wrap`, a function of `strategy`; for DDP also with our options.
 
         Raises:
-            ValueError: gradient release is on under DistributedDataParallel.
+            ValueError: see `ddp_options`.
         """
         if not hasattr(strategy, "_ddp_kwargs"):
             return wrap()
-        if self.config.gradient_release:
-            raise ValueError(f"{RELEASE} does not run under {type(strategy).__name__}: {_RELEASED}")
         optimizers = list(converted.optimizers)
         given = strategy._ddp_kwargs
         strategy._ddp_kwargs = ddp_options(converted.live, optimizers, given)

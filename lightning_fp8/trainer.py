@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fp8.monitoring import MonitoredPrecision
-from lightning_fp8.precision import RELEASE, HostPrecision, shards
+from lightning_fp8.precision import HostPrecision, shards
 from torch_fp8 import FP8Config
 from torch_fp8.conversion.forward_precision import LastSteps, refuse_share
 from torch_fp8.nn.deferred_logits import return_losses
@@ -40,12 +40,10 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         super().convert_module(module)
         if not shards(self._strategy):
             return_losses(module, getattr(type(module), "training_step", None))
-        if self._is_fitting():
-            _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
-            if hasattr(self._strategy, "configure_ddp"):
-                # DistributedDataParallel's buckets have the weights' dtype at the time of wrapping,
-                # and the Trainer wraps before the optimizers exist. So delay the wrapping.
-                self._strategy.configure_ddp = _wait
+        if self._is_fitting() and hasattr(self._strategy, "configure_ddp"):
+            # DistributedDataParallel's buckets have the weights' dtype at the time of wrapping, and
+            # the Trainer wraps before the optimizers exist. So delay the wrapping.
+            self._strategy.configure_ddp = _wait
         return module
 
     def connect(
@@ -136,26 +134,3 @@ def _number_of_steps(config: FP8Config, trainer: Any) -> int:
 
 def _wait() -> None:
     """A placeholder for the strategy's ``configure_ddp`` until the optimizers exist."""
-
-
-def _refuse_release(gradient_release: bool, module: Any) -> None:
-    """Raise ValueError if gradient release is on and the loop needs gradients after backward."""
-    trainer = module.trainer
-    clip, count = trainer.gradient_clip_val, trainer.accumulate_grad_batches
-    accumulates = any(
-        callback.going_to_accumulate_grad_batches()
-        for callback in trainer.callbacks
-        if hasattr(callback, "going_to_accumulate_grad_batches")
-    )
-    reasons = {
-        "manual optimization": not module.automatic_optimization,
-        f"Trainer(gradient_clip_val={clip})": clip,
-        f"Trainer(accumulate_grad_batches={count})": count > 1,
-        "GradientAccumulationScheduler": accumulates,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if gradient_release and reason is not None:
-        raise ValueError(
-            f"{RELEASE} cannot be combined with {reason}: each gradient is used and freed in "
-            "backward; leave one of them out"
-        )

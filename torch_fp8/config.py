@@ -121,7 +121,7 @@ class FP8Config:
             current tokens, and multiply the weight by its reciprocal as it is cast. The function
             and the checkpoint stay the same, and outliers of aligned channels no longer flush the
             other channels to zero. Gated MLPs are found by structure, with any activation.
-            ``torch-fp8 check`` reports where a model needs it. Default: ``False``.
+            The monitor shows where a model needs it. Default: ``False``.
         save_activations (str): format of what norms and gated MLPs save for backward: ``fp8`` (E4M3
             with a scale for each 128 elements) or ``bf16`` (their inputs, unchanged). Linear layers
             save the FP8 payload that their GEMM reads, except with ``wgrad="bf16"``. Default:

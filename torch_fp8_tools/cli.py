@@ -18,22 +18,19 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import NoReturn
 
 from torch_fp8._version import __version__
 from torch_fp8.quantization.suggestions import REMOVED, suggestion
+from torch_fp8_tools.parsers import add_parsers
 
 _REMOVED = {
     **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),
+    "check": "run a few steps with FP8Config(monitor=1), and torch-fp8 report",
     "largest": "plan the presets that you consider, one at a time",
+    "roles": "plan each trained model, and add a byte for each parameter of a frozen one",
     "report": "write the output to a file: torch-fp8 env --self-test > FILE",
 }
-_COMMANDS = (
-    *("env.command", "commands.command", "plan.command"),
-    *("check.command", "report.report", "compare.command"),
-)
-"""The modules of the sub-commands, in the order of the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,8 +53,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 2
     try:
         with _terminated_as_interrupted():
-            run = options.run if callable(options.run) else pkgutil.resolve_name(options.run)
-            status: int = run(options)
+            status: int = pkgutil.resolve_name(options.run)(options)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -111,6 +107,8 @@ class _Parser(argparse.ArgumentParser):
         elif message.startswith("unrecognized arguments: -"):
             texts = [parser.format_usage() for parser in (self, *self.commands.values())]
             message += suggestion(words[0], set(re.findall(r"(?<!\w)--?[\w-]+", " ".join(texts))))
+        elif "invalid choice: 'check'" in message:
+            message = f"there is no command 'check' any more: {_REMOVED['check']}"
         elif "invalid choice: '" in message:
             wrong, *choices = [word.strip("'") for word in words if not word.startswith("-")]
             choices = choices or re.findall(r"[\w.-]+", message.partition("choose from")[2])
@@ -124,8 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     failures = ImportError, RuntimeError
     parser.set_defaults(mistakes=(ValueError, TypeError), failures=failures, is_whole=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in _COMMANDS:
-        import_module(f"torch_fp8_tools.{name}").add_parser(commands)
+    add_parsers(commands)
     parser.commands = commands.choices
     return parser
 

@@ -93,7 +93,7 @@ def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(accelerate, gemms, timed):
 @pytest.fixture
 def no_handler(monkeypatch):
     """As in a script that never imported `FP8Kwargs`."""
-    monkeypatch.delitem(sys.modules, "accelerate_fp8.handler", raising=False)
+    monkeypatch.delitem(sys.modules, "accelerate_fp8.flags", raising=False)
 
 
 @pytest.mark.usefixtures("no_handler")

@@ -20,14 +20,13 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from tests.internals import (
     LogprobDifference,
-    Measured,
     SampledLogprobs,
     pause,
     preparation_of,
     resume,
     rollouts,
     sampled_mask,
-    warnings_of,
+    warning_of,
 )
 from tests.internals import accelerate_register as _register
 from torch_fp8 import Float8Linear
@@ -79,9 +78,9 @@ def test_it_is_what_the_trainer_sampled_and_scored(lab, monkeypatch):
     seen: list[tuple[Any, ...]] = []
     add = LogprobDifference.add
 
-    def spy(self, sampled, scored, mask, ratio):
+    def spy(self, sampled, scored, mask):
         seen.append((sampled, scored, mask))
-        add(self, sampled, scored, mask, ratio)
+        add(self, sampled, scored, mask)
 
     monkeypatch.setattr(LogprobDifference, "add", spy)
     trainer = lab.make("grpo", False, {"max_completion_length": 8, "max_steps": 1})
@@ -187,44 +186,18 @@ def test_another_version_of_trl_is_told_of(lab, said):
     ]
 
 
-def _trainer(**options):
-    return types.SimpleNamespace(
-        **{
-            "use_vllm": True,
-            "vllm_importance_sampling_correction": True,
-            "vllm_importance_sampling_mode": "sequence_mask",
-            **options,
-        }
-    )
-
-
 def test_warnings_name_the_way_out():
-    far, near = Measured(0.07, None), Measured(0.026, None)
-    alone = _trainer(use_vllm=False)
-    assert not list(warnings_of(near, ["delayed"], alone))
-    assert not list(warnings_of(Measured(0.009, None), ["tensorwise"], alone))
-    ((_, text),) = warnings_of(Measured(0.015, None), ["tensorwise"], alone)
+    assert not warning_of(0.026, ["delayed"], use_vllm=False)
+    assert not warning_of(0.009, ["tensorwise"], use_vllm=False)
+    text = warning_of(0.015, ["tensorwise"], use_vllm=False)
     assert "above 1.01: recipe 'tensorwise' has one scale" in text
-    ((kind, text),) = warnings_of(far, ["tensorwise"], alone)
-    assert kind == "bound"
+    text = warning_of(0.07, ["tensorwise"], use_vllm=False)
     assert "multiplicative_error=1.073, above 1.01: recipe 'tensorwise' has one scale" in text
     assert "recipe='rowwise'" in text
-    ((_, text),) = warnings_of(far, ["blockwise", "rowwise"], alone)
+    text = warning_of(0.07, ["blockwise", "rowwise"], use_vllm=False)
     assert "a different precision or mode" in text
     assert "recipe" not in text.split("above")[1]
-
-
-def test_a_correction_that_throws_rollouts_away_is_told_of():
-    low = Measured(0.0255, 0.31)
-    ((kind, text),) = warnings_of(low, ["rowwise"], _trainer())
-    assert kind == "correction"
-    assert "31% of the gradients' weight is kept" in text
-    assert "vllm_importance_sampling_mode='token_truncate'" in text
-    assert not list(warnings_of(low, ["rowwise"], _trainer(use_vllm=False)))
-    per_token = _trainer(vllm_importance_sampling_mode="token_truncate")
-    assert not list(warnings_of(low, ["rowwise"], per_token))
-    for kept in (None, 0.95):
-        assert not list(warnings_of(Measured(0.0255, kept), ["rowwise"], _trainer()))
+    assert "the engine that generates them" in warning_of(0.07, ["rowwise"], use_vllm=True)
 
 
 def test_sums_leave_out_what_is_not_known_or_not_sampled():
@@ -233,9 +206,8 @@ def test_sums_leave_out_what_is_not_known_or_not_sampled():
     scored = torch.tensor([[-1.5, -1.0, -2.0], [-1.0, -1.25, -9.0], [-9.0, -9.0, -9.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
     alone = types.SimpleNamespace(device="cpu", gather=lambda x: x)
-    difference.add(sampled, scored, mask, torch.tensor([[0.0], [1.0], [5.0]]))
-    measured = difference.take(alone)
-    assert measured == Measured(pytest.approx(0.75 / 4), 0.5)
+    difference.add(sampled, scored, mask)
+    assert difference.take(alone) == pytest.approx(0.75 / 4)
     assert difference.take(alone) is None
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fp8 import FP8Config, FP8Monitor, FP8Precision
+import lightning_fp8
+from lightning_fp8 import FP8Config, FP8Precision
 from tests.internals import is_paused, read_run
 
 
@@ -58,10 +59,8 @@ def _trainer(host, folder, steps, config, callbacks=(), **options):
 
 @pytest.mark.parametrize("host", [lightning.pytorch, pytorch_lightning], ids=lambda h: h.__name__)
 def test_series_stand_in_the_loggers_and_the_file_in_log_dir(host, tmp_path):
-    callback = FP8Monitor(every_n_steps=3)
-    assert isinstance(callback, host.Callback)
-    config, model = FP8Config(recipe="delayed"), _model(host)
-    trainer = _trainer(host, tmp_path, 7, config, [callback], accumulate_grad_batches=2)
+    config, model = FP8Config(recipe="delayed", monitor=3), _model(host)
+    trainer = _trainer(host, tmp_path, 7, config, accumulate_grad_batches=2)
     trainer.fit(model, _data())
     metrics = (tmp_path / "metrics.csv").read_text().splitlines()
     assert "fp8/net.0/input/sqnr" in metrics[0]
@@ -73,15 +72,9 @@ def test_series_stand_in_the_loggers_and_the_file_in_log_dir(host, tmp_path):
     assert list(record.losses.values()) == pytest.approx(means, rel=1e-3)
 
 
-def test_the_callback_needs_fp8_and_valid_options(tmp_path):
-    with pytest.raises(ValueError, match="on_alarm"):
-        FP8Monitor(10, on_alarm="shout")
-    with pytest.raises(TypeError, match="no longer takes 'on_loss_spike'"):
-        FP8Monitor(10, on_loss_spike="skip")
-    host = lightning.pytorch
-    trainer = host.Trainer(max_steps=1, accelerator="cpu", callbacks=[FP8Monitor()], logger=False)
-    with pytest.raises(ValueError, match="precision='fp8-mixed'"):
-        trainer.fit(_model(host), _data())
+def test_the_removed_callback_is_refused():
+    with pytest.raises(ImportError, match=r"FP8Monitor is gone: take plugins=\[FP8Precision\(mon"):
+        lightning_fp8.FP8Monitor  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
@@ -109,8 +102,8 @@ def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(tmp_
     trainer = _trainer(host, tmp_path, 5, config)
     trainer.fit(_model(host), _data())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    callbacks = [FP8Monitor(every_n_steps=2)]
-    resumed = _trainer(host, tmp_path / "again", 9, config, callbacks)
+    config = FP8Config(recipe="tensorwise", monitor=2)
+    resumed = _trainer(host, tmp_path / "again", 9, config)
     resumed.fit(_model(host), _data(), ckpt_path=str(tmp_path / "last.ckpt"))
     record = read_run(tmp_path / "again")
     assert (record.steps, sorted(record.losses)) == ([6, 8], [6, 7, 8, 9])

@@ -8,7 +8,7 @@ _LAUNCHERS = f"{_TESTS}/test_launchers.py"
 FAULTS = [
     Fault(
         "a variant with a higher loss needs fewer steps",
-        f"{_PACKAGE}/statistics.py",
+        f"{_PACKAGE}/trial_record.py",
         "last + statistics.fmean(gaps) / -slope",
         "last + statistics.fmean(gaps) / slope",
         f"{_FIGURES}::test_steps_to_equal_loss_follow_from_the_slope",
@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "a loss that is 1 % higher is good",
-        f"{_PACKAGE}/advice.py",
+        f"{_PACKAGE}/outcome.py",
         "apart.is_certain and apart.mean > WORSE",
         "apart.is_certain and apart.mean > 10 * WORSE",
         f"{_FIGURES}::test_the_advice_says_what_was_measured",
@@ -113,7 +113,7 @@ FAULTS = [
     ),
     Fault(
         "machines write into one folder",
-        f"{_PACKAGE}/machines.py",
+        f"{_PACKAGE}/comparison.py",
         'if count not in (None, "1", "1:1"):',
         'if count == "0":',
         f"{_LAUNCHERS}::test_commands_of_one_machine_and_of_several",

@@ -55,7 +55,6 @@ def commands(folder):
     plan = ["plan", model, "--level", "O2", "--gpus", "1"]
     yield "plan", plan
     yield "plan lora", [*plan, "--method", "lora"]
-    yield "check", ["check", model, "--batches", "1", "--sequence", "8"]
     export = ["export", model, output / "export", "--format", "compressed-tensors"]
     yield "export", [*export, "--recipe", "rowwise"]
     converted = output / "optimizer.pt"

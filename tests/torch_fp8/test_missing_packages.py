@@ -14,7 +14,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).with_name("missing_packages.py")
-MODEL = ("plan", "plan lora", "check", "export")
+MODEL = ("plan", "plan lora", "export")
 """Commands for which transformers builds a model."""
 UNUSED = "accelerate,lightning,pytorch_lightning,lightning_fabric,trl,triton,datasets,torchao"
 CASES = {

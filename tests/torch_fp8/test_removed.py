@@ -49,3 +49,6 @@ def test_a_removed_flag_of_the_command_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["env", "--self-test", "--report", "file.txt"])
     assert "no longer takes --report: write the output to a file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["check", "model"])
+    assert "no command 'check' any more: run a few steps with" in capsys.readouterr().err

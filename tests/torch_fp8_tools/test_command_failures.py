@@ -47,7 +47,7 @@ def test_an_interrupt_of_any_command_is_130(monkeypatch, capsys):
     monkeypatch.setattr("torch_fp8_tools.plan.command.run", interrupt)
     assert cli.main(["plan", "llama-3.1-8b"]) == 130
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
-    monkeypatch.setattr("torch_fp8_tools.commands.command.convert", interrupt)
+    monkeypatch.setattr("torch_fp8_tools.stock_states.convert", interrupt)
     assert cli.main(["convert-optimizer", "states", "converted"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -116,7 +116,6 @@ BROKEN = {
 }
 COMMANDS = {
     "plan": ["plan", "{path}", "--level", "O2"],
-    "check": ["check", "{path}", "--batches", "1", "--sequence", "8"],
     "export": ["export", "{path}", "{out}", "--format", "fine-grained", "--recipe", "blockwise"],
     "convert-optimizer": ["convert-optimizer", "{path}", "{out}"],
     "report": ["report", "{path}"],
@@ -155,7 +154,6 @@ WRONG = {
         ["--memory", "nan"],
         ["--sequence", "99999999"],
     ),
-    "check": (["--device", "nonsense"], ["--sequence", "100000"]),
     "export": (["--config", "{bad"], ["--config", '{"nope": 1}'], ["--max-shard-size", "x"]),
     "convert-optimizer": ([],),
     "report": ([],),

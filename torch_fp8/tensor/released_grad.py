@@ -18,8 +18,9 @@ def second_gradient(shape: torch.Size) -> RuntimeError:
         "FP8Config(gradient_release=True) has applied and freed the gradient of a parameter of "
         f"shape {tuple(shape)} in backward. A second gradient before optimizer.step() (gradient "
         "accumulation over micro-batches; checkpointing with use_reentrant=True when a weight is "
-        "used in several places), clip_grad_norm_, clip_grad_value_, GradScaler and norms of all "
-        "gradients need gradient_release=False. A hook, p.register_hook(...), sees each gradient"
+        "used in several places), clip_grad_norm_ (max_grad_norm=0 turns it off in transformers), "
+        "clip_grad_value_, GradScaler and norms of all gradients need gradient_release=False. A "
+        "hook, p.register_hook(...), sees each gradient"
     )
 
 

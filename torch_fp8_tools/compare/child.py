@@ -48,7 +48,7 @@ EXTENSIONS = {
             "lightning.pytorch.loops.evaluation_loop",
             "pytorch_lightning.loops.evaluation_loop",
         ),
-        ("torch_fp8_tools.compare.evaluations:extend_lightning",),
+        ("torch_fp8_tools.compare.host_precision:extend_evaluation_loop",),
     ),
 }
 """The functions that extend each module of a host, beside those of `_fp8_autoload`."""

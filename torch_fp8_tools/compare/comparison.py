@@ -1,25 +1,33 @@
-"""Runs the trials of ``torch-fp8 compare``, and writes and prints what came out."""
+"""``torch-fp8 compare``: its variants, from the user's words, its machines and its trials.
+
+It runs once in front of a launcher, or on each of several machines: launchers that start all ranks
+themselves (``srun``, ``mpirun``) run behind the command, and those that are started on each machine
+(``torchrun --nnodes 2``) run behind a command on each machine.
+"""
 
 import argparse
 import json
 import os
 import re
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch_fp8_tools.compare.advice import Advice, advise
+from torch_fp8.config import FP8Config
+from torch_fp8.quantization.options import read_json
+from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.suggestions import suggestion
 from torch_fp8_tools.compare.bf16_products import SLOW, slowness
-from torch_fp8_tools.compare.figure import draw
-from torch_fp8_tools.compare.machines import machine
-from torch_fp8_tools.compare.outcome import Outcome, outcome
-from torch_fp8_tools.compare.tables import as_json, as_text, steps_csv, summary_csv
+from torch_fp8_tools.compare.outcome import Advice, Outcome, advise, outcome
+from torch_fp8_tools.compare.tables import as_json, as_text, draw, steps_csv, summary_csv
 from torch_fp8_tools.compare.trial import VARIABLE, Trial
 from torch_fp8_tools.compare.trial_record import TrialRecord
 from torch_fp8_tools.compare.trials import INTERRUPTED, run_trial, trials_of
-from torch_fp8_tools.compare.variants import variants
 
 CONFIG, COMMAND = "fp8_config.json", "command.json"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -161,3 +169,129 @@ def _write(
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+_COUNT = re.compile(r"--(?:nnodes|num[_-]machines)(?:=(.+))?$")
+_NUMBER = re.compile(r"--(?:node|machine)[_-]rank(?:=(.+))?$")
+QUEUES = {
+    "sbatch": "it only queues a script. Call torch-fp8 compare in that script, in front of srun",
+    "salloc": "its session has the cards. Call torch-fp8 compare in it, in front of srun",
+    "ray": "the cluster does not get this environment. Submit the comparison: ray job submit -- "
+    "torch-fp8 compare -- python train.py",
+    "sky": "other machines run the task. Call torch-fp8 compare in the task's run: section",
+}
+"""Commands that hand a program on to processes without our environment, and what to do."""
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+
+
+def machine(command: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Return a name for this machine, if the command runs on each of several machines.
+
+    Args:
+        command: the user's command, which starts the ranks of one machine or of all.
+        environment: environment variables.
+    Returns:
+        ``machine-`` and its number, or its host name, or None if the command starts all ranks.
+    Raises:
+        ValueError: the command only queues a program, or torch-fp8 compare itself runs once for
+            each rank.
+    """
+    name = Path(command[0]).name
+    if name in QUEUES:
+        raise ValueError(f"{name} starts no process of this comparison: {QUEUES[name]}")
+    count = _value_of(command, _COUNT)
+    if count not in (None, "1", "1:1"):
+        return f"machine-{_value_of(command, _NUMBER) or socket.gethostname()}"
+    for variable in _TASKS:
+        tasks = environment.get(variable, "")
+        if tasks.isdecimal() and int(tasks) > 1:
+            raise ValueError(
+                f"torch-fp8 compare runs in each of {tasks} processes ({variable}={tasks}). Put it "
+                "in front of the launcher: torch-fp8 compare -- srun python train.py"
+            )
+    return None
+
+
+def _value_of(command: Sequence[str], pattern: re.Pattern[str]) -> str | None:
+    """Return the value of the first option that matches, after ``=`` or as the next word."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if option := pattern.match(word):
+            return option[1] or following
+    return None
+
+
+BF16 = "bf16"
+_LEVELS = ("O1", "O2", "O3")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the program.
+
+    Attributes:
+        name: name, as the user wrote it.
+        options: fields of FP8Config that it sets, or None for BF16.
+    """
+
+    name: str
+    options: Mapping[str, Any] | None
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^\w.-]+", "-", self.name).strip("-.") or "variant"
+
+
+def variants(texts: Sequence[str]) -> list[Variant]:
+    """Return the variants, BF16 first.
+
+    Args:
+        texts: "bf16", "fp8", or levels, recipes and ``field=value`` separated by commas, JSON, or
+            the path of a JSON file.
+    Raises:
+        ValueError, TypeError: a text is no variant, an option is not valid, or two variants are
+            the same.
+    """
+    parsed = [Variant(text, _options(text)) for text in texts]
+    if not any(variant.options is None for variant in parsed):
+        parsed.insert(0, Variant(BF16, None))
+    folders = [variant.folder for variant in parsed]
+    twice = next((v.name for i, v in enumerate(parsed) if v.folder in folders[:i]), None)
+    if twice is not None:
+        raise ValueError(f"--variants names {twice!r} twice; every variant runs once for each seed")
+    if len(parsed) == 1:
+        raise ValueError("--variants names only BF16; add a level or a recipe, such as O2")
+    return sorted(parsed, key=lambda variant: variant.options is not None)
+
+
+def _options(text: str) -> dict[str, Any] | None:
+    if text.lower() == BF16:
+        return None
+    if text.lstrip().startswith("{") or text.endswith(".json"):
+        options = dict(read_json(Path(text) if text.endswith(".json") else text))
+        FP8Config(**options)
+        return options
+    options = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, mark, value = word.partition("=")
+        if mark:
+            options[name.strip()] = _value(value.strip())
+        elif word.upper() in _LEVELS:
+            options["opt_level"] = word.upper()
+        elif word.lower() in ("auto", *RECIPES):
+            options["recipe"] = word.lower()
+        elif word.lower() != "fp8":
+            known = (BF16, "fp8", *_LEVELS, "auto", *RECIPES)
+            raise ValueError(
+                f"--variants: {word!r} is no level, recipe or field=value"
+                f"{suggestion(word, known)}; write for example bf16 O2 'O3, rowwise'"
+            )
+    FP8Config(**options)
+    return options
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return tuple(value) if isinstance(value, list) else value

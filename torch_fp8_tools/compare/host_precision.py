@@ -1,6 +1,7 @@
 """The hosts' precision in a trial: BF16 where a program says FP8, and FP8 where it says BF16.
 
-Each ``extend_`` function gets a module of a host after its import, and may be called twice.
+Each ``extend_`` function gets a module of a host after its import, and may be called twice. The
+last two record the held-out losses that a program computes by its host's own evaluation.
 """
 
 import inspect
@@ -145,3 +146,27 @@ def _unconverted(model: Any, config: Any) -> Any:
         unused_skip=(),
         flops=matmul_flops(model),
     )
+
+
+def extend_evaluation_loop(module: Any) -> None:
+    """Record what Lightning's evaluation loop returns: a dictionary for each loader."""
+    wrap(module._EvaluationLoop, "run", _run)
+
+
+def _run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    results = original(self, *args, **kwargs)
+    if not self.trainer.sanity_checking:
+        for values in results or ():
+            recorder().evaluation(values)
+    return results
+
+
+def extend_evaluate(module: Any) -> None:
+    """Record what transformers' ``Trainer.evaluate`` returns."""
+    wrap(module.Trainer, "evaluate", _evaluate)
+
+
+def _evaluate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    values = original(self, *args, **kwargs)
+    recorder().evaluation(values)
+    return values

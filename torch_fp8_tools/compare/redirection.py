@@ -118,9 +118,9 @@ def _arguments(original: Any, self: Any) -> None:
 
 def extend_trainer(module: Any) -> None:
     """Redirect ``Trainer.save_model``, leave checkpoints out, and record evaluations."""
-    from torch_fp8_tools.compare import evaluations
+    from torch_fp8_tools.compare.host_precision import extend_evaluate
 
-    evaluations.extend_trainer(module)
+    extend_evaluate(module)
     wrap(module.Trainer, "save_model", _to_argument("output_dir", "Trainer.save_model"))
     wrap(module.Trainer, "_save_checkpoint", _nothing("a checkpoint of the Trainer"))
 

@@ -1,4 +1,9 @@
-"""Checks of the installed hosts (versions, extension points) and of the flag's registration."""
+"""Checks of the installed hosts (versions, extended modules) and of the flag's registration.
+
+``python -m torch_fp8_tools.env.hosts MODULE ...`` imports these modules of one host, as a script
+would, and prints as JSON what is wrong with each. So a broken host, or one that ends the process,
+affects nothing else.
+"""
 
 import importlib.util
 import json
@@ -10,13 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+import _fp8_autoload
 import _fp8_points
 import torch_fp8
 from torch_fp8._version import distribution_version
 from torch_fp8.config import ENV_VAR, FP8Config
-from torch_fp8_tools.env.host_points import POINTS, SECTION
 from torch_fp8_tools.env.result import FAILED, INFO, OK, Result, last_line, one_line
 
+SECTION = "hosts"
+MODULES: dict[str, list[str]] = {}
+"""The modules that `lightning_fp8` and `accelerate_fp8` extend, by host."""
+for _module in _fp8_autoload.EXTENSIONS:
+    MODULES.setdefault(_module.partition(".")[0], []).append(_module)
 _DISTRIBUTIONS = {
     **_fp8_points.DISTRIBUTIONS,
     "transformer_engine": ("transformer-engine", "transformer-engine-torch"),
@@ -44,7 +54,7 @@ def child_environment() -> dict[str, str]:
 
 def hosts() -> list[Result]:
     """Check all hosts; those installed and extended are imported, each in its own process."""
-    installed = [host for host in POINTS if is_installed(host)]
+    installed = [host for host in MODULES if is_installed(host)]
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
         looked = dict(zip(installed, pool.map(_extended, installed), strict=True))
     results = []
@@ -55,11 +65,11 @@ def hosts() -> list[Result]:
 
 
 def _extended(host: str) -> list[Result]:
-    """Return a line for a host, and one for each extension point, from a process of its own."""
+    """Return a line for a host, and one for each extended module, from a process of its own."""
     version = distribution_version(*_DISTRIBUTIONS[host]) or "version unknown"
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "torch_fp8_tools.env.host_points", *POINTS[host]],
+            [sys.executable, "-m", __name__, *MODULES[host]],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -67,20 +77,36 @@ def _extended(host: str) -> list[Result]:
             env=child_environment(),
             timeout=_LIMIT_S,
         )
+        faults = json.loads(process.stdout)
     except subprocess.TimeoutExpired:
         detail = f"{version}, importing it took more than {_LIMIT_S} s"
         return [Result(SECTION, host, FAILED, detail)]
-    try:
-        report = json.loads(process.stdout)
     except ValueError:
         last = one_line((process.stderr.strip() or "nothing was printed").splitlines()[-1])
         ended = f"importing it ended the process with status {process.returncode}: {last}"
         return [Result(SECTION, host, FAILED, f"{version}, {ended}")]
-    lines = [Result(**fields) for fields in report["lines"]]
+    lines = [
+        Result(SECTION, name, FAILED if fault else OK, fault or "extended", part=not fault)
+        for name, fault in faults.items()
+    ]
     held = sum(line.status == OK for line in lines)
-    counts = f"{held} of {len(lines)} extension points are active"
-    detail = "; ".join([f"{report['version'] or version}, {counts}", *report["said"]])
+    detail = f"{version}, {held} of {len(lines)} modules are extended"
     return [Result(SECTION, host, OK if held == len(lines) else FAILED, detail), *lines]
+
+
+def import_modules(names: list[str]) -> dict[str, str]:
+    """Import modules of a host, and return why FP8 does not work through each; empty if it does."""
+    faults = {}
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # a host may raise anything
+            faults[name] = f"cannot be imported: {last_line(error)}"
+            continue
+        status = _fp8_autoload._finder.status.get(name, "not extended: the flag has no effect here")
+        too_old = _fp8_points.refusal(name.partition(".")[0])
+        faults[name] = too_old or status.removeprefix("extended")
+    return faults
 
 
 _AUTOLOAD = "autoload"
@@ -132,3 +158,8 @@ def _configuration() -> tuple[str, str]:
     except Exception as error:
         return FAILED, last_line(error)
     return INFO, "not set" if config is None else config.to_json()
+
+
+if __name__ == "__main__":
+    output, sys.stdout = sys.stdout, sys.stderr  # keep hosts' prints off stdout
+    json.dump(import_modules(sys.argv[1:]), output)

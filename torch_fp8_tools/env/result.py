@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_fp8.quantization.recipe import RECIPES
+
+SUBJECTS = ("kernels", *RECIPES, "frozen")
+"""The subjects of the self-test, each of which can be requested alone."""
 INFO, OK, FAILED, NOT_RUN = "info", "ok", "failed", "not run"
 _MAX_MESSAGE = 300
 

@@ -1,57 +1,18 @@
-"""The sub-command ``torch-fp8 plan``."""
+"""``torch-fp8 plan``: plan a run and print it as JSON, or as a table of its levels with notes."""
 
 import argparse
 import gc
 import inspect
 import json
-import sys
-from typing import Any
 
-from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8_tools.plan.layouts import PRESETS
-from torch_fp8_tools.plan.setup import CARDS, LEVELS, METHODS, ROLES, make_setup
+from torch_fp8.config import FP8Config
+from torch_fp8.quantization.wording import aligned
+from torch_fp8_tools.plan import plan as planner
+from torch_fp8_tools.plan.plan import CATEGORIES, LevelPlan, Plan
+from torch_fp8_tools.plan.setup import LEVELS, Setup
 
-
-def add_parser(commands: Any) -> None:
-    """Add the sub-command to those of ``torch-fp8``."""
-    parser = commands.add_parser(
-        "plan",
-        help="estimate memory and communication of a training run before you rent a GPU",
-        description=(
-            "What a training run needs from each GPU, in BF16 and at each level. Bytes are counted "
-            "by the training code. If no level fits, O2 and O3 are planned again with "
-            "--checkpointing. Exit status: 0 planned, 1 no level fits, 2 a mistake in the call, "
-            "130 interrupted."
-        ),
-        epilog=f"Presets: {', '.join(PRESETS)}.",
-    )
-    parser.add_argument("model", help="a preset, a folder with a config.json, or a config.json")
-    parser.add_argument("--level", nargs="+", choices=LEVELS, metavar="LEVEL",
-                        help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
-    whole = {"type": int, "metavar": "N"}
-    parser.add_argument("--gpus", **whole, nargs="+", default=[1],
-                        help="number of GPUs (default: 1); several: a table over them")  # fmt: skip
-    parser.add_argument("--card", default="h100", help=f"one of {', '.join(CARDS)}")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of each GPU (the card's)")
-    parser.add_argument("--sequence", **whole, help="tokens of a sequence (at most 4096)")
-    parser.add_argument("--micro-batch", **whole, default=1, help="sequences of a forward of a GPU")
-    parser.add_argument("--accumulate", **whole, default=1, help="micro-batches of a step")
-    parser.add_argument("--data", **whole, help="replicas of the model (what --fsdp leaves, or 1)")
-    parser.add_argument("--fsdp", **whole, help="shards of a replica (what the others leave)")
-    parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
-    parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
-    parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto",
-                        help="FP8 recipe (default: auto, planned as tensorwise)")  # fmt: skip
-    parser.add_argument("--checkpointing", action="store_true",
-                        help="compute layers again in backward")  # fmt: skip
-    parser.add_argument("--method", choices=METHODS, default="full",
-                        help="all weights, adapters, or RLHF (default: full)")  # fmt: skip
-    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES),
-                        help="models of --method rlhf (all four)")  # fmt: skip
-    parser.add_argument("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    mistakes = (ValueError, TypeError, ImportError, OSError)
-    parser.set_defaults(run=run, mistakes=mistakes, is_whole=True)
+_GIB = 2**30
+_DEFAULT = FP8Config().opt_level
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,14 +27,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from torch_fp8_tools.plan.plan import plan
-
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
-        return _scaling(options, levels)
-    result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
-    if not result.fits and not options.checkpointing:
-        result = _checkpointed(result, tuple(n for n in levels if n in ("O2", "O3")) or levels)
+        raise ValueError(
+            "--gpus no longer takes several numbers: plan one after the other, such as --gpus "
+            f"{options.gpus[0]}"
+        )
+    names = inspect.signature(Setup).parameters.keys() - {"model", "gpus"}
+    given = {name: getattr(options, name) for name in names}
+    result = planner.plan(options.model, levels=levels, gpus=options.gpus[0], **given)
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
@@ -81,40 +43,88 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _checkpointed(planned: Any, levels: tuple[str, ...]) -> Any:
-    """Plan again with --checkpointing if that can fit, and say what came of it."""
-    from torch_fp8_tools.plan.plan import checkpointed, left_of
-
-    standing = min(planned.levels[level].standing for level in levels)
-    alone = ", of weights and states alone"
-    if left_of(planned.setup.memory * 2**30, standing) >= 0:
-        again = checkpointed(planned, levels)
-        if again.fits:
-            print("Nothing fits without --checkpointing. With it:\n", file=sys.stderr)
-            return again
-        standing, alone = min(level.peak for level in again.levels.values()), " at the peak"
-    print(f"With --checkpointing nothing fits either: {standing / 2**30:.1f} GiB{alone}.",
-          file=sys.stderr)  # fmt: skip
-    return planned
+def plain_text(plan: Plan) -> str:
+    """Format a plan as text of at most 80 columns."""
+    return "\n".join([headline(plan), "", aligned(lines_of(plan)), "", *notes(plan), ""])
 
 
-def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
-    from torch_fp8_tools.plan.plan import plan_beside
-    from torch_fp8_tools.plan.tables import scaling_text
+def headline(plan: Plan) -> str:
+    """Describe the planned run in a few words."""
+    setup = plan.setup
+    degrees = {
+        "data": setup.data,
+        "FSDP": setup.fsdp,
+        "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
+    }
+    ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+    many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"
+    return (
+        f"{setup.name}, {plan.num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{many}{f' ({ways})' if ways else ''}; {setup.micro_batch} x {setup.sequence} tokens"
+        f"{f' x {setup.accumulate} micro-batches' if setup.accumulate > 1 else ''}"
+        f"{', activation checkpointing' if setup.checkpointing else ''}; {setup.recipe}"
+    )
 
-    counted: dict[tuple[str, str, int], Any] = {}
-    run = {"levels": levels, **_arguments(options)}
-    plans = [plan_beside(counted, options.model, gpus=number, **run) for number in options.gpus]
-    if options.json:
-        print(json.dumps([result.as_dict() for result in plans], indent=2))
-    else:
-        print(scaling_text(plans))
-    return 0 if any(result.fits for result in plans) else 1
+
+def what(setup: Setup) -> str:
+    """Describe the trained model."""
+    if setup.method == "lora":
+        return f"LoRA of rank {setup.rank}"
+    return "full training"
 
 
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    names = inspect.signature(make_setup).parameters.keys() - {"model", "gpus", "roles"}
-    arguments = {name: getattr(options, name) for name in names}
-    if options.method == "rlhf":
-        arguments["roles"] = tuple(options.roles)
-    return arguments
+def lines_of(plan: Plan) -> list[list[str]]:
+    """Return the rows of the table: a category, and a cell for each level."""
+    levels = plan.levels.values()
+    names = [n for n in CATEGORIES if any(level.bytes[n] for level in levels)]
+    rows = [["GiB per GPU", *plan.levels]]
+    for name in (*names, "activations", "total"):
+        rows.append([name, *(gib(level.bytes[name]) for level in levels)])
+    rows.append(["peak", *(gib(level.peak) for level in levels)])
+    rows.append(["fits", *(_fits(level) for level in levels)])
+    rows.append(["wire a step", *(gib(level.wire) for level in levels)])
+    return rows
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return notes on the numbers, and on which configuration to copy."""
+    lines = [
+        "Bytes are counted by the training code; activations are all tensors that live",
+        "within a step. The total is the sum; the peak is the most held at one time.",
+    ]
+    if plan.lengths:
+        lines += [
+            "Layers loop over tokens in Python, so activations are extrapolated from steps of",
+            f"{', '.join(map(str, plan.lengths))} tokens.",
+        ]
+    if plan.experts:
+        lines += ["", f"{plan.experts}."]
+    name, why = advice(plan)
+    if name:
+        lines += ["", f"{name}: {why}.", f"To copy: TORCH_FP8_CONFIG='{plan.levels[name].config}'"]
+    elif not plan.fits:
+        checkpointing = "" if plan.setup.checkpointing else "--checkpointing, "
+        lines += ["", f"Nothing fits: more GPUs, {checkpointing}--tensor, or a shorter --sequence."]
+    return lines
+
+
+def advice(plan: Plan) -> tuple[str, str]:
+    """Return the recommended level and the reason; two empty strings if none fits."""
+    fitting = {name: level for name, level in plan.levels.items() if level.config and level.fits}
+    if not fitting:
+        return "", ""
+    if _DEFAULT in fitting:
+        return _DEFAULT, "the default, and it fits"
+    least = min(fitting, key=lambda name: fitting[name].peak)
+    return least, "of the levels that fit, the one with the lowest peak"
+
+
+def gib(num_bytes: float) -> str:
+    """Format bytes in GiB."""
+    return f"{num_bytes / _GIB:.2f}"
+
+
+def _fits(level: LevelPlan) -> str:
+    word = "yes" if level.fits else "NO"
+    return f"{word} ({level.headroom / _GIB:+.1f})"

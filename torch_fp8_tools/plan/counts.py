@@ -38,23 +38,22 @@ from torch_fp8_tools.plan.models import (
     shard,
     stages,
 )
-from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
+from torch_fp8_tools.plan.setup import BF16, Setup
 
 
-def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
+def standing_bytes(setup: Setup, level: str) -> MemoryReport:
     """Count weights, gradients and states on the fullest GPU, exactly.
 
     Args:
         setup: the planned run.
-        role: one of `torch_fp8_tools.plan.setup.ROLES`.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
     """
 
     def report(stage: str, layers: Sequence[int]) -> Counter[str]:
-        model = make_model(setup, role, level, layers)
+        model = make_model(setup, level, layers)
         leave_stage(model, stage)
         with fake_ranks(setup.fsdp) as mesh:
-            optimizers = prepare(model, setup, role, level, mesh)
+            optimizers = prepare(model, setup, level, mesh)
             counted = expected_memory(model, optimizers, summed=setup.accumulate > 1)
         return Counter(dataclasses.asdict(counted))
 
@@ -124,7 +123,7 @@ MOST_OPERATORS = 20_000
 """The maximum number of operators of a layer's forward or backward."""
 
 
-def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
+def step_bytes(setup: Setup, level: str) -> StepBytes:
     """Count the bytes that a model's step holds and sends beyond the persistent ones.
 
     If a layer loops over tokens in Python, the bytes are extrapolated from short sequences. If a
@@ -137,19 +136,19 @@ def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     few, twins = setup.layers.shortest(places, sharded=sharded)
     if not setup.layers.loops:
         try:
-            return run_step(setup, role, level, few).with_layers(twins)
+            return run_step(setup, level, few).with_layers(twins)
         except LongLoop:
             setup.layers.loops = True
         except ValueError:
             if len(few) == len(places):
                 raise
             setup.layers.separate = False
-            return step_bytes(setup, role, level)
+            return step_bytes(setup, level)
     few, twins = setup.layers.shortest(places, sharded=sharded, firsts=False)
     lengths = [setup.sequence % SHORT + count * SHORT for count in (1, 2, 3)]
-    steps = [run_step(setup, role, level, few, sequence=length) for length in lengths]
+    steps = [run_step(setup, level, few, sequence=length) for length in lengths]
     if steps[0].calls == steps[1].calls:  # it loops within or over longer chunks
-        return run_step(setup, role, level, few, sequence=setup.sequence).with_layers(twins)
+        return run_step(setup, level, few, sequence=setup.sequence).with_layers(twins)
     extrapolated = steps[0]
     extrapolated.parts = _extrapolate([step.parts for step in steps], setup.sequence // SHORT)
     return dataclasses.replace(extrapolated.with_layers(twins), lengths=tuple(lengths))
@@ -182,12 +181,12 @@ def _extrapolate(parts: Sequence[Sequence[Part]], count: int) -> list[Part]:
 
 
 def run_step(
-    setup: Setup, role: str, level: str, layers: Sequence[int], *, sequence: int | None = None
+    setup: Setup, level: str, layers: Sequence[int], *, sequence: int | None = None
 ) -> FollowedStep:
     """Run a step of a model with only these layers on fake tensors.
 
     Args:
-        setup, role, level: see `step_bytes`.
+        setup, level: see `step_bytes`.
         layers: the layers.
         sequence: the tokens of a sequence; None: those of the setup.
     Raises:
@@ -195,7 +194,7 @@ def run_step(
         ValueError: the model cannot run on tensors without memory.
     """
     try:
-        return _run_step(setup, role, level, layers, sequence)
+        return _run_step(setup, level, layers, sequence)
     except (LongLoop, ValueError):
         raise
     except Exception as error:
@@ -208,12 +207,11 @@ def run_step(
 
 
 def _run_step(
-    setup: Setup, role: str, level: str, layers: Sequence[int], sequence: int | None
+    setup: Setup, level: str, layers: Sequence[int], sequence: int | None
 ) -> FollowedStep:
     ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
-    model = make_model(setup, role, level, layers)
-    trained = role in TRAINED
-    prepare(model, setup, role, level, None)  # makes weights BF16 that training splits: under
+    model = make_model(setup, level, layers)
+    prepare(model, setup, level, None)  # makes weights BF16 that training splits: under
     if ranks > 1 and level not in (BF16, "O1"):  # FSDP2 all that are trained
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -227,25 +225,20 @@ def _run_step(
                     model.tie_weights()
                 if mesh is not None:
                     shard(model, mesh)
-            if mesh is not None:
-                if level != BF16:
-                    connect_fsdp(model, setup.fp8_config(level))
-                if not trained:
-                    model.unshard()  # without a backward, FSDP2 keeps what the root gathers
-            step = FollowedStep(model, trained, math.inf if sequence else MOST_OPERATORS)
+            if mesh is not None and level != BF16:
+                connect_fsdp(model, setup.fp8_config(level))
+            step = FollowedStep(model, math.inf if sequence else MOST_OPERATORS)
             functions = KernelFunctions(step).of(model)
-            with step, functions, grouped_in_bf16(), torch.set_grad_enabled(trained):
+            with step, functions, grouped_in_bf16(), torch.enable_grad():
                 tokens = torch.zeros(
                     (setup.micro_batch, sequence or setup.sequence), dtype=torch.long
                 )
-                labels = tokens[:, :1].float() if role in JUDGES else tokens
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                     step.mark()
                     living = step.living()
                 step.release(living)
-                if trained:
-                    loss.backward()
+                loss.backward()
                 step.mark()
     step.ring = (setup.fsdp - 1) / setup.fsdp
     return step

@@ -78,9 +78,9 @@ class FollowedStep(MemoryTracker):
     """Memory of a step and the bytes that FSDP2 sends in it, as rings send them, part by part.
 
     Attributes:
-        parts: what precedes the layers, the forward of each layer, the last one with the loss, and,
-            if the model is trained, the backward of each layer, the last layer's first; then the
-            rest. The rest includes the first layer's backward if its input needs no gradient.
+        parts: what precedes the layers, the forward of each layer, the last one with the loss, and
+            the backward of each layer, the last layer's first; then the rest. The rest includes the
+            first layer's backward if its input needs no gradient.
         moments: what was live, and saved for backward of that, since the part began.
         ring: the share of the gathered and of the unscattered bytes that a rank sends.
         calls: the number of operators.
@@ -89,12 +89,11 @@ class FollowedStep(MemoryTracker):
         LongLoop: more than `most` operators run in a layer's forward or backward.
     """
 
-    def __init__(self, model: nn.Module, trained: bool, most: float = math.inf) -> None:
+    def __init__(self, model: nn.Module, most: float = math.inf) -> None:
         super().__init__(model.parameters())
         self._born: dict[int, int] = {}
         self.moments: list[Moment] = []
         self._rises = False
-        self._trained = trained
         for tensor in (*model.parameters(), *model.buffers()):
             self.assign(tensor, "weights")
         self.parts: list[Part] = []
@@ -250,7 +249,7 @@ class FollowedStep(MemoryTracker):
         """
         number = len(self._blocks)
         start, forwards, rest = self.parts[0], self.parts[1 : 1 + number], self.parts[1 + number :]
-        backwards = dict(zip(reversed(range(number)), rest, strict=False)) if self._trained else {}
+        backwards = dict(zip(reversed(range(number)), rest, strict=False))
         # Before the first layer, ranks agree on the scales of all weights, and keep them.
         linears = [sum(isinstance(m, nn.Linear) for m in b.modules()) for b in self._blocks]
         more = sum(linears[i] for i in twins) / max(sum(linears), 1) - 1 if self._agreed else 0.0

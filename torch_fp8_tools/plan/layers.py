@@ -22,6 +22,7 @@ class Layers:
     """The repeated layers of a model.
 
     Attributes:
+        whole: the model with all layers, on the meta device.
         kinds: the kind of each layer.
         contents: the part of each kind that decides on bytes between steps: the parameters.
         separate: whether each layer has its own parameters, and all are in one list, so that the
@@ -30,11 +31,11 @@ class Layers:
         loops: whether a layer is known to loop over tokens in Python.
     """
 
-    def __init__(self, config: Any, *, judges: bool = False) -> None:
+    def __init__(self, config: Any) -> None:
         """Build the model of a configuration; see `torch_fp8_tools.plan.layouts.build`."""
         self.loops = False
-        self._model = build(config, judges=judges)
-        self._blocks = blocks_of(self._model)
+        self.whole = build(config)
+        self._blocks = blocks_of(self.whole)
         self._config = type(text_of(config))
         number = text_of(config).num_hidden_layers
         uses = Counter(p for block in self._blocks for p in {*block.parameters()})
@@ -53,15 +54,15 @@ class Layers:
             ValueError: the layers that the configuration counts are not those of one list.
         """
         if len(layers) == self._number:
-            return copy.deepcopy(self._model)
+            return copy.deepcopy(self.whole)
         if len(self._blocks) != self._number:
             raise ValueError(
-                f"{type(self._model).__name__} has {self._number} layers, of which "
+                f"{type(self.whole).__name__} has {self._number} layers, of which "
                 f"{len(self._blocks)} are in one list, so it cannot be cut into stages: use "
                 "pipeline=1"
             )
         absent = {id(block) for i, block in enumerate(self._blocks) if i not in layers}
-        model: nn.Module = copy.deepcopy(self._model, dict.fromkeys(absent, _ABSENT))
+        model: nn.Module = copy.deepcopy(self.whole, dict.fromkeys(absent, _ABSENT))
         for module in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
             for i in reversed(range(len(module))):
                 if module[i] is _ABSENT:

@@ -8,7 +8,6 @@ that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B, of GPT
 """
 
 import contextlib
-import copy
 import difflib
 import io
 import json
@@ -96,23 +95,16 @@ def read_config(model: Any) -> Any:
     return config
 
 
-def build(config: Any, *, judges: bool = False) -> nn.Module:
+def build(config: Any) -> nn.Module:
     """Build the model on the meta device in float32, in training mode.
 
     Args:
         config: the result of `read_config`.
-        judges: whether the head returns one number, as in value and reward models.
     Raises:
         ValueError: transformers has no such class for the configuration, or refuses it.
     """
     transformers = _transformers()
-    if judges:
-        config = copy.deepcopy(config)
-        config.num_labels = 1
-        if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0
-    classes = transformers.AutoModelForSequenceClassification
-    cls = classes if judges else transformers.AutoModelForCausalLM
+    cls = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
             model: nn.Module = cls.from_config(config, dtype=torch.float32)

@@ -15,34 +15,29 @@ from torch.optim import AdamW
 
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.forward_precision import unscheduled
-from torch_fp8.conversion.freeze import freeze
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import convert_optimizer
 from torch_fp8_tools.host_models import imported
 from torch_fp8_tools.plan.layouts import blocks_of, split_for_tensor_parallel, text_of
-from torch_fp8_tools.plan.setup import BF16, JUDGES, TRAINED, Setup
+from torch_fp8_tools.plan.setup import BF16, Setup
 
 
-def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn.Module:
+def make_model(setup: Setup, level: str, layers: Sequence[int]) -> nn.Module:
     """Build a model of a run in the dtype in which it is loaded, converted at a level.
 
-    BF16-mixed keeps trained weights in float32, and those of a frozen model or base in BF16.
+    BF16-mixed keeps trained weights in float32, and those of a frozen base in BF16.
 
     Args:
         setup: the planned run.
-        role: one of `torch_fp8_tools.plan.setup.ROLES`.
         level: one of `torch_fp8_tools.plan.setup.LEVELS`.
         layers: those of its layers that it has.
     """
-    of_role = setup.judging_layers if role in JUDGES else setup.layers
-    model: Any = of_role.model(layers)
+    model: Any = setup.layers.model(layers)
     split_for_tensor_parallel(model, setup.config, setup.tensor)
-    if setup.checkpointing and role in TRAINED:
+    if setup.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if role not in TRAINED:
-        model.requires_grad_(False).to(torch.bfloat16)
-    elif setup.method == "lora":
+    if setup.method == "lora":
         peft = imported("peft", "LoRA's adapters are made by peft")
         adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear")
         model = peft.get_peft_model(model.to(torch.bfloat16), adapters, low_cpu_mem_usage=True)
@@ -50,26 +45,19 @@ def make_model(setup: Setup, role: str, level: str, layers: Sequence[int]) -> nn
         return model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = unscheduled(setup.fp8_config(level))
-        if role in TRAINED or level == "O1":
-            convert_to_float8(model, config, device="cpu")
-        else:
-            freeze(model, config, device="cpu")
+        convert_to_float8(model, unscheduled(setup.fp8_config(level)), device="cpu")
     return model
 
 
-def prepare(
-    model: nn.Module, setup: Setup, role: str, level: str, mesh: DeviceMesh | None
-) -> list[AdamW]:
-    """Shard a model with FSDP2, and return an AdamW, converted at a level, if it is trained."""
+def prepare(model: nn.Module, setup: Setup, level: str, mesh: DeviceMesh | None) -> list[AdamW]:
+    """Shard a model with FSDP2, and return an AdamW, converted at a level."""
     if mesh is not None:
         shard(model, mesh)
     config = None if level == BF16 else setup.fp8_config(level)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizers = [AdamW(trained)] if role in TRAINED else []
+    optimizers = [AdamW([p for p in model.parameters() if p.requires_grad])]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if config is not None and config.opt_level != "O1" and optimizers:
+        if config is not None and config.opt_level != "O1":
             if mesh is None:
                 convert_optimizer(optimizers[0], config, model=model)
             else:

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import json
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,10 @@ from torch_fp8.conversion.memory import CATEGORIES, MemoryReport
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.suggestions import check_choice, unknown_options
-from torch_fp8_tools.plan.counts import by_layers, standing_bytes, step_bytes, wire_bytes
+from torch_fp8_tools.plan.counts import standing_bytes, step_bytes, wire_bytes
 from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import text_of
-from torch_fp8_tools.plan.models import make_model
-from torch_fp8_tools.plan.setup import BF16, LEVELS, TRAINED, Setup, make_setup
+from torch_fp8_tools.plan.setup import BF16, LEVELS, Setup
 
 USABLE = 0.99
 """The share of a GPU's memory that programs can use: 79.2 GiB of an H100's 80."""
@@ -57,11 +55,6 @@ class LevelPlan:
     wire: int
     config: str
 
-    @property
-    def standing(self) -> int:
-        """The bytes of weights and states, which no option of a run's steps changes."""
-        return sum(self.bytes[name] for name in CATEGORIES if name != "gradients")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -70,7 +63,7 @@ class Plan:
     Attributes:
         setup: the planned run.
         levels: the plan of each level, by ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
-        num_params: the number of parameters of all models of the run, on all GPUs of one replica.
+        num_params: the number of parameters of the model, without adapters.
         experts: a text on the rows that each expert computes; empty without experts.
         lengths: the sequences from which bytes of steps are extrapolated, because layers loop over
             tokens in Python; empty if all bytes are counted.
@@ -89,11 +82,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as ``torch-fp8 plan --json`` prints them."""
-        setup = {
-            f.name: getattr(self.setup, f.name)
-            for f in dataclasses.fields(self.setup)
-            if f.name not in ("config", "card", "recipe_is_auto")
-        }
+        apart = ("config", "card", "recipe_is_auto", "layers", "judging_layers")
+        setup = {name: value for name, value in vars(self.setup).items() if name not in apart}
         levels = {name: dataclasses.asdict(level) for name, level in self.levels.items()}
         return {
             "model": self.setup.name,
@@ -106,7 +96,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        from torch_fp8_tools.plan.tables import plain_text
+        from torch_fp8_tools.plan.command import plain_text
 
         return plain_text(self)
 
@@ -136,9 +126,8 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
             * ``recipe``: FP8 recipe. Default: ``auto``, planned as tensorwise, because ``auto``
               needs a GPU to measure.
             * ``checkpointing``: whether layers use activation checkpointing. Default: False.
-            * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
-              ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
-              ``reference`` and ``reward`` are not. Default: ``"full"``.
+            * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers.
+              Default: ``"full"``.
     Returns:
         The plan, with a `LevelPlan` for each level; ``print`` shows it as a table.
     Raises:
@@ -147,72 +136,43 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
         TypeError: a size is not a number, or an option is unknown.
         ImportError: transformers, or peft for ``lora``, is missing.
     """
-    return plan_beside({}, model, levels=levels, **options)
-
-
-def plan_beside(
-    counted: dict[tuple[str, str, int], StepBytes],
-    model: Any,
-    *,
-    levels: Sequence[str] | str = LEVELS,
-    **options: Any,
-) -> Plan:
-    """Plan as `plan` does, and reuse step counts of other plans.
-
-    Args:
-        counted: the counted steps of plans that differ from this one only in the number of GPUs, by
-            role, level and degree of FSDP2. This plan adds its own.
-        model, levels, options: see `plan`.
-    """
-    check_arguments(plan_beside, locals(), "plan")
+    check_arguments(plan, locals())
     if isinstance(levels, str):
         levels = (levels,)
     for level in levels or ("",):
         check_choice("levels", level, LEVELS)
-    known = [name for name in inspect.signature(make_setup).parameters if name != "model"]
+    known = [name for name in inspect.signature(Setup).parameters if name != "model"]
     if unknown := unknown_options(options, known, "plan()"):
         raise TypeError(unknown)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own names
-        return _plan(make_setup(model, **options), levels, counted)
+        return plan_setup(Setup(model, **options), levels, {})
 
 
-def checkpointed(planned: Plan, levels: Sequence[str]) -> Plan:
-    """Plan a run again with activation checkpointing, at some levels."""
-    setup = dataclasses.replace(planned.setup, checkpointing=True)
-    vars(setup).update(layers=planned.setup.layers)  # takes seconds to make again
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _plan(setup, levels, {})
+def plan_setup(setup: Setup, levels: Sequence[str], counted: dict[str, StepBytes]) -> Plan:
+    """Plan a checked run.
 
-
-def _plan(
-    setup: Setup, levels: Sequence[str], counted: dict[tuple[str, str, int], StepBytes]
-) -> Plan:
+    Args:
+        setup: the run.
+        levels: some of `torch_fp8_tools.plan.setup.LEVELS`.
+        counted: steps that are counted already, by level; this plan adds its own.
+    """
     if setup.fsdp > 1 and setup.layers.share:
         raise ValueError(
             f"layers of {type(setup.config).__name__} share parameters, which FSDP2 cannot shard "
             "layer by layer: use fsdp=1, with data for several GPUs"
         )
-    standing: dict[tuple[str, str], MemoryReport] = {}
+    standing: dict[str, MemoryReport] = {}
     plans = {level: _plan_level(setup, level, counted, standing) for level in levels}
     lengths = next((step.lengths for step in counted.values() if step.lengths), ())
-
-    def count(layers: Sequence[int]) -> Counter[str]:
-        models = [make_model(setup, role, BF16, layers) for role in setup.roles]
-        return Counter(numbers=sum(p.numel() for model in models for p in model.parameters()))
-
-    layers = range(text_of(setup.config).num_hidden_layers)
-    num_params = by_layers(setup, layers, count)["numbers"] * setup.tensor
+    num_params = sum(p.numel() for p in setup.layers.whole.parameters())
     return Plan(setup, plans, num_params, _rows_of_experts(setup), lengths)
 
 
 def _rows_of_experts(setup: Setup) -> str:
     """Describe how many rows each expert computes in a micro-batch, or return an empty string."""
     top_k = experts_per_token(text_of(setup.config))
-    layers = range(text_of(setup.config).num_hidden_layers)
-    few, _ = setup.layers.shortest(layers, sharded=False)
-    for module in setup.layers.model(few).modules():
+    for module in setup.layers.whole.modules():
         for name in expert_weights("", module):
             num_experts = len(module.get_parameter(name))
             rows = setup.tokens * (top_k or num_experts) / num_experts
@@ -223,38 +183,29 @@ def _rows_of_experts(setup: Setup) -> str:
 def _plan_level(
     setup: Setup,
     level: str,
-    counted: dict[tuple[str, str, int], StepBytes],
-    reports: dict[tuple[str, str], MemoryReport],
+    counted: dict[str, StepBytes],
+    reports: dict[str, MemoryReport],
 ) -> LevelPlan:
     """Plan a level; the counts of steps, and the reports of what persists, are reused."""
 
-    def report(role: str, level: str) -> MemoryReport:
-        if (role, level) not in reports:
-            reports[role, level] = standing_bytes(setup, role, level)
-        return reports[role, level]
+    def report(level: str) -> MemoryReport:
+        if level not in reports:
+            reports[level] = standing_bytes(setup, level)
+        return reports[level]
 
-    standing = {role: report(role, level) for role in setup.roles}
-    steps = {role: _step(setup, role, level, counted) for role in setup.roles}
-    parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
-    # PPO runs one backward for policy and value; the other models run before, one by one.
-    trained = [step for role, step in steps.items() if role in TRAINED]
+    step = _step(setup, level, counted)
+    parts = {name: getattr(report(level), name) for name in CATEGORIES}
     # A first pipeline stage holds the activations of the other micro-batches.
-    in_flight = (min(setup.pipeline, setup.accumulate) - 1) * sum(step.saved for step in trained)
-    forward = max(sum(s.forward for s in trained) + in_flight, *(s.forward for s in steps.values()))
-    plain = [  # with BF16 instead of 8-bit gradients, as steps are counted
-        report(role, "O2" if level == "O3" and role in TRAINED else level) for role in setup.roles
-    ]
-    without_gradients = sum(each.total - each.gradients for each in plain)
-    of_gradients = sum(parts.values()) - without_gradients
-    backward = sum(s.backward for s in trained)
-    backward += of_gradients - sum(each.gradients for each in plain)
+    forward = step.forward + (min(setup.pipeline, setup.accumulate) - 1) * step.saved
+    # With BF16 instead of 8-bit gradients, as steps are counted.
+    plain = report("O2" if level == "O3" else level)
+    without_gradients = plain.total - plain.gradients
+    backward = step.backward + sum(parts.values()) - without_gradients - plain.gradients
     total = sum(parts.values()) + forward
     peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
     memory = setup.memory * 2**30
-    trains = dict.fromkeys(setup.roles, 0.0)  # elements of gradients that replicas exchange
-    if setup.data > 1:
-        trains = {role: report(role, BF16).gradients / 4 for role in setup.roles}
-    wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
+    exchanged = report(BF16).gradients / 4 if setup.data > 1 else 0.0  # elements
+    wire = wire_bytes(setup, exchanged, step, level)
     config = {"opt_level": level} | ({} if setup.recipe_is_auto else {"recipe": setup.recipe})
     return LevelPlan(
         bytes={**parts, "activations": round(forward), "total": round(total)},
@@ -266,12 +217,9 @@ def _plan_level(
     )
 
 
-def _step(
-    setup: Setup, role: str, level: str, counted: dict[tuple[str, str, int], StepBytes]
-) -> StepBytes:
+def _step(setup: Setup, level: str, counted: dict[str, StepBytes]) -> StepBytes:
     """Count a step; O2 and O3 hold and send the same, except for 8-bit gradients."""
     same = "O2" if level == "O3" else level
-    key = role, same, setup.fsdp
-    if key not in counted:
-        counted[key] = step_bytes(setup, role, same)
-    return counted[key]
+    if same not in counted:
+        counted[same] = step_bytes(setup, same)
+    return counted[same]

@@ -1,7 +1,6 @@
-"""`Setup`: the run to plan on a card, checked for contradictions."""
+"""`Setup`: the run to plan on a card."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +16,7 @@ from torch_fp8_tools.plan.layouts import read_config, text_of
 
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
-METHODS = ("full", "lora", "rlhf")
-ROLES = ("policy", "value", "reference", "reward")
-"""The models of RLHF; the first two are trained, the others only evaluated."""
-TRAINED = ("policy", "value")
-JUDGES = ("value", "reward")
-"""The models whose head returns one number."""
+METHODS = ("full", "lora")
 _DEGREES = ("data", "fsdp", "tensor", "pipeline")
 _AUTO = "tensorwise"
 """The recipe planned for ``auto``, which needs a GPU to measure."""
@@ -75,47 +69,93 @@ def card_named(name: str) -> Card:
     return CARDS[key]
 
 
-@dataclass(frozen=True)
 class Setup:
-    """A training run to plan.
+    """A training run to plan, checked for contradictions.
 
+    Args:
+        model, gpus, card, memory, sequence, micro_batch, accumulate, data, fsdp, tensor, pipeline,
+            recipe, checkpointing, method, rank: see `torch_fp8.plan`.
     Attributes:
         config: the configuration of the Hugging Face model.
         name: the user's name for it; for a path its last part.
         card: the GPU.
-        gpus: the number of GPUs, the product of the four degrees.
-        memory: the memory of each GPU, GiB.
-        sequence: the tokens of a sequence.
-        micro_batch: the sequences in one forward of a GPU.
-        accumulate: the micro-batches of a step.
-        data, fsdp, tensor, pipeline: the degrees of replication, of FSDP2 sharding, and of tensor
-            and pipeline parallelism.
         recipe: the FP8 recipe; ``tensorwise`` for ``auto``.
         recipe_is_auto: whether the user chose no recipe.
-        checkpointing: whether layers use activation checkpointing.
-        method: ``full``, ``lora`` or ``rlhf``.
-        roles: the models of ``rlhf`` that exist.
-        rank: the rank of LoRA adapters.
+    Raises:
+        ValueError, TypeError, ImportError: see `torch_fp8.plan`.
     """
 
-    config: Any
-    name: str
-    card: Card
-    gpus: int
-    memory: float
-    sequence: int
-    micro_batch: int
-    accumulate: int
-    data: int
-    fsdp: int
-    tensor: int
-    pipeline: int
-    recipe: str
-    recipe_is_auto: bool
-    checkpointing: bool
-    method: str
-    roles: tuple[str, ...]
-    rank: int
+    def __init__(
+        self,
+        model: Any,
+        *,
+        gpus: int = 1,
+        card: str = "h100",
+        memory: float | None = None,
+        sequence: int | None = None,
+        micro_batch: int = 1,
+        accumulate: int = 1,
+        data: int | None = None,
+        fsdp: int | None = None,
+        tensor: int = 1,
+        pipeline: int = 1,
+        recipe: str = "auto",
+        checkpointing: bool = False,
+        method: str = "full",
+        rank: int = 16,
+    ) -> None:
+        options = locals()
+        check_arguments(Setup.__init__, options, "plan")
+        config = read_config(model)
+        chosen = card_named(card)
+        for name in (*_DEGREES, "gpus", "micro_batch", "accumulate", "rank", "sequence"):
+            if options[name] is not None and not 1 <= options[name] < 2**31:
+                raise ValueError(f"{name} must be at least 1 and below 2**31, got {options[name]}")
+        memory = chosen.memory if memory is None else memory
+        if not 0 < memory < math.inf:
+            raise ValueError(f"memory must be finite and above 0 GiB, got {memory}")
+        if data is None:
+            data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
+        others = data * tensor * pipeline
+        if fsdp is None and gpus % others:
+            raise ValueError(
+                f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
+            )
+        fsdp = fsdp or gpus // others
+        if fsdp * others != gpus:
+            raise ValueError(
+                f"data={data} x fsdp={fsdp} x tensor={tensor} x pipeline={pipeline} are "
+                f"{fsdp * others} GPUs, but gpus={gpus}"
+            )
+        text = text_of(config)
+        if pipeline > text.num_hidden_layers:
+            raise ValueError(
+                f"pipeline={pipeline} has more stages than the model has layers, "
+                f"{text.num_hidden_layers}"
+            )
+        check_choice("recipe", recipe, ("auto", *RECIPES))
+        planned = _AUTO if recipe == "auto" else recipe
+        check_card(chosen.name, chosen.capability, planned)
+        if method == "rlhf":
+            raise ValueError(
+                "method='rlhf' is no longer planned: plan each trained model, and add a byte for "
+                "each parameter of a frozen one"
+            )
+        check_choice("method", method, METHODS)
+        positions = getattr(text, "max_position_embeddings", None)
+        if sequence is not None and isinstance(positions, int) and sequence > positions:
+            raise ValueError(
+                f"sequence={sequence} is longer than the model's {positions} positions"
+            )
+        is_named = isinstance(model, (str, Path))
+        self.name = Path(model).resolve().name if is_named else type(config).__name__
+        self.gpus, self.memory = gpus, float(memory)
+        self.sequence, self.micro_batch = sequence or min(4096, positions or 4096), micro_batch
+        self.accumulate = max(accumulate, pipeline if pipeline > 1 else 1)  # one for each stage
+        self.data, self.fsdp, self.tensor, self.pipeline = data, fsdp, tensor, pipeline
+        self.recipe, self.checkpointing, self.method = planned, checkpointing, method
+        self.rank = rank
+        self.config, self.card, self.recipe_is_auto = config, chosen, recipe == "auto"
 
     @property
     def tokens(self) -> int:
@@ -127,11 +167,6 @@ class Setup:
         """The layers of the model."""
         return Layers(self.config)
 
-    @cached_property
-    def judging_layers(self) -> Layers:
-        """The layers of the model with a head that returns one number."""
-        return Layers(self.config, judges=True)
-
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients persist between micro-batches, or in DDP's buckets."""
@@ -140,85 +175,3 @@ class Setup:
     def fp8_config(self, level: str) -> FP8Config:
         """Return the configuration of a level."""
         return FP8Config(recipe=self.recipe, opt_level=level)
-
-
-def make_setup(
-    model: Any,
-    *,
-    gpus: int = 1,
-    card: str = "h100",
-    memory: float | None = None,
-    sequence: int | None = None,
-    micro_batch: int = 1,
-    accumulate: int = 1,
-    data: int | None = None,
-    fsdp: int | None = None,
-    tensor: int = 1,
-    pipeline: int = 1,
-    recipe: str = "auto",
-    checkpointing: bool = False,
-    method: str = "full",
-    roles: Sequence[str] | str = ROLES,
-    rank: int = 16,
-) -> Setup:
-    """Check the arguments of `torch_fp8.plan` and fill in the defaults.
-
-    Raises:
-        ValueError, TypeError, ImportError: see `torch_fp8.plan`.
-    """
-    options = locals()
-    check_arguments(make_setup, options, "plan")
-    config = read_config(options.pop("model"))
-    chosen = card_named(card)
-    for name in (*_DEGREES, "gpus", "micro_batch", "accumulate", "rank", "sequence"):
-        if options[name] is not None and not 1 <= options[name] < 2**31:
-            raise ValueError(f"{name} must be at least 1 and below 2**31, got {options[name]}")
-    memory = chosen.memory if memory is None else memory
-    if not 0 < memory < math.inf:
-        raise ValueError(f"memory must be finite and above 0 GiB, got {memory}")
-    if data is None:
-        data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
-    others = data * tensor * pipeline
-    if fsdp is None and gpus % others:
-        raise ValueError(
-            f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
-        )
-    fsdp = fsdp or gpus // others
-    if fsdp * others != gpus:
-        raise ValueError(
-            f"data={data} x fsdp={fsdp} x tensor={tensor} x pipeline={pipeline} are "
-            f"{fsdp * others} GPUs, but gpus={gpus}"
-        )
-    text = text_of(config)
-    if pipeline > text.num_hidden_layers:
-        raise ValueError(
-            f"pipeline={pipeline} has more stages than the model has layers, "
-            f"{text.num_hidden_layers}"
-        )
-    roles = (roles,) if isinstance(roles, str) else tuple(dict.fromkeys(roles))
-    check_choice("recipe", recipe, ("auto", *RECIPES))
-    planned = _AUTO if recipe == "auto" else recipe
-    check_card(chosen.name, chosen.capability, planned)
-    check_choice("method", method, METHODS)
-    for role in roles:
-        check_choice("roles", role, ROLES)
-    if method == "rlhf" and "policy" not in roles:
-        raise ValueError("roles: RLHF trains a policy; add it to the roles")
-    positions = getattr(text, "max_position_embeddings", None)
-    if sequence is not None and isinstance(positions, int) and sequence > positions:
-        raise ValueError(f"sequence={sequence} is longer than the model's {positions} positions")
-    is_named = isinstance(model, (str, Path))
-    options |= {
-        "config": config,
-        "name": Path(model).resolve().name if is_named else type(config).__name__,
-        "card": chosen,
-        "memory": float(memory),
-        "sequence": sequence or min(4096, positions or 4096),
-        "accumulate": max(accumulate, pipeline) if pipeline > 1 else accumulate,  # one each stage
-        "data": data,
-        "fsdp": fsdp,
-        "recipe": planned,
-        "recipe_is_auto": recipe == "auto",
-        "roles": roles if method == "rlhf" else ("policy",),
-    }
-    return Setup(**options)

@@ -1,66 +1,182 @@
-"""The figures of a run's report, drawn with matplotlib, which is imported only then."""
+"""The figures of a run's report: maps of a statistic of all layers over the run.
+
+matplotlib is imported only to draw.
+"""
 
 import io
 import math
+import os
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
+from torch_fp8.monitor.series import PREFIX
 from torch_fp8_tools.host_models import imported
-from torch_fp8_tools.report.heat_map import HeatMap
+from torch_fp8_tools.report.run_record import RunRecord
 
-INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
-AWAY = "#8a4fd3"
-EVENTS = {
-    "alarm": ("#e0a100", "alarm"),
-    "left_out": ("#e0a100", "amax left out"),
-    "loss_spike": (RED, "loss spike"),
-    "fallback": (AWAY, "fallback"),
-    "return": (GREEN, "back to FP8"),
-}
-"""Colour and label of each kind of event."""
+MOST_COLUMNS = 200
+"""The maximum number of columns of a map; steps that share a column show the worst value."""
+
+
+class Topic(NamedTuple):
+    """The subject of a map.
+
+    Attributes:
+        title: words above it.
+        statistic, kinds: the statistic and the kinds of tensors; of several kinds of a layer the
+            worst is drawn.
+        small_is_bad: whether small values are the bad ones.
+        logarithmic: whether the colour scale is logarithmic.
+        unit: the unit after numbers; shares are shown in percent.
+        scale: the lowest and highest value of the colour scale.
+        meaning: a sentence after the title.
+    """
+
+    title: str
+    statistic: str
+    kinds: tuple[str, ...]
+    scale: tuple[float, float]
+    meaning: str
+    unit: str = ""
+    small_is_bad: bool = False
+    logarithmic: bool = False
+
+
+_OPERANDS = ("input", "weight", "grad_output")
+TOPICS = (
+    Topic(
+        "SQNR: what is left of each tensor",
+        "sqnr",
+        ("input", "weight"),
+        small_is_bad=True,
+        unit=" dB",
+        scale=(0.0, 34.0),
+        meaning="Signal-to-quantization-noise ratio of a layer's input or weight, whichever is "
+        "lower. Well-scaled E4M3 has 31.5 dB; below 20 dB little is left.",
+    ),
+    Topic(
+        "Gradients: how far the cast turns them",
+        "direction_error",
+        ("grad_output",),
+        logarithmic=True,
+        scale=(3e-4, 1.0),
+        meaning="1 - cos of the gradient of a layer's output and its cast. Well-scaled E5M2 has "
+        "0.0014, E4M3 0.0004.",
+    ),
+    Topic(
+        "Underflow: values that become zero",
+        "underflow",
+        _OPERANDS,
+        logarithmic=True,
+        unit=" %",
+        scale=(1e-4, 1.0),
+        meaning="The share of nonzero elements that the cast turns into zero, in the worst tensor "
+        "of a layer.",
+    ),
+    Topic(
+        "Outlier channels",
+        "outliers",
+        ("input",),
+        logarithmic=True,
+        unit="x",
+        scale=(1.0, 1e4),
+        meaning="The largest channel of a layer's input over the median channel. With one scale "
+        "for the whole tensor, few E4M3 steps are left for the other channels.",
+    ),
+    Topic(
+        "SwiGLU alignment",
+        "alignment",
+        ("swiglu",),
+        scale=(0.0, 1.0),
+        meaning="The largest |cos| of a channel's gate and up weights. A channel whose two weights "
+        "are parallel is quadratic in its input: the sporadic outliers of FP8 begin there "
+        "(arXiv 2409.12517).",
+    ),
+    Topic(
+        "Saturation: values beyond the payload",
+        "saturation",
+        _OPERANDS,
+        logarithmic=True,
+        unit=" %",
+        scale=(1e-5, 1.0),
+        meaning="The share of elements that are too large for the payload, in the worst tensor "
+        "of a layer: delayed scaling did not predict them.",
+    ),
+)
+
+
+class HeatMap(NamedTuple):
+    """The values of a map.
+
+    Attributes:
+        topic: the subject.
+        rows: the names of layers.
+        columns: the first step of each column.
+        values: the values row by row; NaN if not measured.
+        bounds: the bounds of the alarm, each once.
+        away: (row, first column, last column) of each time that a layer was out of FP8.
+    """
+
+    topic: Topic
+    rows: list[str]
+    columns: list[int]
+    values: list[list[float]]
+    bounds: list[float]
+    away: list[tuple[int, int, int]]
+
+    @property
+    def is_blank(self) -> bool:
+        """Return whether no value is within the colour scale, because all are perfectly healthy."""
+        worst_first, (lowest, highest) = self.topic.small_is_bad, self.topic.scale
+        seen = [v for row in self.values for v in row if not math.isnan(v)]
+        return all((v >= highest) if worst_first else (v <= lowest) for v in seen)
+
+
+def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
+    """Return the map of a topic; None if the run has no such values."""
+    steps = record.steps
+    each = max(1, math.ceil(len(steps) / MOST_COLUMNS))
+    starts, column_of = steps[::each], {step: i // each for i, step in enumerate(steps)}
+    layers: dict[str, list[float]] = {}
+    for name, values in record.values.items():
+        place, _, statistic = name.removeprefix(PREFIX).rpartition("/")
+        layer, _, kind = place.rpartition("/")
+        if statistic != topic.statistic or kind not in topic.kinds:
+            continue
+        row = layers.setdefault(layer, [math.nan] * len(starts))
+        for step, value in values.items():
+            i = column_of[step]
+            if math.isnan(row[i]) or (value < row[i]) == topic.small_is_bad:
+                row[i] = value
+    if not layers:
+        return None
+    names, away = list(layers), []
+    for layer, first, last in record.absences():
+        inside = [i for i, start in enumerate(starts) if first <= start <= last]
+        if inside and layer in layers:
+            away.append((names.index(layer), inside[0], inside[-1]))
+    bounds = {
+        bound.least if topic.small_is_bad else bound.most
+        for bound in DEFAULT_BOUNDS
+        if bound.statistic == topic.statistic and bound.kind in topic.kinds
+    }
+    rows = short_names(names)
+    return HeatMap(topic, rows, starts, list(layers.values()), sorted(bounds), away)
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the names of layers without the components that they all start with."""
+    parts = [name.split(".") for name in names]
+    holders = [p[:-1] for p in parts] if len(parts) > 1 else []
+    shared = len(os.path.commonprefix(holders))  # noqa: RUF071, of lists
+    return [".".join(p[shared:]) or "(model)" for p in parts]
+
+
+INK, RED, AWAY = "#1f2933", "#d64545", "#8a4fd3"
 _MOST_LABELS, _MOST_LETTERS, _MOST_TITLE = 48, 44, 130
 _DPI = 150
 _WHY = "torch-fp8 report needs matplotlib"
-
-
-def draw_loss(losses: Mapping[int, float], events: Sequence[Mapping[str, Any]]) -> bytes:
-    """Draw a run's losses, smoothed over the raw values, with its events marked, as a PNG.
-
-    Args:
-        losses: the loss of each step.
-        events: the events of the run.
-    """
-    axes = _figure(3.6)
-    steps = sorted(losses)
-    axes.plot(steps, [losses[s] for s in steps], color=BLUE, alpha=0.22, linewidth=0.7)
-    axes.plot(*_smoothed(losses), color=BLUE, linewidth=2.2, label="loss")
-    _mark(axes, events)
-    axes.set(xlabel="step", ylabel="loss")
-    finite = list(filter(math.isfinite, losses.values()))
-    if len(finite) > 20:  # a spike would flatten the rest
-        low, high = imported("numpy", _WHY).quantile(finite, (0, 0.995))
-        space = 0.1 * (high - low) + 1e-9
-        axes.set_ylim(low - space, high + space)
-    axes.grid(axis="y", color="#e4e7eb")
-    axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
-    return _finished(axes.figure)
-
-
-def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
-    """Mark a run's events with a line at each step, and stacked marks for each kind."""
-    kinds: dict[str, list[int]] = {}
-    for event in events:
-        kinds.setdefault(str(event["event"]), []).append(int(event["step"]))
-    for step in sorted({step for steps in kinds.values() for step in steps}):
-        kind = next(kind for kind, steps in kinds.items() if step in steps)
-        axes.axvline(step, color=EVENTS.get(kind, (FAINT,))[0], linewidth=0.9, alpha=0.6)
-    above = axes.get_xaxis_transform()
-    for i, (kind, steps) in enumerate(kinds.items()):
-        colour, words = EVENTS.get(kind, (FAINT, kind))
-        high = [0.97 - 0.05 * i] * len(steps)
-        marks = {"color": colour, "linestyle": "", "marker": "v", "markersize": 6}
-        axes.plot(steps, high, transform=above, label=words, zorder=4, **marks)
 
 
 def draw_map(heat: HeatMap) -> bytes:
@@ -120,13 +236,3 @@ def _finished(figure: Any) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=_DPI, format="png")
     return file.getvalue()
-
-
-def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Return centred means over about a hundredth of the run each, without non-finite losses."""
-    numpy = imported("numpy", _WHY)
-    steps = [s for s in sorted(losses) if math.isfinite(losses[s])]
-    half = max(1, len(steps) // 200)
-    sums, at = numpy.cumsum([0.0, *(losses[step] for step in steps)]), numpy.arange(len(steps))
-    low, high = numpy.maximum(0, at - half), numpy.minimum(len(steps), at + half + 1)
-    return steps, ((sums[high] - sums[low]) / (high - low)).tolist()

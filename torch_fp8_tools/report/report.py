@@ -9,24 +9,30 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
 from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.wording import aligned, counted
-from torch_fp8_tools.report.figures import EVENTS, draw_loss, draw_map
-from torch_fp8_tools.report.heat_map import TOPICS, heat_map
+from torch_fp8_tools.report.figures import TOPICS, draw_map, heat_map
 from torch_fp8_tools.report.run_record import RunRecord, read_run
 
 _WORST, _MOST_EVENTS = 12, 200
+EVENTS = {
+    "alarm": "alarm",
+    "left_out": "amax left out",
+    "loss_spike": "loss spike",
+    "fallback": "fallback",
+    "return": "back to FP8",
+}
+"""The label of each kind of event."""
 _BAD = ("alarm", "loss_spike", "fallback")
 """The events that the verdict counts."""
 
 
 def write_figures(record: RunRecord, folder: Path) -> list[Path]:
-    """Write the loss, and a map of layers and steps for each statistic, as PNGs.
+    """Write a map of layers and steps for each statistic, as PNGs.
 
     A statistic that is ideal in every measured layer and step has no map.
 
@@ -39,8 +45,6 @@ def write_figures(record: RunRecord, folder: Path) -> list[Path]:
         ImportError: matplotlib is missing.
     """
     pictures: dict[str, bytes] = {}
-    if record.losses:
-        pictures["loss"] = draw_loss(record.losses, record.events)
     for topic in TOPICS:
         heat = heat_map(record, topic)
         if heat is not None and not heat.is_blank:
@@ -55,7 +59,7 @@ def write_figures(record: RunRecord, folder: Path) -> list[Path]:
 def tables(record: RunRecord) -> str:
     """Return the verdict on a run, its events, and the tensors closest to a bound."""
     counts = Counter(str(event["event"]) for event in record.events)
-    bad = ", ".join(counted(counts[kind], EVENTS[kind][1]) for kind in _BAD if counts[kind])
+    bad = ", ".join(counted(counts[kind], EVENTS[kind]) for kind in _BAD if counts[kind])
     last = [record.losses[step] for step in sorted(record.losses)[-50:]]
     nearest = sorted(_nearest(record), key=lambda pair: -pair[0])[:_WORST]
     worst = [row for _, row in nearest]
@@ -79,7 +83,7 @@ def _events(record: RunRecord) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for event in record.events[:_MOST_EVENTS]:
         kind = str(event["event"])
-        label = EVENTS[kind][1] if kind in EVENTS else kind
+        label = EVENTS.get(kind, kind)
         rows.append(
             (f"{int(event['step']):,}", label, " ".join(str(event.get("what", "")).split()))
         )
@@ -122,25 +126,8 @@ def _number(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.3g}"
 
 
-def add_parser(commands: Any) -> None:
-    """Add the sub-command to those of ``torch-fp8``."""
-    report = commands.add_parser(
-        "report",
-        help="draw what a run's monitor measured as PNGs, and print its events and worst tensors",
-        description=(
-            "Show what a run with FP8Config(monitor=N) has measured: the loss with its events, and "
-            "layers and steps as heat maps, in PNGs; the worst tensors, what fell back and why, in "
-            "tables. Exit status: 0 all is well, 1 there is nothing to draw, 2 a mistake in the "
-            "call."
-        ),
-    )
-    report.add_argument("path", type=Path, metavar="RUN", help="its folder, or the file in it")
-    report.add_argument("--output", type=Path, metavar="FOLDER",
-                        help="where to write (default: RUN/fp8_report)")  # fmt: skip
-    report.set_defaults(run=_report, mistakes=(), failures=(ValueError, ImportError))
-
-
-def _report(options: argparse.Namespace) -> int:
+def report(options: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit status."""
     record = read_run(options.path)
     model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
     written = write_figures(record, options.output or record.path.parent / f"fp8_report{model}")

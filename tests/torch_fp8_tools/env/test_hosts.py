@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.internals import POINTS, autoload, hosts, inspect_host, is_ours
+from tests.internals import MODULES, POINTS, autoload, hosts, import_modules
 
 pytestmark = pytest.mark.long
 
@@ -24,7 +24,7 @@ def planted(tmp_path, monkeypatch, forked_python):
     (folder / "__init__.py").write_text("")
     search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
-    monkeypatch.setitem(POINTS, "trl", {UTILS: ("prepare_fsdp",)})
+    monkeypatch.setitem(MODULES, "trl", [UTILS])
 
     def tell(code, python=forked_python):
         (folder / "utils.py").write_text(code)
@@ -35,29 +35,19 @@ def planted(tmp_path, monkeypatch, forked_python):
 
 
 STOCK = "def prepare_fsdp(model, accelerator): ..."
-WARNS = f"import warnings\nwarnings.warn('FP8 is not tried with this version')\n{STOCK}"
-ACTIVE = "9.9, 1 of 1 extension points are active"
+MOVED = STOCK.replace("fsdp", "fsdp2")
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "detail", "of_point"),
-    [
-        (STOCK, "ok", ACTIVE, ["extended"]),
-        (WARNS, "ok", f"{ACTIVE}; FP8 is not tried with this version", ["extended"]),
-        (
-            STOCK.replace("fsdp", "fsdp2"),
-            "failed",
-            ACTIVE.replace("1 of", "0 of"),
-            ["does not exist in this version", "AttributeError"],
-        ),
-    ],
-    ids=["holds", "warns", "moved"],
+    ("code", "status", "of_module"),
+    [(STOCK, "ok", "extended"), (MOVED, "failed", "has no attribute 'prepare_fsdp'")],
+    ids=["holds", "moved"],
 )
-def test_a_point_that_took_hold_or_moved_is_told_by_name(planted, code, status, detail, of_point):
-    host, point = planted(code)
-    assert (host.status, host.detail) == (status, detail)
-    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", status)
-    assert all(words in point.detail for words in of_point)
+def test_a_module_that_is_extended_or_has_moved_is_told_by_name(planted, code, status, of_module):
+    host, module = planted(code)
+    assert (host.status, module.status, module.name) == (status, status, UTILS)
+    assert f"{int(status == 'ok')} of 1 modules are extended" in host.detail
+    assert of_module in module.detail
 
 
 def test_autoload_that_is_missing_is_red_at_each_point(planted, monkeypatch):
@@ -82,6 +72,12 @@ def test_a_broken_host_is_red_and_harms_nothing(planted, code, message):
     assert any(message in result.detail for result in results)
 
 
+def is_ours(value):
+    """Return whether a function or property of a host is one of our wrappers."""
+    value = value.fget if isinstance(value, property) else value
+    return inspect.isfunction(value) and "_fp8_original" in vars(value)
+
+
 def _extended_names(module):
     """Return the dotted names of everything with ``_fp8_original`` in a module and its classes."""
     names = []
@@ -93,17 +89,13 @@ def _extended_names(module):
     return sorted(names)
 
 
-@pytest.mark.parametrize("host", POINTS)
+@pytest.mark.parametrize("host", {module.partition(".")[0]: None for module in POINTS})
 def test_the_list_has_all_that_is_extended(host):
     """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
     pytest.importorskip(host)
-    lines = inspect_host(list(POINTS[host]))["lines"]
-    assert {line["detail"] for line in lines} == {"extended"}
-    assert [line["name"] for line in lines] == [
-        f"{m}:{n}" for m, of in POINTS[host].items() for n in of
-    ]
-    for name, points in POINTS[host].items():
-        of_functions = sorted(set(points) - {"_PRECISION_INPUT_STR"})
+    assert {*import_modules(MODULES[host]).values()} == {""}
+    for name in [name for name in MODULES[host] if name in POINTS]:
+        of_functions = sorted({*POINTS[name]} - {"_PRECISION_INPUT_STR"})
         assert _extended_names(importlib.import_module(name)) == of_functions
 
 

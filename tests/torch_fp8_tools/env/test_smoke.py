@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.internals import E5M2, RECIPES, make_recipe, smoke
-from tests.internals import env_command as command
 from torch_fp8 import Float8Linear
 from torch_fp8.ops import refused_rows, rms_norm, swiglu, swiglu_backward
 
@@ -93,7 +92,7 @@ def test_the_process_of_a_subject_prints_last_what_it_found_or_its_error():
 
 
 def test_subjects_are_the_kernels_each_recipe_and_a_frozen_weight():
-    assert ("kernels", *RECIPES, "frozen") == command.SUBJECTS
+    assert ("kernels", *RECIPES, "frozen") == smoke.SUBJECTS
     if not torch.cuda.is_available():
         (kernels,) = smoke.smoke(["kernels"])
         assert (kernels.status, kernels.detail) == ("not run", "no card")

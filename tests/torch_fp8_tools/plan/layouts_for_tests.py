@@ -5,7 +5,7 @@ import contextlib
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.internals import LEVELS
+from tests.internals import LEVELS, make_setup, plan_setup
 from torch_fp8 import convert_optimizer, convert_to_float8
 
 _SIZES = {
@@ -88,3 +88,8 @@ def trained(layout, config, prepare=adam, watched=contextlib.nullcontext):
         if not last:
             optimizer.step()
     return model, optimizer
+
+
+def plan_beside(counted, model, levels=LEVELS, **options):
+    """Plan a run with steps that are counted already; the plan adds its own."""
+    return plan_setup(make_setup(model, **options), levels, counted)

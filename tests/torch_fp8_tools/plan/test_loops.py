@@ -51,9 +51,9 @@ def test_extrapolated_bytes_are_those_of_the_whole_step(
     config = config_of("jamba", **_JAMBA | {"num_experts": experts, "num_hidden_layers": 3})
     setups = [make_setup(config, **options) for _ in range(2)]
     monkeypatch.setattr(steps, "MOST_OPERATORS", 10**9)
-    counted = step_bytes(setups[0], "policy", level)
+    counted = step_bytes(setups[0], level)
     monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
-    extrapolated = step_bytes(setups[1], "policy", level)
+    extrapolated = step_bytes(setups[1], level)
     assert extrapolated.lengths == (24, 40, 56)
     assert dataclasses.replace(extrapolated, lengths=()) == counted
 
@@ -61,9 +61,9 @@ def test_extrapolated_bytes_are_those_of_the_whole_step(
 def test_loops_over_chunks_are_counted(monkeypatch):
     """A chunk is padded, so shorter sequences hold no less."""
     setups = [make_setup(config_of("qwen3_next", **_CHUNKS), sequence=130) for _ in range(2)]
-    counted = step_bytes(setups[0], "policy", "bf16-mixed")
+    counted = step_bytes(setups[0], "bf16-mixed")
     monkeypatch.setattr(steps, "MOST_OPERATORS", 200)
-    assert step_bytes(setups[1], "policy", "bf16-mixed") == counted
+    assert step_bytes(setups[1], "bf16-mixed") == counted
     assert counted.lengths == ()
 
 
@@ -91,7 +91,7 @@ def test_functions_with_kernels_are_followed_once(kind, more, options, level, mo
         KernelFunctions._known = {key: v for key, v in KernelFunctions._known.items() if v}
         operators.append(0)
         setup = make_setup(config_of(kind, **more), sequence=130, **options)
-        steps_bytes.append(step_bytes(setup, "policy", level))
+        steps_bytes.append(step_bytes(setup, level))
     whole, once, again = steps_bytes
     assert once == again
     assert (
@@ -158,6 +158,6 @@ def test_layers_that_a_model_runs_again_are_no_loop_over_tokens(monkeypatch):
 
     monkeypatch.setattr(steps, "run_step", counted)
     setup = make_setup(config_of("hrm_text", head_dim=16), sequence=32)
-    step_bytes(setup, "policy", "bf16-mixed")
+    step_bytes(setup, "bf16-mixed")
     assert len(operators) == 1
     assert 2000 < operators[0] < 4000

@@ -4,8 +4,14 @@ import dataclasses
 
 import pytest
 
-from tests.internals import LEVELS, make_setup, plan_beside, standing_bytes
-from tests.torch_fp8_tools.plan.layouts_for_tests import LAYOUTS, WIDE, config_of, levels_of
+from tests.internals import LEVELS, make_setup, standing_bytes
+from tests.torch_fp8_tools.plan.layouts_for_tests import (
+    LAYOUTS,
+    WIDE,
+    config_of,
+    levels_of,
+    plan_beside,
+)
 from torch_fp8 import plan
 
 pytestmark = pytest.mark.long
@@ -35,7 +41,7 @@ def test_predicted_shards_are_those_of_a_rank(ranks, level):
     number, layouts, counted = ranks
     for layout in layouts:
         setup = make_setup(config_of(layout), gpus=number, **OPTIONS)
-        predicted = dataclasses.asdict(standing_bytes(setup, "policy", level))
+        predicted = dataclasses.asdict(standing_bytes(setup, level))
         assert predicted == counted[f"{layout} {level}"]["memory"], layout
 
 
@@ -61,7 +67,7 @@ def test_predicted_wire_of_replicas_is_what_a_rank_sends(ranks, steps):
     ways = [("replicas", {"data": number})] + [("halves", {"fsdp": 2})] * (number == 4)
     for name, degrees in ways:
         options = {**OPTIONS, **degrees, "levels": levels_of(name, number)}
-        planned = plan_beside(steps, config_of(WIDE), gpus=number, **options)
+        planned = plan_beside(steps.setdefault(name, {}), config_of(WIDE), gpus=number, **options)
         for level, of_level in planned.levels.items():
             sent = counted[f"{name} {level}"]["wire"]
             assert of_level.wire == pytest.approx(sent, rel=0.01), (name, level)

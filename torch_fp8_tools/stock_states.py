@@ -5,6 +5,7 @@
 optimizer can load. If a file holds several optimizers or a model, the rest is copied.
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ from torch_fp8.optim.state import (
     is_encoded,
 )
 from torch_fp8.quantization.wording import counted
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Run the sub-command ``torch-fp8 convert-optimizer``; returns the exit status."""
+    print(convert_optimizer_file(options.checkpoint, options.path))
+    return 0
 
 
 def convert_optimizer_file(source: Path, target: Path) -> str:

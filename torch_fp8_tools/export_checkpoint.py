@@ -1,4 +1,4 @@
-"""`export_checkpoint`: export a checkpoint on disk to a folder that inference engines load.
+"""``torch-fp8 export``: write a checkpoint on disk to a folder that inference engines load.
 
 The model is built without data and converted as in training. Each tensor is read from its file when
 its turn comes, cast, written and freed. The weights are those of training's forward: a host saves
@@ -6,6 +6,7 @@ whole float32 weights, of which training multiplied by the upper half, BF16
 (`torch_fp8.quantization.split_float`). FP8 weights with the recipe's blocks keep their bytes.
 """
 
+import argparse
 import dataclasses
 import shutil
 from pathlib import Path
@@ -40,9 +41,27 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.state import MIN_NUMEL
 from torch_fp8.quantization.split_float import RESIDUAL_BITS, split
 from torch_fp8.tensor.frozen_weight import frozen_parameter
+from torch_fp8_tools.env.machine import usable_device
+from torch_fp8_tools.host_models import model_class, model_folder
+from torch_fp8_tools.parsers import FORMATS
 
 _HISTORY = "fp8_scaling_0.safetensors"
 """The file with delayed scaling's history that hosts write beside a checkpoint."""
+
+
+def export(options: argparse.Namespace) -> int:
+    """Run the sub-command ``torch-fp8 export``; returns the exit status."""
+    if options.format is None:
+        raise ValueError(f"name the format with --format: {FORMATS}")
+    config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
+    if options.recipe is not None:
+        config = dataclasses.replace(config, recipe=options.recipe)
+    checkpoint = model_folder(options.checkpoint) or options.checkpoint
+    written = (checkpoint, options.path, options.format, config)
+    device, most = usable_device(options.device), options.max_shard_size
+    cls = model_class(checkpoint)
+    print(export_checkpoint(cls, *written, device=device, max_shard_size=most))
+    return 0
 
 
 def export_checkpoint(
