@@ -40,6 +40,7 @@ from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.quantization.scaling import push_amax, shared_amaxes
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.scale_source import ScaleSource
+from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
@@ -342,8 +343,8 @@ def _own_scales(layer: Any) -> Tensor:
     Graphs save the buffer itself, since a copy would be a launch for each layer.
     """
     scales = scaling_buffers(layer)[1]
-    shared = not scales.is_cuda and scales.is_shared()  # with processes that read it
-    if ran_in_graph() and not shared and is_saved(scales):
+    in_place = in_shared_memory(scales) or is_capturing(scales.device)  # others read this memory
+    if ran_in_graph() and not in_place and is_saved(scales):
         scales = torch.empty_like(scales)
         layer.fp8_scales = with_data(layer.fp8_scales, scales)
     return scales
