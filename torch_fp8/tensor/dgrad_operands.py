@@ -45,7 +45,6 @@ def dgrad_operands(
     g, g_t, sums = quantizer(grad, rowwise=True, columnwise=columnwise, sum_dtype=sum_dtype)
     assert g is not None
     source = quantizer.source
-    after = g.scale if source.scale is None else g.qdata
-    if source.scale is not None and source.slot is not None:
-        after = source.slot  # fewer bytes, which the cast has written, too
+    # A slot has fewer bytes than the payload, and the cast has written it, too.
+    after = g.scale if source.scale is None else g.qdata if source.slot is None else source.slot
     return g, g_t, sums, for_weight.for_dgrad(weight, scale, after)
