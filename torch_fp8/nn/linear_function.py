@@ -150,7 +150,7 @@ def linear_in_graph(
     if only_shape_matters(x):
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
-    written_in_backward(buffers[1:])
+    written_in_backward(buffers[-1:])
     return linear(x, weight, bias, x.shape, options, *buffers)
 
 
