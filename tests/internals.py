@@ -21,7 +21,7 @@ _NAMES = {
     "lightning_fp8.fsdp": "keep_stream",
     "lightning_fp8.precision": "HostPrecision",
     "torch_fp8.autograd.current_pass": "_warn_of_halves_in_program saves_nothing stand_in",
-    "torch_fp8.autograd.function": "of_text",
+    "torch_fp8.autograd.function": "is_saved of_text",
     "torch_fp8.autograd.selective_checkpoint": "ATTENTION CASTS operator_name",
     "torch_fp8.checkpoint.adopt_checkpoint": "folder_of take_over",
     "torch_fp8.checkpoint.export": "export_into",

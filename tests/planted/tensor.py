@@ -5,13 +5,6 @@ from tests.planted.fault import Fault
 _TESTS = "tests/torch_fp8/tensor"
 FAULTS = [
     Fault(
-        "the backward of a graph reads the buffer of scales",
-        "torch_fp8/tensor/quantizer.py",
-        "scales.abs()",
-        "scales.clone()",
-        "tests/torch_fp8/nn/test_graph_scales.py",
-    ),
-    Fault(
         "a weight that has moved without gradients names no stored part",
         "torch_fp8/tensor/split_weight.py",
         """    def stored_part(self) -> Tensor:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import _get_proxies, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_fp8.autograd.current_pass import is_traced
 
@@ -154,9 +156,20 @@ def written_in_backward(tensors: Sequence[Tensor]) -> None:
     Args:
         tensors: tensors whose versions a compiled backward must not check.
     """
+    mode = get_proxy_mode()
     for tensor in tensors:
-        for proxy in _get_proxies(tensor):
-            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+        if mode is not None and isinstance(tensor, FunctionalTensor):
+            traced: Any = get_proxy_slot(tensor.from_functional(), mode.tracer)
+            traced.proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def is_saved(x: Tensor) -> bool:
+    """Return whether a backward will read x, or a view of it: whether torch holds either."""
+    count, alone = (
+        torch._C._storage_Use_Count(StorageWeakRef(t.untyped_storage()).cdata)
+        for t in (x, torch.empty(0, dtype=x.dtype, device=x.device))
+    )
+    return count > alone or x._use_count() > 1
 
 
 def name_of(module: Any) -> str:

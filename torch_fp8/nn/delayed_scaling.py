@@ -32,13 +32,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_fp8.autograd.current_pass import ran_in_graph
+from torch_fp8.autograd.function import is_saved
 from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.nn.saturation import Saturation
-from torch_fp8.nn.scaling_rule import ScalingRule
+from torch_fp8.nn.scaling_rule import ScalingRule, scales_of
 from torch_fp8.ops.hardware import is_capturing
-from torch_fp8.quantization.scaling import delayed_scale, past_amax, push_amax, shared_amaxes
-from torch_fp8.tensor.dtensor import local
+from torch_fp8.quantization.scaling import push_amax, shared_amaxes
+from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.scale_source import ScaleSource
+from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
@@ -329,22 +331,20 @@ def _see_saturation(layers: Sequence[Any], recorded: Tensor) -> bool:
 def _take_scales(layers: Sequence[Any], scales: Tensor) -> None:
     """Make layers cast with scales (L, 3) from now on."""
     of_each = scales[..., None].repeat(1, 1, 4).unbind()  # (L, 3) -> L of (3, 4), see `BUFFERS`
-    torch._foreach_copy_([scaling_buffers(layer)[1] for layer in layers], of_each)
+    torch._foreach_copy_([_own_scales(layer) for layer in layers], of_each)
     for layer, own in zip(layers, of_each, strict=True):
         layer.fp8.scaling.take(layer, own)
         layer.fp8.scaling.recorded = False
 
 
-def scales_of(layer: Any, histories: Tensor) -> Tensor:
-    """Compute scales (L, 3) from the histories (L, 3, H) of layers of one kind.
+def _own_scales(layer: Any) -> Tensor:
+    """Return the buffer of scales, a new one if the backward of a graph will read the present one.
 
-    Args:
-        layer: one of these layers, for its options.
-        histories: (L, 3, H) float32, the newest amax first.
+    Graphs save the buffer itself, since a copy would be a launch for each layer.
     """
-    rule, recipe = layer.fp8.scaling.rule, layer.fp8.recipe
-    past = past_amax(histories, rule.algorithm)  # (L, 3)
-    past = torch.where(past > 0, past, past.amax(0))  # only zeros so far: the largest elsewhere
-    formats = recipe.input.format, recipe.weight.format, recipe.grad_output.format
-    columns = zip(past.unbind(1), formats, rule.margins, strict=True)
-    return torch.stack([delayed_scale(*column) for column in columns], 1)
+    scales = scaling_buffers(layer)[1]
+    in_place = in_shared_memory(scales) or is_capturing(scales.device)  # others read this memory
+    if ran_in_graph() and not in_place and is_saved(scales):
+        scales = torch.empty_like(scales)
+        layer.fp8_scales = with_data(layer.fp8_scales, scales)
+    return scales

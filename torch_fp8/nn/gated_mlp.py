@@ -28,7 +28,6 @@ from torch_fp8.autograd.function import (
     once_differentiable,
     only_shape_matters,
     shape_of_result,
-    written_in_backward,
 )
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
@@ -298,7 +297,6 @@ def _product_in_graph(
                 ahead = known_quantizers(down, first, training, of_down).input
             ahead = ahead._replace(columnwise_usage=wgrad)
     if casts is not None:
-        written_in_backward((of_inputs[3], of_inputs[7]))
         of_gate, of_up = (
             known_quantizers(casts, first, training, buffers).grad_output
             for buffers in (of_inputs[:4], of_inputs[4:])

@@ -49,12 +49,12 @@ from torch_fp8.nn.delayed_scaling import (
     graph_buffers,
     pushed_history,
     restore_scales,
-    scales_of,
     scaling_buffers,
 )
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
+from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation

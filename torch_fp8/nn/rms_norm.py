@@ -213,11 +213,12 @@ class _RMSNormFunction(torch.autograd.Function):
             y = reshaped(rms_norm(inputs.with_rstd(rstd)), x.shape)  # (R, C) -> (..., C)
             return with_source(y, LazySource(options.name, inputs[:2], unread))
         produced = _Produced(inputs, options, save and not dropped, col)
+        rstd = produced.norm.rstd  # not later, when x may have been written
         if keep:
             of_x: Sequence[Tensor | None] = (x,)
             if save:
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
-            ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
+            ctx.save_for_backward(weight, rstd, *of_x)
         if options.on_read is None:  # in a graph, or with a weight that FSDP2 frees
             y = reshaped(produced.dense(), x.shape)  # (R, C) -> (..., C)
             return y if options.quantizer is None else with_source(y, produced.production())
@@ -294,22 +295,18 @@ class _Unread(Producer):
     def layouts(self, options: CastOptions) -> Payloads:
         known = options.scale is not None or options.granularity.startswith("block")
         if self._norm is not None or (self._save and not known):
-            return self._later(options)
+            if options.needs_amax:
+                options = options._replace(amax=self.amax())
+            return as_layouts(rms_norm_quantize(self.norm, options), options)
         results = rms_norm_quantize_once(self._inputs, options, self._save)
         self._norm, self.saved = self._inputs.with_rstd(results[4]), results[5:7]
         return as_layouts(results[:4], options)
 
-    def _later(self, options: CastOptions) -> Payloads:
-        if options.needs_amax:
-            options = options._replace(amax=self.amax())
-        return as_layouts(rms_norm_quantize(self.norm, options), options)
-
 
 class _Produced(_Unread):
-    """An output of a norm that computes its statistics at once, and the rest when it is read.
+    """An output of a norm that is cast with the statistics if the expected cast needs no amax.
 
-    A block-scaled cast needs x only, and a cast with delayed scaling needs a known scale. If such a
-    cast is expected, it is made together with the statistics, in one read of x.
+    A block-scaled cast needs x only, and a cast with delayed scaling needs a known scale.
 
     Args:
         inputs: inputs of the operators.
@@ -329,14 +326,8 @@ class _Produced(_Unread):
             cast = quantizer.known_options(columnwise=col)
         elif quantizer is not None and options.reader is not None:
             cast = options.reader.known_options(columnwise=col)
-        if cast is None:
-            rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
-        else:
-            results = rms_norm_quantize_once(inputs, cast, save)
-            self.made = as_layouts(results[:4], cast)
-            rstd, *saved = results[4:7]
-        self.saved = saved
-        self._norm = inputs.with_rstd(rstd)
+        if cast is not None:
+            self.made = self.layouts(cast)
 
     def production(self) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""

@@ -1,9 +1,13 @@
 """`ScalingRule`: how a layer's scales follow from the amaxes of past steps."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.scaling import delayed_scale, past_amax
 
 
 class ScalingRule(NamedTuple):
@@ -36,3 +40,18 @@ class ScalingRule(NamedTuple):
 
 LAST_STEP = ScalingRule(1, "most_recent", (2, 0, 3), eager=False)
 """The rule of ``FP8Config(graph_scales="last_step")``; margins by `known_scales.csv`."""
+
+
+def scales_of(layer: Any, histories: Tensor) -> Tensor:
+    """Compute scales (L, 3) from the histories (L, 3, H) of layers of one kind.
+
+    Args:
+        layer: one of these layers, for its options.
+        histories: (L, 3, H) float32, the newest amax first.
+    """
+    rule, recipe = layer.fp8.scaling.rule, layer.fp8.recipe
+    past = past_amax(histories, rule.algorithm)  # (L, 3)
+    past = torch.where(past > 0, past, past.amax(0))  # only zeros so far: the largest elsewhere
+    formats = recipe.input.format, recipe.weight.format, recipe.grad_output.format
+    columns = zip(past.unbind(1), formats, rule.margins, strict=True)
+    return torch.stack([delayed_scale(*column) for column in columns], 1)

@@ -138,8 +138,7 @@ class Gradients:
             elif options.needs_amax:
                 casts = [options._replace(amax=self.amax())] * 2
             of_gate, of_up = casts
-            of_both = (of_up.scale, of_up.amax) if of_up.scale is not None else (None, None)
-            results = swiglu_backward_quantize(self.inputs, of_gate, *of_both)
+            results = swiglu_backward_quantize(self.inputs, of_gate, of_up.scale, of_up.amax)
             for j in range(2):
                 layouts = as_layouts(results[4 * j : 4 * j + 4], casts[j])
                 self._made[j, key[1]] = layouts

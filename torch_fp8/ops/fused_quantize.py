@@ -13,10 +13,9 @@ from torch import Tensor
 from torch_fp8.autograd.current_pass import stand_in
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_2d
-from torch_fp8.quantization.formats import E4M3, format_of
+from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.payload_shape import Layouts, scale_shape
 from torch_fp8.quantization.recipe import Granularity
-from torch_fp8.quantization.scaling import scale_from_amax
 
 SAVED: Granularity = "block_1x128"
 """The granularity of tensors saved for backward: E4M3 along C with power-of-two scales (COAT's
@@ -52,11 +51,7 @@ def cast_result(y: Tensor, options: CastOptions, finds_amax: bool = False) -> La
         ValueError: if a tensorwise cast has neither amax nor scale, or another one has any.
     """
     check_scale(options, finds_amax)
-    if options.amax is None or options.scale is not None:
-        return quantize_2d(y, options)
-    scale = scale_from_amax(options.amax, format_of(options.dtype), options.power_of_two)
-    q, _, qt, st = quantize_2d(y, options._replace(scale=scale, amax=None))
-    return q, scale, qt, st
+    return quantize_2d(y, options)
 
 
 def cast_result_fake(y: Tensor, options: CastOptions, finds_amax: bool = False) -> Layouts:

@@ -35,15 +35,9 @@ def dgrad_operands(
         the weight (K, N).
     """
     payload = None if for_weight.transposed else for_weight.kept_payload(weight)
-    is_plain = source_of(grad) is None and not isinstance(grad, QuantizableTensor)
-    by_tensor = quantizer.spec.granularity == "tensorwise"
-    if (
-        payload is not None
-        and not payload.scale.ndim
-        and by_tensor
-        and is_plain
-        and sum_dtype is None
-    ):
+    joins = source_of(grad) is None and not isinstance(grad, QuantizableTensor)
+    joins = joins and quantizer.spec.granularity == "tensorwise" and sum_dtype is None
+    if joins and payload is not None and not payload.scale.ndim:
         x = matrix(grad)
         options = quantizer.options(x, rowwise=True, columnwise=columnwise)
         (g, g_t), w = quantize_beside(x, options, payload)
@@ -51,7 +45,6 @@ def dgrad_operands(
     g, g_t, sums = quantizer(grad, rowwise=True, columnwise=columnwise, sum_dtype=sum_dtype)
     assert g is not None
     source = quantizer.source
-    after = g.scale if source.scale is None else g.qdata
-    if source.scale is not None and source.slot is not None:
-        after = source.slot  # fewer bytes, which the cast has written, too
+    # A slot has fewer bytes than the payload, and the cast has written it, too.
+    after = g.scale if source.scale is None else g.qdata if source.slot is None else source.slot
     return g, g_t, sums, for_weight.for_dgrad(weight, scale, after)

@@ -252,8 +252,7 @@ class Quantizers(NamedTuple):
         if not buffers:
             return self
         scales, *slots = buffers  # (3, 4); () of input, weight and gradient
-        # A copy, as a step may renew the buffer before backward. Inductor would drop a `clone`.
-        known = scales.abs()[:, 0].unbind() if ready else (None,) * 3
+        known = [scales[i, 0] if ready else None for i in range(3)]
         recorded = slots if training else (None, None, slots[2])
         of_input, of_weight, of_gradient = map(ScaleSource, known, recorded)
         weight = self.weight.quantizer

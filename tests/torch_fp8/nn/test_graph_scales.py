@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT
+from tests.internals import GRAD_OUTPUT, INPUT, WEIGHT, delayed_scaling
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
 
@@ -276,20 +276,62 @@ def test_layers_behind_one_norm_have_one_amax_and_one_slot():
         assert third != first
 
 
-def test_backward_has_the_scales_of_forward_if_another_optimizer_steps_in_between():
-    torch.manual_seed(0)
-    layer = nn.Sequential(nn.Linear(64, 64))
-    convert_to_float8(layer, FP8Config(recipe="tensorwise", graph_scales="last_step"))
+def _converted(model, recipe):
+    scales = "current" if recipe == "delayed" else "last_step"
+    convert_to_float8(model, FP8Config(recipe=recipe, graph_scales=scales))
     torch._dynamo.reset()
-    forward = torch.compile(layer, backend="inductor")
-    other = torch.optim.SGD(layer.parameters(), lr=1e-3)
-    forward(3 * _x(1)[:, :64]).square().mean().backward()
-    other.step()
-    other.zero_grad()
-    scale = layer[0].fp8_scales[INPUT, 0].clone()
-    y, z = (forward(_x(1)[:, :64]).square().mean() for _ in range(2))
-    (want,) = torch.autograd.grad(y, layer[0].weight)
-    other.step()  # it has no gradients, and writes no weight
-    assert layer[0].fp8_scales[INPUT, 0] != scale
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_backward_has_the_scales_of_forward_if_an_optimizer_steps_in_between(
+    recipe, repeated, backend
+):
+    model, optimizer = _converted(Readers(), recipe)
+    run = (lambda x: checkpoint(model, x, use_reentrant=False)) if repeated else model
+    forward = torch.compile(run, backend=backend)
+    for seed in range(2):
+        forward(_x(seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    outliers = torch.eye(16, 128)  # the norm turns them into the largest inputs so far
+    y, _, z = (forward(x).square().mean() for x in (_x(2), outliers, _x(2)))
+    wanted = torch.autograd.grad(y, list(model.parameters()))
+    scales = model.first.fp8_scales.clone()
+    optimizer.step()  # it has no gradients, and writes no weight
+    assert not torch.equal(model.first.fp8_scales, scales)
     z.backward()
-    assert torch.equal(layer[0].weight.grad, want)
+    assert all(
+        torch.equal(p.grad, want) for p, want in zip(model.parameters(), wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_scales_stay_where_they_are_if_no_backward_waits(recipe):
+    """A CUDA graph would be recorded again for scales elsewhere."""
+    model, optimizer = _converted(nn.Sequential(nn.Linear(128, 128)), recipe)
+    forward, scales = torch.compile(model, backend="aot_eager"), model[0].fp8_scales
+    for seed in range(3):
+        forward(_x(seed)).square().mean().backward()
+        optimizer.step()
+    assert model[0].fp8_scales is scales
+
+
+@pytest.mark.parametrize("memory", ["own", "captured", "shared"])
+def test_scales_stay_in_memory_that_others_read(memory, monkeypatch):
+    model, optimizer = _converted(nn.Sequential(nn.Linear(128, 128)), "delayed")
+    forward = torch.compile(model, backend="aot_eager")
+    forward(_x(0)).square().mean().backward()
+    optimizer.step()
+    if memory == "captured":
+        monkeypatch.setattr(delayed_scaling, "is_capturing", lambda device: True)
+    if memory == "shared":
+        model.share_memory()
+    scales, waits = model[0].fp8_scales, forward(2 * _x(1))
+    before = scales.clone()
+    optimizer.step()
+    assert waits.requires_grad
+    assert not torch.equal(model[0].fp8_scales, before)
+    assert torch.equal(scales, before) == (memory == "own")
