@@ -1,5 +1,3 @@
-"""Command lines of TRL and transformers as users type them, with one flag: FP8 GEMMs really ran."""
-
 import itertools
 import json
 import os

@@ -1,5 +1,3 @@
-"""How the extensions get into Accelerate and transformers, and how they stay out."""
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
