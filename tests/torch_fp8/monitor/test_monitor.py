@@ -1,5 +1,3 @@
-"""The monitor measures what is there, under stable names, and changes nothing of a run."""
-
 import json
 import math
 
@@ -191,8 +189,7 @@ def test_the_file_is_read_again_with_a_last_line_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3"],
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3"]
 )
 def test_gated_mlps_of_transformers_are_smoothed_and_watched(name):
     import transformers

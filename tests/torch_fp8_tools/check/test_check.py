@@ -1,5 +1,3 @@
-"""`torch-fp8 check`: what it proposes of planted faults, the file that it writes, and mistakes."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""What is told of hosts and of autoload, with hosts that are moved, broken or gone."""
-
 import importlib.metadata
 import inspect
 import os
@@ -95,7 +93,6 @@ def _extended_names(module):
 
 @pytest.mark.parametrize("host", POINTS)
 def test_the_list_has_all_that_is_extended(host):
-    """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
     pytest.importorskip(host)
     lines = inspect_host(list(POINTS[host]))["lines"]
     assert {line["detail"] for line in lines} == {"extended"}

@@ -1,5 +1,3 @@
-"""Weights that FSDP2 has sharded, split and joined in place; on one rank, in this process."""
-
 import pytest
 import torch
 import torch.distributed as dist
