@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
 import torch_fp8
-from tests.internals import Halves, SplitWeight, split_parameter, swappable
+from tests.internals import Halves, SplitTensor, SplitWeight, split_parameter, swappable
 from tests.steps import adamw
 from torch_fp8 import FP8Config
 
@@ -144,6 +144,26 @@ def test_a_change_that_torch_refuses_leaves_the_weight(name):
         assert torch.equal(weight.detach().clone(), expected)
     if name not in ("parametrization", "meta"):  # torch leaves the module half changed
         step(net, optimizer)
+
+
+def test_a_recorded_weight_moves_to_another_device():
+    parameter = split_parameter(nn.Parameter(torch.randn(64, 64)))
+    expected, seen = parameter.detach().clone(), []
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    with recording("shapes"):
+        parameter.square().sum().backward()
+        grad = parameter.grad
+        assert not swappable(parameter)
+        moved = SplitTensor(parameter.halves.mapped(torch.clone))
+        parameter.become(moved)
+        assert type(parameter) is SplitWeight
+        assert parameter.halves is moved.halves
+        assert torch.equal(parameter.grad, grad)
+        parameter.grad = None
+        assert torch.equal(parameter.detach().clone(), expected)
+        parameter.square().sum().backward()
+        assert torch.equal(parameter.grad, seen[0])
+        assert len(seen) == 2
 
 
 @pytest.mark.parametrize("name", OPTIONS)
