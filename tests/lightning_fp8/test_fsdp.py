@@ -9,7 +9,7 @@ pytestmark = pytest.mark.long
 
 
 FLAG = "fp8-mixed"
-TRAINER = ("O2 O3 own manual evaluate", "resume tested named users offload meta")
+TRAINER = ("O3 own manual evaluate", "resume tested named users offload meta")
 FABRIC = "O1 apart resume stock"
 
 

@@ -325,7 +325,6 @@ class Sharded(Regression):
 
 
 CASES = {
-    "O2": lambda: level("O2"),
     "O3": lambda: level("O3", accumulate_grad_batches=2, gradient_clip_val=0.5),
     **{f.__name__: f for f in (own, manual, evaluate, resume, named, users, meta, offload)},
     "tested": test_from_checkpoint,

@@ -1,5 +1,4 @@
 import subprocess
-import sys
 import textwrap
 import warnings
 
@@ -133,7 +132,7 @@ def test_other_optimizers_keep_their_states_with_the_reason(make, reason):
 
 
 @pytest.mark.long
-def test_the_first_optimizer_of_a_process_may_be_a_subclass():
+def test_the_first_optimizer_of_a_process_may_be_a_subclass(forked_python):
     """torch puts its hooks around the ``step`` of whichever class comes first."""
     script = """
         import torch
@@ -147,7 +146,7 @@ def test_the_first_optimizer_of_a_process_may_be_a_subclass():
         print(convert_optimizer(First(model.parameters()), model=model))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
+        [forked_python, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
     )
     assert done.stdout == "First with 8-bit states\n"
 
