@@ -119,7 +119,7 @@ def test_python_blocks_run(block, forked_python):
 
 
 @pytest.mark.long
-def test_launcher_commands_run_the_script_shown(tmp_path):
+def test_launcher_commands_run_the_script_shown(tmp_path, forked_python):
     (script,) = {block.code for block in PYTHON if block.code.startswith("# train.py")}
     (tmp_path / "train.py").write_text(script)
     commands = {
@@ -133,8 +133,9 @@ def test_launcher_commands_run_the_script_shown(tmp_path):
     assert len(commands) == 2
     for command in commands:
         variables, words = _split(command)
+        assert words[0] == "accelerate"
         done = subprocess.run(
-            words,
+            [forked_python, "-m", "accelerate.commands.accelerate_cli", *words[1:]],
             cwd=tmp_path,
             env=_environment(**variables),
             stdout=subprocess.PIPE,

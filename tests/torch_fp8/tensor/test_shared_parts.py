@@ -173,3 +173,11 @@ def test_inference_mode_reads_aliases_and_views(kind):
     tensors[0].mul_(2.0)
     assert torch.equal(tensors[0], tensor)
     assert torch.equal(tensors[3], tensor[:4])
+
+
+def test_a_gradient_that_inference_mode_has_read_takes_writes():
+    weight = _trained()[0][0].weight
+    with torch.inference_mode():
+        norm = weight.grad.detach().norm()
+    weight.grad.mul_(2.0)
+    assert torch.equal(weight.grad.norm(), 2 * norm)

@@ -162,6 +162,19 @@ def test_odd_shapes_are_read_written_and_settled(shape):
 
 
 @torch.no_grad()
+def test_a_transposed_parameter():
+    parameter = nn.Parameter(torch.randn(33, 7).t())
+    before = parameter.detach().clone()
+    split_parameter(parameter, 16)
+    assert parameter.shape == (7, 33)
+    assert torch.equal(parameter, before)
+    parameter.mul_(1.0001)
+    assert torch.equal(parameter, before * 1.0001)
+    parameter.data = (before * 3).t().contiguous().t()
+    assert torch.equal(parameter, before * 3)
+
+
+@torch.no_grad()
 def test_settling_is_right_in_the_mean_and_keeps_what_fits():
     values = torch.randn(256, 256)
     weight = split_parameter(nn.Parameter(values.clone()), 16)
