@@ -346,6 +346,26 @@ def test_another_fit_of_the_same_model_repeats_no_summary(host, tmp_path, summar
     assert len(summaries()) == 2
 
 
+@each_trainer
+def test_auto_measures_once_and_leaves_a_layer_in_bf16(host, tmp_path, summaries, timed):
+    recipes = ("tensorwise", "rowwise", "blockwise")
+    wins, loses = (dict(zip(recipes, us, strict=True)) for us in ((60, 50, 70), (30, 30, 30)))
+    clock = timed({(64, 32): (100, wins), (16, 64): (20, loses)})
+    plugin = FP8Precision(FP8Config(tokens=8))
+    trainer, model = make_trainer(host, tmp_path, plugins=[plugin]), make_model(host)
+    trainer.fit(model, data(2))
+    num_runs = len(clock.runs)
+    assert num_runs > 0
+    assert [kind for kind, _ in model.seen] == [Float8Linear] * 2
+    (summary,) = summaries()
+    assert "FP8: 1 of 2 linear layers" in summary
+    assert "auto -> rowwise: " in summary
+    assert "net.2: 16x64 is not faster in FP8: 30 us against 20 us in BF16 at 8 tokens" in summary
+    trainer.fit(model, data(2))
+    assert len(clock.runs) == num_runs
+    assert [type(layer) for layer in model.net] == [nn.Linear, nn.ReLU, nn.Linear]
+
+
 @each_fabric
 def test_fabric_summary_is_logged_once_the_optimizers_are_known(host, summaries):
     fabric, _ = make_host(host, precision="fp8-mixed")
