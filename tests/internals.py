@@ -196,7 +196,6 @@ _MODULES = {
     "all_gather": "torch_fp8.distributed.tensor_parallel.all_gather",
     "autotune": "torch_fp8.conversion.autotune",
     "averaging": "torch_fp8.distributed.averaging",
-    "bf16_products": "torch_fp8_tools.compare.bf16_products",
     "block_scaled": "torch_fp8.quantization.block_scaled",
     "cards": "torch_fp8_tools.env.machine",
     "cli": "torch_fp8_tools.cli",

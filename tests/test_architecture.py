@@ -199,7 +199,6 @@ def _internals(path):
 
 
 def test_tests_import_internals_through_one_door():
-    """Where a name stands is written once, in tests/internals.py."""
     importing = {
         path.relative_to(ROOT).as_posix(): names
         for path in (ROOT / "tests").rglob("*.py")
@@ -242,7 +241,6 @@ def _strings(node):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_docstrings_are_sentences_that_a_stranger_understands(package):
-    """A docstring names its subject, or begins with a verb, and ends as a sentence does."""
     riddles = []
     for path in _sources(package):
         for line, text in _strings(ast.parse(path.read_text())):

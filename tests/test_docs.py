@@ -1,5 +1,3 @@
-"""What README and docs/ show: their code runs, their commands exist, and the site builds."""
-
 import ast
 import functools
 import importlib
@@ -24,9 +22,7 @@ PACKAGES = ("torch_fp8", "torch_fp8_tools", "lightning_fp8", "accelerate_fp8")
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^(?:<!-- not run: (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
-NOT_RUN: dict[str, str] = {
-    "needs a model from the Hub": "tests/accelerate_fp8/test_adapters.py",
-}
+NOT_RUN: dict[str, str] = {"needs a model from the Hub": "tests/accelerate_fp8/test_adapters.py"}
 """Reason -> what tests it instead. A Python block that is not run has its reason in a comment."""
 NOT_EXECUTED = {
     "apt-get": "needs a network",
@@ -123,7 +119,7 @@ def test_python_blocks_run(block, forked_python):
 
 
 @pytest.mark.long
-def test_launcher_commands_run_the_script_shown(tmp_path):
+def test_launcher_commands_run_the_script_shown(tmp_path, forked_python):
     (script,) = {block.code for block in PYTHON if block.code.startswith("# train.py")}
     (tmp_path / "train.py").write_text(script)
     commands = {
@@ -137,8 +133,9 @@ def test_launcher_commands_run_the_script_shown(tmp_path):
     assert len(commands) == 2
     for command in commands:
         variables, words = _split(command)
+        assert words[0] == "accelerate"
         done = subprocess.run(
-            words,
+            [forked_python, "-m", "accelerate.commands.accelerate_cli", *words[1:]],
             cwd=tmp_path,
             env=_environment(**variables),
             stdout=subprocess.PIPE,
@@ -154,12 +151,10 @@ def test_launcher_commands_run_the_script_shown(tmp_path):
 
 
 def _of_file(block):
-    """Whether a block writes the configuration that it reads."""
     return "--output fp8.json" in block.code and "TORCH_FP8_CONFIG=fp8.json" in block.code
 
 
 def _split(command):
-    """The variables that a command sets, and its words."""
     words = shlex.split(command)
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_0-9]+=", word))
     return variables, words[len(variables) :]
@@ -214,7 +209,6 @@ def _check(words):
 
 
 def _check_source(path, options):
-    """Each option is in the program, or in what it takes its parser from."""
     if "--" in options:  # options behind it belong to the part
         end, part = options.index("--"), options[options.index("--parts") + 1]
         _check_source(ROOT / "benchmarks" / f"bench_{part}.py", options[end + 1 :])
@@ -274,7 +268,6 @@ def test_readme_stays_short():
 
 
 def test_the_map_and_the_page_on_the_code_name_what_is_there():
-    """Each package of the engine, and each package and folder beside it."""
     shown = README.partition("## Map")[2]
     named = re.findall(r"\w+", " ".join(re.findall(r"^  (\w+(?:, \w+)*)  ", shown, re.M)))
     page = (ROOT / "docs" / "contributing.md").read_text()

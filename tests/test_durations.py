@@ -1,5 +1,3 @@
-"""The rule for long tests, the record of what they take, and the order of files."""
-
 import json
 import subprocess
 import sys

@@ -24,7 +24,6 @@ sys.exit(7)
 
 @pytest.fixture
 def seen(forked_python, tmp_path):
-    """What a script sees: of either Python."""
     (tmp_path / "script.py").write_text(SEEN)
 
     def run(python, *arguments):

@@ -1,5 +1,3 @@
-"""What scripts/house_figures.py counts."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""Whatever is imported first and however Python was started, every extension takes hold."""
-
 import os
 import subprocess
 import sys

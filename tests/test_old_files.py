@@ -1,7 +1,8 @@
 """Files that the release 0.1.0 wrote load, or are refused whole if they hold 4-bit values.
 
-They are in `tests/data/v0.1.0`, whose `write.py` wrote them. ``pickled_optimizers.pt`` (commit
-1eeb94f9) has models and optimizers with ``moment_bits=4`` and ``residual_bits`` 0 and 4.
+They are in `tests/data/v0.1.0`; the script that wrote them is `write.py` there, in commit 459afaff.
+``pickled_optimizers.pt`` (commit 1eeb94f9) has models and optimizers with ``moment_bits=4`` and
+``residual_bits`` 0 and 4.
 """
 
 import dataclasses
@@ -34,7 +35,6 @@ RESIDUALS = r"FP8Config\(residual_bits=4\) of torch-fp8 0.1.0.*save torch_fp8.me
 
 
 def read(name):
-    """What was saved, and the first rows of its values by name."""
     file = torch.load(FOLDER / f"{name}.pt", weights_only=False)
     return file["saved"], file["values"]
 
@@ -62,7 +62,6 @@ def step(model, optimizer):
 
 
 def rows_of(model, optimizer):
-    """The first rows of weights and moments, by name."""
     found = {f"weight {name}": w for name, w in merged_state_dict(model, optimizer).items()}
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):

@@ -1,5 +1,3 @@
-"""Planted faults: each still has a place in the code, and tests that exist."""
-
 from pathlib import Path
 
 import pytest

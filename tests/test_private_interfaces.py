@@ -1,5 +1,3 @@
-"""docs/private-interfaces.md names each private interface of other packages that the code uses."""
-
 import ast
 import functools
 import re
@@ -24,14 +22,12 @@ def _parsed_once():
 
 
 def _names(text):
-    """The private names within backquotes."""
     parts = [part for name in re.findall(r"`([^`]+)`", text) for part in name.split(".")]
     return {part for part in parts if part.startswith("_") and not part.startswith("__")}
 
 
 @pytest.fixture(scope="module")
 def named():
-    """The private names in the first column of the page's tables."""
     return _names(" ".join(re.findall(r"^\| (`.*?) \|", PAGE.read_text(), re.M)))
 
 

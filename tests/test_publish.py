@@ -1,5 +1,3 @@
-"""What a release is made of: metadata, links, version and address from one setting each."""
-
 import re
 import subprocess
 import sys

@@ -17,7 +17,6 @@ QUICK = (3067, 3072, COMPILED, 3106, 3110, 3116)
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Losses are compared to the bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

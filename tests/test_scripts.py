@@ -53,7 +53,6 @@ def environment(project: Path, **settings: str) -> dict[str, str]:
 
 
 def installed(project: Path, **settings: str) -> tuple[int, list[str], str]:
-    """(status, what pip was asked to install, stderr)."""
     run = subprocess.run(
         ["bash", str(project / "scripts/finetune.sh")],
         env=environment(project, **settings),

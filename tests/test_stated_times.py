@@ -1,5 +1,3 @@
-"""No docstring or comment states a time."""
-
 import io
 import re
 import tokenize

@@ -1,5 +1,3 @@
-"""User code that works on weights in the middle of a loop, at each level and under each host."""
-
 import json
 import os
 import subprocess
@@ -19,7 +17,6 @@ WAYS_APART = ("own_loop", "trainer", "accelerate", "fabric", "lightning")
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("way", WAYS)
 def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
-    """Reading, writing, copying, gradients, Adam's state, kept copies, derivatives, the file."""
     monkeypatch.setenv("TORCH_FP8_CONFIG", _chosen(level)["TORCH_FP8_CONFIG"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8" if way == "trainer" else "no")
     walk(way, level, tmp_path)
@@ -30,7 +27,6 @@ def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
     ("level", "ways"), [("O2", WAYS_APART[:2]), ("O3", WAYS_APART[2:])], ids=["O2", "O3"]
 )
 def test_user_code_finds_float32_weights_on_two_ranks(level, ways, tmp_path, forked_hosts):
-    """Under DDP in each loop, where the first rank alone saves from hooks."""
     environment = {**os.environ, **_chosen(level), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"TORCHELASTIC_RUN_ID": "none"}  # hosts start no processes of their own

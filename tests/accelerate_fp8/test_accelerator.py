@@ -1,5 +1,3 @@
-"""What Accelerator does with models, optimizers and precisions when FP8 is asked for."""
-
 import gc
 import logging
 import sys
@@ -8,14 +6,12 @@ import weakref
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
 import accelerate_fp8
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from tests.internals import load_history, preparation_of, save_history
-from torch_fp8 import Float8Linear, scaling_state_dict
+from tests.internals import preparation_of
+from torch_fp8 import Float8Linear
 from torch_fp8.ops import scaled_mm
 
 
@@ -30,20 +26,8 @@ class Block(nn.Module):
         return self.lm_head(self.down(self.up(x).relu()))
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 @pytest.fixture
 def gemms(monkeypatch):
-    """The output dtype of every scaled matmul."""
     calls: list[torch.dtype] = []
     name = "_scaled_mm_v2" if scaled_mm._CPU_HAS_OPERATOR else "_scaled_mm"  # torch 2.11
     original = getattr(torch, name)
@@ -129,29 +113,11 @@ def test_fp8_kwargs_set_the_configuration(accelerate):
     assert len(handlers) == 2  # the caller's list is left alone
 
 
-@pytest.mark.parametrize(
-    ("precision", "handlers", "message"),
-    [
-        ("fp9", [], "Unknown mixed_precision mode: fp9"),
-        ("bf16", [FP8Kwargs()], "requires setting `mixed_precision='fp8'`"),
-        ("fp8", [FP8Kwargs(), FP8Kwargs()], "You can only pass one"),
-    ],
-)
-def test_wrong_calls_are_accelerates_own_errors(accelerate, precision, handlers, message):
-    with pytest.raises(ValueError, match=message):
-        accelerate.Accelerator(mixed_precision=precision, kwargs_handlers=handlers, cpu=True)
-
-
 @pytest.mark.usefixtures("no_handler")
 def test_missing_accelerate_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate.utils", None)
     with pytest.raises(ImportError, match=r"needs accelerate.*pip install accelerate"):
         accelerate_fp8.FP8Kwargs  # noqa: B018
-
-
-def test_unknown_name_of_the_package_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="FP8Karwgs"):
-        accelerate_fp8.FP8Karwgs  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -282,13 +248,6 @@ def test_what_is_not_applied_is_warned_about(accelerate, monkeypatch, caplog):
     assert len([w for w in warnings if "--fp8_margin=2 is not applied" in w]) == 1
 
 
-def test_unwrapped_model_still_runs(fp8):
-    unwrapped = fp8.unwrap_model(fp8.prepare(Block()), keep_fp32_wrapper=False)
-    assert type(unwrapped.up) is nn.Linear
-    assert unwrapped(torch.randn(4, 32)).isfinite().all()
-    assert type(fp8.prepare(unwrapped).up) is Float8Linear
-
-
 def test_free_memory_lets_the_model_go(fp8):
     model = fp8.prepare(Block())
     alive = weakref.ref(model)
@@ -307,43 +266,3 @@ def test_compiled_model_runs_in_fp8(accelerate, gemms):
     optimizer.step()
     assert type(accelerator.unwrap_model(model, keep_torch_compile=False).up) is Float8Linear
     assert len(gemms) >= 2
-
-
-@pytest.mark.long
-def test_blocks_that_accelerate_compiles_one_by_one(accelerate, tmp_path):
-    """The same losses; and a history goes on where nothing is compiled."""
-    x = torch.arange(512.0).view(16, 32).sin()
-
-    def start(plugin):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(
-            mixed_precision="fp8",
-            cpu=True,
-            dynamo_plugin=plugin,
-            kwargs_handlers=[FP8Kwargs(FP8Config(recipe="delayed"))],
-        )
-        torch.manual_seed(0)
-        model = Blocks()
-        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-
-    def step(accelerator, model, optimizer):
-        loss = model(x).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    plain = start(None)
-    losses = [step(*plain) for _ in range(2)]
-    in_regions = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
-    compiled = start(in_regions)
-    assert [step(*compiled) for _ in range(2)] == losses
-    assert isinstance(compiled[1].layers[0], torch._dynamo.OptimizedModule)
-    states = [scaling_state_dict(model) for model in (plain[1], compiled[1])]
-    save_history([compiled[1]], tmp_path, 0)
-    again = start(None)
-    load_history([again[1]], tmp_path, 0)
-    states.append(scaling_state_dict(again[1]))
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(value, states[0][key]) for key, value in state.items())

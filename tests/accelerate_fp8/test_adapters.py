@@ -1,5 +1,3 @@
-"""PEFT over a base stored as FP8 alone: training, merging, several adapters, saving."""
-
 import copy
 import gc
 import inspect

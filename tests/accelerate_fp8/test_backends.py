@@ -1,5 +1,3 @@
-"""Which backend runs FP8: torchao, Transformer Engine or MS-AMP where chosen, else ours."""
-
 import shutil
 from pathlib import Path
 
@@ -67,10 +65,7 @@ def test_backend_variable_chooses_msamp(accelerate, monkeypatch):
 
 @pytest.mark.parametrize(
     ("variable", "error", "message"),
-    [
-        ("te", ImportError, "TransformerEngine is not available"),
-        ("apex", ValueError, "apex"),
-    ],
+    [("te", ImportError, "TransformerEngine is not available"), ("apex", ValueError, "apex")],
 )
 def test_other_backends_have_accelerates_own_errors(
     accelerate, monkeypatch, variable, error, message

@@ -49,7 +49,6 @@ class Training:
         return losses
 
     def bits(self):
-        """All that training goes on from: weights and optimizer states."""
         parameters = list(self.model.parameters())
         states = [self.optimizer.state[p] for p in parameters]
         return [*parameters, *(state[key] for state in states for key in sorted(state))]
@@ -57,9 +56,7 @@ class Training:
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
 @pytest.mark.parametrize(
-    "config",
-    [DELAYED, DELAYED_O1, FP8Config(opt_level="O3")],
-    ids=["O2", "O1", "O3"],
+    "config", [DELAYED, DELAYED_O1, FP8Config(opt_level="O3")], ids=["O2", "O1", "O3"]
 )
 def test_training_resumes_bit_for_bit(accelerate, tmp_path, config, safe):
     run = Training(accelerate, config)

@@ -1,5 +1,3 @@
-"""Command lines of TRL and transformers as users type them, with one flag: FP8 GEMMs really ran."""
-
 import itertools
 import json
 import os
@@ -27,14 +25,14 @@ REWARD = ("--reward_funcs", "get_soft_overlong_punishment")
 
 
 @pytest.fixture
-def shell(tmp_path, environment):
+def shell(tmp_path, environment, forked_python):
     """Runs a command; returns the FP8 GEMMs of its processes, and what they wrote."""
 
     def run(*command, **variables):
         counts = tmp_path / "counts"
         counts.mkdir()
         done = subprocess.run(
-            [sys.executable, *command],
+            [forked_python, *command],
             env={**environment, "FP8_PROBE_OUT": str(counts), **variables},
             cwd=tmp_path,
             capture_output=True,

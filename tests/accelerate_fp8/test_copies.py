@@ -1,5 +1,3 @@
-"""An Accelerator can be pickled, prepared or not, as the stock one; its deep copy is itself."""
-
 import logging
 import pickle
 

@@ -1,5 +1,3 @@
-"""Two processes on gloo: DDP, and FSDP2."""
-
 import re
 
 import pytest
@@ -12,7 +10,6 @@ DELAYED = {"TORCH_FP8_CONFIG": '{"recipe": "delayed"}'}
 
 
 def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run):
-    """Weights and residuals; ranks start from other weights, and accumulate over two backwards."""
     modes = ("O1", "O2", "O3", "unused", "late", "hook")
     done = run("replicas.py", *modes, launch=FP8, processes=2)
     assert done.fp8 > 0

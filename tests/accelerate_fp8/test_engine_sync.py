@@ -203,8 +203,6 @@ def test_the_blocks_of_an_engine_are_those_of_training(tmp_path):
 
 
 class FromCheckpoint(Runner):
-    """A runner of an engine that was started from a quantized checkpoint."""
-
     config: Any = None
 
     def __init__(self, engine):
@@ -213,7 +211,6 @@ class FromCheckpoint(Runner):
 
 
 def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(tmp_path, monkeypatch):
-    """With the adapters in them, bit for bit what an export has."""
     model = adapted(tmp_path)
     monkeypatch.setattr(FromCheckpoint, "config", {"weight_block_size": [128, 128]})
     engine, taken = Engine(tmp_path, "fp8"), {}

@@ -1,5 +1,3 @@
-"""Every entry with an unmodified script: FP8 GEMMs ran with the flag, and none without it."""
-
 import re
 from importlib.metadata import entry_points
 from pathlib import Path

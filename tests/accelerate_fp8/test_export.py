@@ -1,5 +1,3 @@
-"""``FP8Config(save_format=...)``: what hosts save, engines load; training goes on from masters."""
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,5 +1,3 @@
-"""Accelerate's own FP8 flags, as its launcher exports them, and their precedence."""
-
 import argparse
 import json
 from collections.abc import Callable
@@ -45,10 +43,7 @@ def test_launchers_defaults_count_as_not_given(export):
         (("--fp8_format", "E4M3"), FP8Config(grad_format="e4m3")),
         (("--fp8_opt_level", "O1"), FP8Config(opt_level="O1")),
         (("--fp8_opt_level", "O2"), FP8Config(opt_level="O2")),
-        (
-            ("--fp8_amax_history_len", "16"),
-            FP8Config(recipe="delayed", amax_history_len=16),
-        ),
+        (("--fp8_amax_history_len", "16"), FP8Config(recipe="delayed", amax_history_len=16)),
         (
             ("--fp8_amax_history_len", "16", "--fp8_amax_compute_algo", "max", "--fp8_margin", "1"),
             FP8Config(recipe="delayed", amax_history_len=16, margin=1),

@@ -1,5 +1,3 @@
-"""FP8 checkpoints under the flag: loaded by transformers, trained, saved, opened by stock."""
-
 import json
 
 import pytest
@@ -125,7 +123,6 @@ def _lora(model):
 
 
 def test_lora_on_an_fp8_checkpoint_is_opened_by_stock(accelerate, tmp_path):
-    """The adapter alone is saved; stock PEFT puts it on the FP8 checkpoint again."""
     from peft import PeftModel
 
     source, out = tmp_path / "source", tmp_path / "out"

@@ -1,5 +1,3 @@
-"""Reference, reward and teacher models: stored as FP8 alone once nobody trains them for sure."""
-
 import copy
 
 import pytest

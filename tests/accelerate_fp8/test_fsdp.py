@@ -1,5 +1,3 @@
-"""Accelerate's FSDP2 in two processes on gloo: the levels, configuration files, trainers."""
-
 import json
 import os
 import re

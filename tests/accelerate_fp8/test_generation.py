@@ -1,5 +1,3 @@
-"""Generation on a policy multiplies by the FP8 weights of training, cast once for all tokens."""
-
 import warnings
 from typing import Any
 
@@ -58,7 +56,6 @@ WAYS = {"plain": plain, "batched": batched, "static": static, "continuous": cont
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The addresses of what is cast, in order."""
     places: list[int] = []
     original = quantizer.quantize_layouts
 
@@ -96,7 +93,6 @@ def test_a_rollout_casts_each_weight_once(casts, way, recipe):
 
 
 def test_generate_is_a_scope_by_itself(casts):
-    """Each call casts BF16 weights once, and what is written between two calls counts."""
     model = policy("rowwise").eval()
     casts.clear()
     first = plain(model)

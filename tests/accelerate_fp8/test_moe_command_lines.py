@@ -1,5 +1,3 @@
-"""``trl sft`` and ``trl grpo`` of mixtures of experts as users type them, with one flag."""
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The numbers stand in the Trainer's log and in trackers, and the state in checkpoints."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Level O2: what becomes of the user's optimizers, weights and schedulers."""
-
 import math
 import warnings
 
@@ -8,12 +6,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from accelerate_fp8 import FP8Config
 from tests.internals import Float8Optimizer, SplitWeight
 from tests.leaving_peak import check_peak_of_leaving
 from torch_fp8 import Float8Linear
-
-O1 = FP8Config(opt_level="O1")
 
 
 class Net(nn.Module):
@@ -111,28 +106,6 @@ def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with)
     assert optimizer.state[model.up.weight]["step"] == 2
 
 
-def test_two_models_with_an_optimizer_each(accelerator_with, messages):
-    accelerator = accelerator_with()
-    generator, critic = Net(), Net()
-    adam = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.0, 0.99))
-    adamw = torch.optim.AdamW(critic.parameters(), lr=1e-2)
-    critic, first, second, generator = accelerator.prepare(critic, adam, adamw, generator)
-    for _ in range(2):
-        fake = generator(torch.randn(16, 64))
-        accelerator.backward(critic(fake.detach()).mean() - critic(torch.randn(16, 64)).mean())
-        second.step()
-        second.zero_grad()
-        accelerator.backward(-critic(fake).mean())
-        first.step()
-        first.zero_grad()
-    assert isinstance(adam, Float8Optimizer)
-    assert isinstance(adamw, Float8Optimizer)
-    assert {type(p) for p in (generator.up.weight, critic.up.weight)} == {SplitWeight}
-    of_critic, of_generator = messages()
-    assert "  optimizer AdamW with 8-bit states" in of_critic
-    assert "  optimizer Adam with 8-bit states" in of_generator
-
-
 def test_one_optimizer_of_two_models_waits_for_both(accelerator_with):
     accelerator = accelerator_with()
     encoder, decoder = Net(), Net()
@@ -197,27 +170,6 @@ def test_other_optimizers_keep_their_states_and_are_named_once(
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert sum(message.count(reason) for message in messages()) == 1
     assert "weights in two halves" in messages()[0]
-
-
-def test_unsupported_option_names_the_way_out(accelerator_with):
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    with pytest.raises(ValueError, match=r"amsgrad=True.*opt_level='O1'"):
-        accelerator_with().prepare(model, optimizer)
-
-
-def test_level_o1_leaves_weights_and_optimizer_as_they_are(accelerator_with, messages):
-    accelerator = accelerator_with(O1)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    model = accelerator.prepare(model)
-    prepared = accelerator.prepare(optimizer)
-    _train(accelerator, model, prepared, 1)
-    assert type(optimizer) is torch.optim.AdamW
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    (summary,) = messages()
-    assert "level O1" in summary
-    assert "optimizer" not in summary
 
 
 def test_optimizer_prepared_after_its_model_is_reported_then(accelerator_with, messages):

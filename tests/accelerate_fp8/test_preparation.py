@@ -1,5 +1,3 @@
-"""Models that cannot run in FP8 pass beside one that can; without one, training is refused."""
-
 import pytest
 import torch
 from safetensors.torch import load_file

@@ -1,5 +1,3 @@
-"""Gradient release through Accelerate: what it does, and the loops that it refuses by name."""
-
 import pytest
 import torch
 from torch import nn

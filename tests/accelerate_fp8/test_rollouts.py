@@ -1,5 +1,3 @@
-"""Rollouts of TRL's trainers run the FP8 of training, and their log-probabilities are compared."""
-
 import importlib.util
 import math
 import re
@@ -37,7 +35,6 @@ MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"
 
 @pytest.fixture
 def said(monkeypatch):
-    """The warnings of rollouts, in order."""
     texts: list[str] = []
     monkeypatch.setattr(rollouts, "warn_once", texts.append)
     return texts
@@ -245,7 +242,6 @@ def sure(lab, tmp_path):
 
 
 def logged(lab, trains_in_fp8=True, samples_in_fp8=True):
-    """The multiplicative error of a step of GRPO, which asks for FP8 in both."""
     args = {"max_completion_length": 16, "logging_steps": 1, "beta": 0.0, "max_steps": 1}
     args |= {"per_device_train_batch_size": 4, "num_generations": 4}
     trainer = lab.make("grpo", False, args)

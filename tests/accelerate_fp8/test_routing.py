@@ -1,5 +1,3 @@
-"""Routing replay: routers take given experts, for every router of the models that are tested."""
-
 import copy
 
 import pytest
@@ -34,7 +32,6 @@ def _ids(seed=0):
 
 
 def _perturbed(model):
-    """Another model: the one that trains, after some steps."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for router in find_routers(other):

@@ -1,5 +1,3 @@
-"""transformers' arguments and Trainer under the launcher's flag."""
-
 import io
 import json
 import logging
@@ -29,8 +27,6 @@ def _precision(tmp_path, **options):
 
 
 class _Arguments4:
-    """What the training arguments of transformers 4 do about precision."""
-
     def __init__(self, bf16):
         self.bf16 = bf16
 
@@ -40,7 +36,7 @@ class _Arguments4:
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-@pytest.mark.parametrize(("backend", "expected"), [("", "fp8"), ("ao", "bf16")])
+@pytest.mark.parametrize(("backend", "expected"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
 def test_transformers_4_hands_the_precision_over_in_the_environment(
     launched, bf16, backend, expected
 ):
@@ -69,19 +65,6 @@ def test_flag_wins_over_bf16_and_says_so_once(launched, tmp_path, rank, messages
 @pytest.mark.parametrize(("options", "precision"), [({"bf16": True}, "bf16"), ({}, "no")])
 def test_bf16_without_the_flag_stays(accelerate, tmp_path, options, precision):
     assert _precision(tmp_path, **options) == precision
-
-
-@pytest.mark.parametrize(("backend", "kept"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
-def test_arguments_of_transformers_4_have_no_mixed_precision(launched, backend, kept):
-    from tests.internals import post_init
-
-    class Arguments:
-        def __post_init__(self):  # what version 4.57 does under bf16=True
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-
-    launched.setenv("ACCELERATE_FP8_BACKEND", backend)
-    post_init(Arguments.__post_init__, Arguments())
-    assert os.environ["ACCELERATE_MIXED_PRECISION"] == kept
 
 
 @pytest.mark.usefixtures("launched")

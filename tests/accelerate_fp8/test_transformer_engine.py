@@ -1,5 +1,3 @@
-"""``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; te stays Accelerate's."""
-
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module

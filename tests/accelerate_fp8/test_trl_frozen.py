@@ -1,5 +1,3 @@
-"""TRL's trainers, unmodified, over bases and references that are stored as FP8 alone."""
-
 import gc
 import importlib
 import math
@@ -105,7 +103,6 @@ def frozen_in(model):
 
 
 def live_bytes():
-    """The bytes of all FP8 storages that exist."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
     storages = [t.untyped_storage() for t in tensors if t.dtype == torch.float8_e4m3fn]

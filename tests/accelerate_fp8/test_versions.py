@@ -1,5 +1,3 @@
-"""Hosts that are too old: one clear line where FP8 is asked for, nothing where it is not."""
-
 from types import SimpleNamespace
 
 import pytest
@@ -39,8 +37,6 @@ def test_newer_hosts_are_let_through(host, installed):
 
 
 def _stock(name):
-    """A host whose methods are not those that later releases have."""
-
     class Accelerator:
         def __init__(self, mixed_precision=None, kwargs_handlers=()):
             self.made = True
@@ -50,9 +46,7 @@ def _stock(name):
             self.made = True
 
     return SimpleNamespace(
-        Accelerator=Accelerator,
-        TrainingArguments=TrainingArguments,
-        __name__=name,
+        Accelerator=Accelerator, TrainingArguments=TrainingArguments, __name__=name
     )
 
 

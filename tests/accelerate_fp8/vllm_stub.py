@@ -46,7 +46,6 @@ class Engine:
         self.quantized: dict[str, QuantizedTensor] = {}
 
     def take(self, weights):
-        """Load weights; each name once, in the same order as before."""
         parts: dict[str, list[Tensor]] = {}
         taken: dict[str, Tensor] = {}
         for name, weight in weights:
@@ -140,8 +139,6 @@ class Client:
 
 
 class LLM:
-    """A colocated engine."""
-
     def __init__(self, engine, runner=Runner):
         self.engine = engine
         worker = types.SimpleNamespace(model_runner=runner(engine))

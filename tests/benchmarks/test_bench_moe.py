@@ -1,5 +1,3 @@
-"""The benchmark of experts at toy size."""
-
 import torch
 
 from benchmarks import bench_moe

@@ -30,7 +30,6 @@ def ptx_of(kernel, launched):
 
 
 def launched_kernels(code):
-    """Return our kernels in generated code, as Inductor loads them."""
     pattern = r"async_compile\.triton\('\w+', '''(.*?)''', device_str"
     for source in re.findall(pattern, code.source, re.S):
         if "user_autotune" in source:

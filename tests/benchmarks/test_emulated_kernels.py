@@ -1,26 +1,6 @@
-"""Counts of emulated kernels: rows of launches, and sectors and banks of known accesses."""
-
-from types import SimpleNamespace
-
-import numpy as np
-
 from benchmarks.rows import RESULTS, read_rows
-from tests.emulator.accesses import Access
-from tests.emulator.counts import Counts
 
 KEY = ("kernel", "variant", "target", "warps")
-
-
-def counted(addresses, width, shared=False):
-    """Counts of one warp that loads once from a tensor of 4096 bytes at address 0."""
-    counts = Counts()
-    region = SimpleNamespace(start=0, end=4096)
-    memory = SimpleNamespace(regions=[region])
-    counts.begins(SimpleNamespace(launch=SimpleNamespace(memory=memory, shared_size=64)))
-    threads = SimpleNamespace(numbers=np.arange(32), count=32)
-    access = Access(0, threads, np.asarray(addresses), None, width, False)
-    counts.shared(access) if shared else counts.accessed(access)
-    return counts
 
 
 def test_each_recorded_variant_has_a_row_and_none_is_unequal():

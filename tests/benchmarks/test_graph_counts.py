@@ -1,5 +1,3 @@
-"""A compiled step has as many graphs in FP8 as in BF16, and no more breaks or recompilations."""
-
 import json
 import os
 import subprocess

@@ -61,7 +61,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def run(forked_python):
-    """A process of its own: operators are registered when they are imported."""
     done = subprocess.run(
         [forked_python, "-c", SCRIPT],
         cwd=ROOT,
@@ -76,7 +75,6 @@ def run(forked_python):
 
 @pytest.fixture
 def rows(run):
-    """By circumstance, recipe and, where it is compiled, mode."""
     return {
         (row["what"], row["recipe"], row["mode"])[: 3 if "compiled" in row["what"] else 2]: row
         for row in run[0]

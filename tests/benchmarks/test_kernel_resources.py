@@ -9,7 +9,6 @@ FEW = "tests/torch_fp8/kernels/test_producers_compiled.py::test_norm_compiles_an
 
 
 def _allowed(kernel, warps):
-    """Return the registers of a thread that the kernel's test allows."""
     if kernel.startswith(("pack", "unpack", "sum_plain", "reduce_and", "encode", "decode")):
         return 64
     return 168 if warps == 1 else min(255, 65536 // (32 * warps))

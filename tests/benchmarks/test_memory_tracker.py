@@ -1,5 +1,3 @@
-"""Peaks by category, counted from the tensors."""
-
 import contextlib
 
 import pytest

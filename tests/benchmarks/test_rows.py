@@ -1,5 +1,3 @@
-"""Rows of benchmarks: where they go, and which code they say has made them."""
-
 import re
 
 import pytest
@@ -41,7 +39,6 @@ def test_rows_keep_the_code_that_made_them(tmp_path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_no_benchmark_writes_over_a_file_of_the_repository_unasked(path):
-    """All rows are written by `write_rows`, by default to a place of their own."""
     text = path.read_text()
     defaults = re.findall(r"default=([^)]*)", text)
     assert not any(re.search(r"RESULTS|benchmarks/results|docs", given) for given in defaults)

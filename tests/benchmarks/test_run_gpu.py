@@ -1,5 +1,3 @@
-"""The one benchmark command, at toy size, on whatever machine this is."""
-
 import csv
 import os
 import subprocess
@@ -19,7 +17,6 @@ PARTS = ("linear", "block", "step", "memory", "gemm", "optimizer")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, forked_hosts):
-    """Directory of the CSV files of one toy run."""
     directory = tmp_path_factory.mktemp("results")
     command = [
         forked_hosts,

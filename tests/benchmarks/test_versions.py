@@ -1,5 +1,3 @@
-"""Pins, documents and what is said at run time are what was tried."""
-
 import importlib.metadata
 import re
 from pathlib import Path

@@ -1,18 +1,12 @@
-"""Assets are made once, whole or not at all."""
-
 import dataclasses
 import json
 
 import assets
-import fine_tuning_time
 import pytest
 import tiny_llama
 import torch
-from fine_tuning_time import step_times
 from stdlib_corpus import documented_functions, is_held_out, source_files
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from tests.internals import bf16_products
 
 TINY = dataclasses.replace(
     assets.QUICK,
@@ -60,17 +54,3 @@ def test_data_for_a_model_of_ones_own_needs_no_pretraining(tmp_path, monkeypatch
     made = assets.prepare(TINY, tmp_path, with_model=False)
     assert made.train.exists()
     assert not made.model.exists()
-
-
-@pytest.mark.parametrize("slowness", [1.0, 9.0])
-def test_steps_are_measured_with_the_products_of_the_trials(monkeypatch, slowness):
-    """BF16 products that are slow are computed in float32, and only while steps are measured."""
-    calls = []
-    monkeypatch.setattr(bf16_products, "slowness", lambda: slowness)
-    for name in ("compute_in_float32", "restore"):
-        monkeypatch.setattr(bf16_products, name, lambda name=name: calls.append(name))
-    monkeypatch.setattr(fine_tuning_time, "_measured", lambda *_, fp8: calls.append(fp8))
-    step_times(None, {})
-    in_float32 = slowness > bf16_products.SLOW
-    expected = ["compute_in_float32", False, True, "restore"] if in_float32 else [False, True]
-    assert calls == expected

@@ -1,5 +1,3 @@
-"""`finetune.py`: data of any kind, and the command that it becomes."""
-
 import json
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from script_start import Refusal
     ],
 )
 def test_the_example_gets_prompts_and_completions(row, tmp_path):
-    """Rows of each kind; the command starts the example, which ends by itself."""
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     given = ["--model", "m", "--data", str(tmp_path / "rows.jsonl"), "--assets", str(tmp_path)]
     words = finetune.command(finetune.argument_parser().parse_args([*given, "--steps", "9"]))

@@ -59,22 +59,18 @@ class Access:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """Number of each access's thread among those of all programs on the card."""
         return self._among(self.threads.numbers)
 
     @cached_property
     def program(self) -> np.ndarray:
-        """Each access's program, counted among those on the card."""
         return self._among(self.threads.program)
 
     @cached_property
     def warp(self) -> np.ndarray:
-        """Each access's warp within its program, from 1."""
         return self._among(self.threads.warp)
 
     @property
     def bytes(self) -> np.ndarray:
-        """Addresses of all bytes, (accesses, width)."""
         return self.addresses[:, None] + np.arange(self.width)
 
     def misaligned(self) -> int | None:
@@ -84,7 +80,6 @@ class Access:
         return int(self.addresses[np.flatnonzero(self.addresses % self.width)[0]])
 
     def _among(self, values: np.ndarray) -> np.ndarray:
-        """Return the values of the threads that access."""
         return values if self.places is None else values[self.places]
 
 
@@ -117,7 +112,6 @@ def unpacked(values: np.ndarray, bits: int, vector: int, access: Access) -> np.n
 
 
 def packed(values: tuple[Values, ...], bits: int, access: Access) -> np.ndarray:
-    """Return what is stored as one element for each access."""
     dtype, places = TYPES[bits // 8], access.places
     elements = np.empty((len(access), len(values)), dtype)
     for i, value in enumerate(values):

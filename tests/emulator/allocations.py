@@ -83,7 +83,6 @@ class Allocations(TorchDispatchMode):
 
 
 def span(x: Tensor) -> int:
-    """Return the bytes from a tensor's first to its last element."""
     if not x.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

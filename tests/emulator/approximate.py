@@ -36,29 +36,23 @@ class Approximate:
         return exact.astype(_F32)
 
     def ex2(self, x: Values, ftz: bool) -> Values:
-        """Return 2 to the power of x, at most 2 units off."""
         y = self._round(np.exp2(flush(x).astype(_F64)), 2.0**-22.5)
         return flush(y) if ftz else y
 
     def lg2(self, x: Values, ftz: bool) -> Values:
-        """Return the logarithm of x to base 2."""
         return self._round(np.log2((flush(x) if ftz else x).astype(_F64)), 2.0**-22)
 
     def rcp(self, x: Values, ftz: bool) -> Values:
-        """Return 1 / x, at most one unit off."""
         y = self._round(1 / (flush(x) if ftz else x).astype(_F64), 2.0**-23)
         return flush(y) if ftz else y
 
     def rsqrt(self, x: Values, ftz: bool) -> Values:
-        """Return 1 / sqrt(x)."""
         return self._round(1 / np.sqrt((flush(x) if ftz else x).astype(_F64)), 2.0**-22.9)
 
     def sqrt(self, x: Values, ftz: bool) -> Values:
-        """Return the root of x."""
         return self._round(np.sqrt((flush(x) if ftz else x).astype(_F64)), 2.0**-23)
 
     def divide(self, a: Values, b: Values, ftz: bool) -> Values:
-        """Return a / b, at most 2 units off (`div.full`)."""
         if ftz:
             a, b = flush(a), flush(b)
         y = self._round(a.astype(_F64) / b.astype(_F64), 2.0**-22)

@@ -21,7 +21,6 @@ def bits_of(x: Values) -> Values:
 
 
 def flush(x: Values) -> Values:
-    """Return float32 without subnormal numbers (`.ftz`)."""
     return np.where(np.abs(x) < _F32(_SMALLEST), np.copysign(_F32(0), x), x)
 
 
@@ -55,19 +54,16 @@ def _to_odd(total: Values, product: Values, addend: Values) -> Values:
 
 
 def pairs(x: Values, count: int) -> Values:
-    """Return the two float32 of each 64-bit register, those of a thread next to each other."""
     return (np.full(count, x) if np.ndim(x) == 0 else x).view(_F32)
 
 
 def divide(a: Values, b: Values) -> Values:
-    """Divide integers of 32 bits as PTX does: towards zero, all ones where the divisor is zero."""
     quotient = np.trunc(a.astype(_F64) / b.astype(_F64))
     known = np.where(b == 0, _F64(0), quotient)
     return np.where(b == 0, ~np.zeros_like(b), known.astype(np.int64).astype(b.dtype))
 
 
 def divide_64(a: Values, b: Values) -> Values:
-    """Divide integers of 64 bits."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     down = a // safe
     inexact = (a - down * safe) != 0
@@ -76,14 +72,12 @@ def divide_64(a: Values, b: Values) -> Values:
 
 
 def shift_left(x: Values, amount: Values) -> Values:
-    """Shift by an amount that is known when it runs; no bit is left of more than all."""
     bits = x.dtype.type(8 * x.dtype.itemsize)
     amount = amount.astype(x.dtype)
     return np.where(amount < bits, x << (amount % bits), x.dtype.type(0))
 
 
 def shift_right(x: Values, amount: Values) -> Values:
-    """Shift to the right, with copies of the sign of signed values."""
     bits = 8 * x.dtype.itemsize
     most = np.minimum(amount.astype(np.int64), bits - 1).astype(x.dtype)
     shifted = x >> most
@@ -118,17 +112,14 @@ def extract(x: Values, position: int, length: int) -> Values:
 
 
 def popcount(x: Values) -> Values:
-    """Return the number of ones among the bits of 32-bit values."""
     return np.bitwise_count(x).astype(_U32)
 
 
 def leading_zeros(x: Values) -> Values:
-    """Return the number of zeros before the first one of 32-bit values."""
     return (_U32(32) - np.ceil(np.log2(x.astype(_F64) + 1)).astype(_U32)).astype(_U32)
 
 
 def look_up(a: Values, b: Values, c: Values, table: int) -> Values:
-    """Compute `lop3.b32`."""
     result: Values = _U32(0)
     for i in range(8):
         if table >> i & 1:

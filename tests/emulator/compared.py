@@ -24,14 +24,7 @@ from tests.internals import kernels_smooth as smooth
 from tests.internals import kernels_swiglu as swiglu
 from tests.internals import kernels_swiglu_backward as swiglu_backward
 from tests.kernel_cases import casts
-from tests.kernel_cases.comparison import (
-    Mismatch,
-    close,
-    near,
-    require,
-    same_bits,
-    same_values,
-)
+from tests.kernel_cases.comparison import Mismatch, close, near, require, same_bits, same_values
 from tests.kernel_cases.states import matrix_differences
 from torch_fp8.ops import rms_norm as norm_ops
 from torch_fp8.ops import smooth as smooth_ops

@@ -9,35 +9,29 @@ _U8, _U16, _U32, _F16, _F32 = np.uint8, np.uint16, np.uint32, np.float16, np.flo
 
 
 def bf16_of(x: Values) -> Values:
-    """Return BF16 of float32; NaN is 0x7FFF."""
     bits = x.view(_U32)
     rounded = (bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16)
     return np.where(np.isnan(x), _U16(0x7FFF), rounded.astype(_U16))
 
 
 def f32_of_bf16(x: Values) -> Values:
-    """Return the float32 whose upper bits these are."""
     return (x.astype(_U32) << _U32(16)).view(_F32)
 
 
 def i32_of(x: Values) -> Values:
-    """Return the integers that are next to zero, within int32; of NaN it is 0."""
     within = np.clip(np.where(np.isnan(x), _F32(0), x).astype(np.float64), -(2**31), 2**31 - 1)
     return np.trunc(within).astype(np.int32)
 
 
 def f16_of(x: Values) -> Values:
-    """Return the bits of float16 of float32; NaN is 0x7FFF."""
     return np.where(np.isnan(x), _U16(0x7FFF), x.astype(_F16).view(_U16))
 
 
 def f32_of_f16(x: Values) -> Values:
-    """Return float32 of float16's bits."""
     return x.view(_F16).astype(_F32)
 
 
 def packed(high: Values, low: Values) -> Values:
-    """Return two 16-bit values as one of 32."""
     return (high.astype(_U32) << _U32(16)) | low.astype(_U32)
 
 
@@ -58,17 +52,14 @@ def _eight_bits(x: Values, mantissa: int, bias: int, largest: int, nan: int) -> 
 
 
 def e4m3_of(x: Values) -> Values:
-    """Return E4M3's codes of float32: 448 at most."""
     return _eight_bits(x, 3, 7, 0x7E, 0x7F)
 
 
 def e5m2_of(x: Values) -> Values:
-    """Return E5M2's codes of float32: 57344 at most."""
     return _eight_bits(x, 2, 15, 0x7B, 0x7F)
 
 
 def _half_of_codes(mantissa: int, bias: int) -> Values:
-    """Return the bits of float16 of all 256 codes of a format."""
     code = np.arange(256)
     exponent, fraction = (code & 127) >> mantissa, code & ((1 << mantissa) - 1)
     scaled = np.where(exponent > 0, fraction + (1 << mantissa), fraction)
@@ -84,6 +75,5 @@ _HALVES = {"e4m3": _half_of_codes(3, 7), "e5m2": _half_of_codes(2, 15)}
 
 
 def halves_of(kind: str, x: Values) -> Values:
-    """Return two float16 of two codes in 16 bits; each is exact."""
     table = _HALVES[kind]
     return packed(table[x >> _U16(8)], table[x & _U16(255)])

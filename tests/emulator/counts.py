@@ -62,7 +62,6 @@ class Counts(Watch):
             self._touch(one, addresses[at == one], width, 2 if access.write else 1)
 
     def _touch(self, region: int, addresses: np.ndarray, width: int, flag: int) -> None:
-        """Note that a region's bytes have been loaded or stored."""
         part = min(width, 8)
         words = self.touched[region].view(TYPES[part])
         flags = words.dtype.type(flag * int("01" * part, 16))

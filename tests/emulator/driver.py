@@ -237,7 +237,6 @@ _load = CompiledKernel._init_handles
 
 
 def _init_handles(self: CompiledKernel) -> None:
-    """Load a kernel, and note its PTX."""
     _load(self)
     if self.function not in _binaries:
         _binaries[self.function] = Binary(self.name, _variant(self.src), self.asm["ptx"])

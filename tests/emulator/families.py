@@ -28,7 +28,6 @@ _MATRICES = ((100, 128), (5, 48), (36, 33), (3, 7))
 
 
 def operators() -> Any:
-    """Return the modules of operators of RMSNorm and SwiGLU, on the card."""
     modules = vars(producers.OPS).items()
     return SimpleNamespace(**{name: card_module(module) for name, module in modules})
 
@@ -68,7 +67,6 @@ _MINUS_LOG2_E = np.array(0xBFB8AA3B, np.uint32).view(np.float32)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute `torch_fp8.kernels.fast_math.fast_sigmoid` as the emulated card does."""
     functions, minus_log2_e = approximate_functions(), _MINUS_LOG2_E
     with np.errstate(over="ignore", divide="ignore"):
         power = functions.ex2(x.contiguous().numpy() * minus_log2_e, True)
@@ -92,13 +90,11 @@ def expert_rows(check: Callable[..., None], *choices: Any, few: bool) -> None:
 def expert_gate(
     form: str, bias: bool, dtype: torch.dtype, widths: Iterable[int] = (48, 131)
 ) -> None:
-    """Run a case of the gated activation."""
     gate = card_module(torch_fp8.ops.expert_gate)
     experts.check_gate(gate, "cpu", experts.FORMS[form], bias, dtype, widths, sigmoid)
 
 
 def losses(check: Callable[..., None], form: str, kind: str) -> None:
-    """Run a case of softmax losses."""
     check(card_module(torch_fp8.ops.cross_entropy), "cpu", form, kind, shapes=[(37, 1003)])
 
 

@@ -82,7 +82,6 @@ class GlobalMemory:
         values: tuple[Values, ...],
         guard: Values,
     ) -> None:
-        """Write values to the addresses."""
         access = Access(line, g, address, guard, bits // 8 * len(values), True)
         self._check(access)
         view, where = _VIEWS[access.width], (access.addresses - _BASE) // access.width
@@ -160,7 +159,6 @@ def _bytes(values: np.ndarray) -> np.ndarray:
 
 
 def _merged(regions: list[Region]) -> list[Region]:
-    """Return the regions in order; those that overlap become one."""
     merged: list[Region] = []
     for region in sorted((r for r in regions if r.end > r.start), key=lambda r: (r.start, r.end)):
         last = merged[-1] if merged else None

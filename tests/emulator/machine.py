@@ -112,7 +112,6 @@ class Wave:
                 self._pass_full_barriers()
 
     def parameter(self, offset: int, dtype: type) -> Values:
-        """Return a parameter."""
         return np.frombuffer(self.launch.parameters, dtype, 1, offset)[0]
 
     def atomic(

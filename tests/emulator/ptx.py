@@ -70,7 +70,6 @@ class Kernel:
     labels: dict[str, int]
 
     def width(self, register: str) -> int:
-        """Return a register's width in bits, 1 for a predicate."""
         return self.registers[register.rstrip("0123456789")]
 
 

@@ -30,7 +30,6 @@ class Lockstep:
         return block, runnable[block]
 
     def order(self, count: int) -> Sequence[int]:
-        """Return the order of atomic operations that come at the same time."""
         return range(count)
 
     def __repr__(self) -> str:
@@ -74,7 +73,6 @@ class Shuffled:
         return int(block), index[np.isin(index // WARP, lucky)]
 
     def order(self, count: int) -> Sequence[int]:
-        """Return the order of atomic operations that come at the same time."""
         return self._random.permutation(count)
 
     def __repr__(self) -> str:

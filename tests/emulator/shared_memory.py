@@ -37,7 +37,6 @@ class SharedMemory:
         self.watch = watch
 
     def settle(self, programs: np.ndarray) -> None:
-        """Note that these programs have passed a barrier."""
         writers = self._writers.reshape(-1, self._stride) if self._stride else self._writers[None]
         readers = self._readers.reshape(-1, self._stride) if self._stride else self._readers[None]
         if self._stride:
@@ -48,7 +47,6 @@ class SharedMemory:
     def load(
         self, line: int, g: Threads, address: Values, bits: int, vector: int, guard: Values
     ) -> Values:
-        """Return what is at the addresses; see `GlobalMemory.load`."""
         access = Access(line, g, address, guard, bits // 8 * vector, False)
         where = self._check_read(access)
         return unpacked(self._views[access.width][where // access.width], bits, vector, access)
@@ -62,7 +60,6 @@ class SharedMemory:
         values: tuple[Values, ...],
         guard: Values,
     ) -> None:
-        """Write values to the addresses."""
         access = Access(line, g, address, guard, bits // 8 * len(values), True)
         self._write(access, packed(values, bits, access))
 

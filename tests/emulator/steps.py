@@ -127,7 +127,6 @@ def train(case: Case, noisy: bool = False) -> dict[str, Any]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a copy in float32."""
     return x.detach().float().clone()
 
 
@@ -164,7 +163,6 @@ def _for_cpu(module: Any, function: Any) -> Any:
 
 
 def distance(got: Tensor, want: Tensor) -> float:
-    """Return the size of the difference over the size of what is wanted."""
     size = float(want.double().norm()) or 1.0
     return float((got.double() - want.double()).norm()) / size
 

@@ -86,15 +86,12 @@ class StubLibrary:
 
     @property
     def launches(self) -> int:
-        """Number of launches so far."""
         return self._launches.value
 
     def accept(self, accepts: bool) -> None:
-        """Let launches succeed without a function that is called for them, or fail."""
         self._library.set_accepts(int(accepts))
 
     def handle(self, function: Callable[..., int] | None) -> None:
-        """Call a function with (configuration, function's handle, addresses of parameters)."""
         self._handler = HANDLER() if function is None else HANDLER(function)
         self._library.set_handler(self._handler)
 

@@ -42,7 +42,6 @@ def divide_kernel(x_ptr, scale_ptr, r_ptr, y_ptr):
 
 
 def test_quotients_of_the_hardest_mantissas_are_rounded_once():
-    """Of those whose reciprocals are hardest to round, on the boundaries of FP8."""
     size = 2**15
     scale = (torch.arange(2**24 - size, 2**24) * 2.0**-23).float()
     boundaries = torch.tensor([1.0, 1.0625, 1.3125, 1.375, 1.5, 1.6875, 1.9375])
@@ -80,7 +79,6 @@ def around_codes(format):
 
 @EVERY_FORMAT
 def test_codes_are_the_references(constant):
-    """Exponents from a group's largest to far below the smallest, and every code's neighbours."""
     format, generator, shape = CONSTANTS[constant], torch.Generator().manual_seed(0), (512, 32)
     x = torch.randn(shape, generator=generator)
     x *= 2.0 ** torch.randint(-40, 3, shape, generator=generator)
@@ -157,7 +155,6 @@ def reciprocal_kernel(x_ptr, y_ptr):
 
 
 def test_reciprocals_are_rounded_once():
-    """Of every root of a second moment, in two neighbouring scales, and of numbers up to two."""
     codes = torch.arange(1, 256, dtype=torch.uint8)[:, None]
     scales = [torch.full_like(codes, scale) for scale in (127, 128)]
     roots = [decode(BlockScaled(codes, s), MOMENT2).double().sqrt().float() for s in scales]

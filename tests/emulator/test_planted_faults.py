@@ -74,8 +74,7 @@ def test_a_barrier_taken_out(family, kernel, number, seed):
 
 
 @pytest.mark.parametrize(
-    ("family", "kernel"),
-    [("known scale", "cast_kernel"), ("transpose", "transpose_kernel")],
+    ("family", "kernel"), [("known scale", "cast_kernel"), ("transpose", "transpose_kernel")]
 )
 def test_a_mask_off_by_one(family, kernel):
     edit = Edit(kernel, r"setp\.lt\.s(?=64|32\s+%p\d+, %r\d+, %r)", "setp.le.s")

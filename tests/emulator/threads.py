@@ -40,22 +40,18 @@ class Threads:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """Numbers of the threads among all programs'."""
         return np.arange(self.count) if self.index is None else self.index
 
     @cached_property
     def tid_x(self) -> np.ndarray:
-        """`%tid.x`."""
         return self.of(self.wave.tid)
 
     @cached_property
     def program(self) -> np.ndarray:
-        """Each thread's program, counted among those on the card."""
         return self.of(self.wave.program)
 
     @cached_property
     def warp(self) -> np.ndarray:
-        """Each thread's warp within its program, from 1."""
         return self.of(self.wave.warp)
 
     @cached_property
@@ -66,37 +62,30 @@ class Threads:
 
     @property
     def ctaid_x(self) -> Values:
-        """`%ctaid.x`."""
         return self.of(self.wave.ctaid[0])
 
     @property
     def ctaid_y(self) -> Values:
-        """`%ctaid.y`."""
         return self.of(self.wave.ctaid[1])
 
     @property
     def ctaid_z(self) -> Values:
-        """`%ctaid.z`."""
         return self.of(self.wave.ctaid[2])
 
     @property
     def nctaid_x(self) -> np.uint32:
-        """`%nctaid.x`."""
         return np.uint32(self.wave.grid[0])
 
     @property
     def nctaid_y(self) -> np.uint32:
-        """`%nctaid.y`."""
         return np.uint32(self.wave.grid[1])
 
     @property
     def ntid_x(self) -> np.uint32:
-        """`%ntid.x`."""
         return np.uint32(self.wave.threads)
 
     @property
     def laneid(self) -> np.ndarray:
-        """`%laneid`."""
         return self.tid_x % np.uint32(WARP)
 
     @cached_property

@@ -33,12 +33,10 @@ SYMBOLS = {"global_smem": 0}
 
 
 def kind_of(suffix: str) -> str:
-    """Return the kind of a PTX type: `b32` and `u32` are unsigned, `s32` is signed."""
     return {"b": "u", "s": "i"}.get(suffix[0], suffix[0]) + suffix[1:]
 
 
 def size_of(kind: str) -> int:
-    """Return how many bits values of a kind have."""
     return 1 if kind == "pred" else 8 * DTYPES[kind].itemsize
 
 
@@ -116,7 +114,6 @@ class BlockWriter:
         self.wait = self.leave = self.whole_warps = self.atomic = False
 
     def write(self) -> Translated:
-        """Translate all instructions."""
         from tests.emulator.opcodes import emit
 
         for instruction in self._block.code:
@@ -152,23 +149,19 @@ class BlockWriter:
         return "pred" if width == 1 else f"u{width}"
 
     def fail(self, what: str) -> PtxError:
-        """Return an error with the line of the instruction."""
         assert self.instruction is not None
         return PtxError(f"line {self.instruction.line}: {what} in `{self.instruction.text}`")
 
     def fresh(self) -> str:
-        """Return the name of a new variable."""
         self._count += 1
         return f"v{self._count}"
 
     def assign(self, expression: str) -> str:
-        """Give an expression a name."""
         name = self.fresh()
         self.lines.append(f"{name} = {expression}")
         return name
 
     def constant(self, value: Any) -> str:
-        """Return the name of a constant."""
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
@@ -230,7 +223,6 @@ class BlockWriter:
         return self.constant(bits.view(dtype)[()])
 
     def is_zero(self, operand: Operand) -> bool:
-        """Return whether an operand is known to be zero."""
         return operand in self.zero or operand in ("0", "0x0", "0f00000000")
 
     def define(self, operand: Operand, expression: str, kind: str, computed: bool = False) -> None:
@@ -272,7 +264,6 @@ class BlockWriter:
         self._written.append(operand)
 
     def copy(self, target: Operand, source: Operand) -> None:
-        """Give a register the values of another operand, with all views that there are."""
         assert self.instruction is not None
         if not isinstance(target, str) or self.instruction.predicate is not None:
             raise self.fail("a copy that depends on a predicate")
@@ -290,7 +281,6 @@ class BlockWriter:
         self._written.append(target)
 
     def select(self, target: Operand, a: Operand, b: Operand, condition: str, bits: int) -> None:
-        """Write a where a condition holds, else b."""
         floats = bits == 32 and any("f32" in self._forms.get(str(x), ()) for x in (a, b))
         kind = "f32" if floats else f"u{bits}"
         computed = floats and any(x in self._computed for x in (a, b))

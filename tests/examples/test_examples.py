@@ -1,5 +1,3 @@
-"""The scripts to copy: each stands alone, trains in FP8 by the flag, and saves what stock reads."""
-
 import ast
 import os
 import re

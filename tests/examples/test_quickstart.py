@@ -1,5 +1,3 @@
-"""The notebook `examples/quickstart.ipynb`: its cells run in order, the last draws the losses."""
-
 import json
 import subprocess
 from pathlib import Path

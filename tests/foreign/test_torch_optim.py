@@ -90,7 +90,6 @@ def _same(a, b):
 
 
 def _quick(parameters):
-    """The first input of each class in the default suite, all in the slow one."""
     first = {id(next(p for p in parameters if p.values[0] is cls)) for cls in CLASSES}
     return [p if id(p) in first else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
             for p in parameters]  # fmt: skip

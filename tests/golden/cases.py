@@ -69,7 +69,6 @@ def run_of(case: Case, seed: int = 0) -> Run:
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    """What a user saves."""
     return {
         "model": run.module.state_dict(),
         "optimizer": run.optimizer.state_dict(),

@@ -51,10 +51,7 @@ class OfDDP(Run):
             yield
 
     def state(self) -> dict[str, Any]:
-        return {
-            "model": self.module.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        return {"model": self.module.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def save(self, folder: Path) -> dict[str, Any]:
         """The state as it is now; each rank keeps it, as if it had read rank 0's file."""
@@ -90,7 +87,6 @@ class OfFSDP(Run):
         yield
 
     def state(self) -> dict[str, Any]:
-        """This rank's shards."""
         model, optimizer = get_state_dict(self.module, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("stock_bf16_products")]
 
 @pytest.fixture(scope="module")
 def runs():
-    """The recorded ones, by name."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

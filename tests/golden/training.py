@@ -48,7 +48,6 @@ def llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """Norms have no weight decay."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -88,7 +87,6 @@ class Run:
             return self.module(input_ids=ids, labels=ids).loss
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward and backward of one."""
         return contextlib.nullcontext()
 
     def train(self, steps: Iterable[int]) -> dict[str, list[float]]:

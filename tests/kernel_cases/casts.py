@@ -48,21 +48,18 @@ KINDS = (
 
 
 def kernel() -> CastKernel:
-    """Return the kernel itself; Triton is imported here."""
     from tests.internals import kernels_quantize as quantize
 
     return quantize.quantize_2d
 
 
 def transpose_kernel() -> CastKernel:
-    """Return the kernel that transposes bytes."""
     from tests.internals import transpose
 
     return transpose.transposed_bytes
 
 
 def beside_kernel() -> CastKernel:
-    """Return the kernel that casts, and transposes a payload beside it."""
     from tests.internals import quantize_beside
 
     return quantize_beside.quantize_2d_beside
@@ -98,7 +95,6 @@ def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def reference(x: Tensor, options: CastOptions) -> Layouts:
-    """Compute on the CPU what the kernel is to return."""
     power_of_two = options.power_of_two or options.granularity == "block_1x32"
     return quantize_2d.reference(x, options._replace(power_of_two=power_of_two))
 
@@ -251,7 +247,6 @@ def require_sums(sums: Tensor, x: Tensor, what: str) -> None:
 
 
 def check_total(device: str) -> None:
-    """Check the sum of more partial sums than a program adds up at once."""
     from tests.internals import TileSums
 
     x, sums = matrix("row spread", (200, 33), torch.float32), TileSums()
@@ -260,7 +255,6 @@ def check_total(device: str) -> None:
 
 
 def check_strides(cast: CastKernel, device: str, granularity: str) -> None:
-    """Check matrices that are not contiguous: transposed, sliced, expanded."""
     base = matrix("row spread", (150, 260), torch.bfloat16)
     on_device = base.to(device)
     for x in (base.t(), base[::2, 1:130], base[:, ::3], base[:1].expand(40, 260)):

@@ -46,24 +46,20 @@ def tokens_of(count: int, cols: int) -> Tensor:
 
 
 def payload_of(count: int, cols: int) -> QuantizedTensor:
-    """Return tokens in FP8."""
     return quantize(tokens_of(count, cols), ROWWISE)
 
 
 def routes(choices: Iterable[str] = CHOICES) -> dict[str, tuple[Route, int]]:
-    """Return orders of rows, and of how many tokens."""
     return {name: (moe_route(CHOICES[name], EXPERTS), len(CHOICES[name])) for name in choices}
 
 
 def moved(tensors: Iterable[Any], device: str) -> list[Any]:
-    """Return tensors on the device, and what is no tensor."""
     return [x.to(device) if isinstance(x, Tensor) else x for x in tensors]
 
 
 def check_rows(
     ops: Any, device: str, columns: Iterable[int] = COLUMNS, choices: Iterable[str] = CHOICES
 ) -> None:
-    """Check rows gathered, and rows added up in each dtype."""
     for cols in columns:
         for name, (route, count) in routes(choices).items():
             x, what = payload_of(count, cols), f"{name}, {cols} columns"
@@ -86,7 +82,6 @@ def check_transposition(
     columns: Iterable[int] = COLUMNS,
     choices: Iterable[str] = CHOICES,
 ) -> None:
-    """Check payloads and scales of transposed groups, of tokens or of rows."""
     for cols in columns:
         for name, (route, count) in routes(choices).items():
             x = payload_of(count if gathers else len(route.slot), cols)

@@ -18,11 +18,7 @@ from torch_fp8.ops.messages import Layout
 
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
 DTYPES = (torch.bfloat16, torch.float32)
-LAYOUTS = (
-    (Layout(5000, 77), 4 * 5000 * 32),
-    (Layout(70), 4 * 70 * 32 - 33),
-    (Layout(0, 9), 0),
-)
+LAYOUTS = ((Layout(5000, 77), 4 * 5000 * 32), (Layout(70), 4 * 70 * 32 - 33), (Layout(0, 9), 0))
 """Layouts of messages, each with the number of values that four messages share."""
 KEYS = {"nearest": None, "stochastic": stream_keys(1)}
 _SCALE_NAN = 255
@@ -86,7 +82,6 @@ def check_messages(
     exponent: int,
     keys: tuple[int, int] | None,
 ) -> None:
-    """Check packing, reducing, summing and unpacking."""
     reference = torch_fp8.ops.messages
     what = f"messages of {layout}, {dtype}, 2^{exponent}"
     generator = torch.Generator().manual_seed(0)

@@ -33,14 +33,12 @@ PAYLOAD_SHAPES = ((1024, 1024), (144, 160), (16, 32), (4304, 96))
 
 
 def kernel() -> Step:
-    """Return the kernel itself; Triton is imported here."""
     from tests.internals import adamw_step
 
     return adamw_step
 
 
 def scalars_of(step: int, i: int, **changes: Any) -> StepScalars:
-    """Return the scalars of a step of the i-th matrix."""
     scalars = StepScalars(
         beta1_complement=1 - 0.9,
         beta2=0.999,
@@ -72,11 +70,7 @@ def check_steps(
         finds_amax: whether the amaxes of the new weights are asked for.
     """
     want = [
-        optimizer_matrix(
-            *(*shape, *WEIGHTS[weight], GRADS[grad]),
-            seed=i,
-            exponent=exponent,
-        )
+        optimizer_matrix(*(*shape, *WEIGHTS[weight], GRADS[grad]), seed=i, exponent=exponent)
         for i, shape in enumerate(shapes)
     ]
     if finds_amax:
@@ -136,7 +130,6 @@ def check_payload(
     shapes: Sequence[tuple[int, int]] = PAYLOAD_SHAPES,
     grad: str = "bf16",
 ) -> None:
-    """Check that the payload that the step writes is a cast of the new weight."""
     spec = CastSpec(E4M3, granularity, power_of_two=power_of_two)
     options = CastOptions.of(spec, rowwise=True, columnwise=False)
     want, got, payloads = [], [], []

@@ -45,7 +45,6 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
 
     def make(self) -> tuple[Any, ...]:
-        """Return the arguments of another call."""
         return tuple(a() if callable(a) else a for a in self.arguments)
 
 
@@ -56,8 +55,6 @@ def cast(granularity: str, **how: Any) -> CastOptions:
 
 
 class Arguments:
-    """Makes random arguments for (rows, cols), on a device."""
-
     def __init__(self, rows: int, cols: int, device: str) -> None:
         self.rows, self.cols, self.device = rows, cols, device
 
@@ -71,7 +68,6 @@ class Arguments:
         return self.x().to(E4M3.dtype)
 
     def positive(self, *shape: int) -> Tensor:
-        """Return numbers from 4 to 5, such as amaxes are."""
         return torch.rand(shape, device=self.device) + 4
 
     def channels(self) -> Tensor:
@@ -110,7 +106,6 @@ class Arguments:
 
 
 def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
-    """Yield calls of all launchers; Triton is imported here."""
     made = Arguments(rows, cols, device)
     yield from _of_casts(made)
     yield from _of_norms(made)
@@ -187,7 +182,6 @@ def _of_gradients(made: Arguments) -> Iterator[Call]:
 
 
 def one_of_each(found: Iterable[Call]) -> list[Call]:
-    """Return the first call of each launcher."""
     first: dict[Any, Call] = {}
     for call in found:
         first.setdefault(call.launcher, call)
@@ -195,7 +189,6 @@ def one_of_each(found: Iterable[Call]) -> list[Call]:
 
 
 def check_played(call: Call) -> None:
-    """Check three calls, of which the last is played."""
     asked = []
 
     def counting(*args: Any) -> Any:

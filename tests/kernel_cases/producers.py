@@ -42,15 +42,11 @@ SHAPES = (
 )
 KINDS = ("gaussian", "inf", "nan", "zeros")
 OPS = SimpleNamespace(
-    rms_norm=rms_norm,
-    swiglu=swiglu,
-    swiglu_backward=swiglu_backward,
-    smooth=smooth_ops,
+    rms_norm=rms_norm, swiglu=swiglu, swiglu_backward=swiglu_backward, smooth=smooth_ops
 )
 
 
 def matrix(shape: Shape, dtype: torch.dtype, kind: str = "gaussian", seed: int = 0) -> Tensor:
-    """Return rows of different size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= 2.0 ** torch.randint(-4, 5, (shape[0], 1), generator=generator)
@@ -62,7 +58,6 @@ def matrix(shape: Shape, dtype: torch.dtype, kind: str = "gaussian", seed: int =
 
 
 def casts(amax: Tensor, few: bool) -> Iterator[CastOptions]:
-    """Yield the options of every cast, or of a few."""
     granularities: Sequence[str] = FEW_GRANULARITIES if few else GRANULARITIES
     layouts = BOTH if few else EACH
     for granularity, dtype, each in itertools.product(granularities, (E4M3, E5M2), layouts):
@@ -123,7 +118,6 @@ def cast_of(y: Tensor, cast: CastOptions) -> tuple[Tensor | None, ...]:
 
 
 def check_norm(ops: Any, device: str, shape: Shape, kind: str, few: bool = False) -> None:
-    """Check the norm, what it saves, its amax and its casts."""
     norm = ops.rms_norm
     for dtype in (BF16,) if few else (BF16, torch.float32):
         what = f"RMSNorm of {shape} {dtype}, {kind}"
@@ -182,7 +176,6 @@ def _norm_of(x: Tensor, weight: Tensor) -> NormInputs:
 
 
 def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> None:
-    """Check the gradients: near the CPU's, and the same each time."""
     x, weight, grad = matrix(shape, BF16), _weight(shape[1]), matrix(shape, BF16, seed=1)
     rstd, _, qdata, scale = rms_norm.rms_norm_statistics(
         NormInputs(x, weight, EPS, 0.0, BF16), True
@@ -203,7 +196,6 @@ def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> Non
 def check_swiglu(
     ops: Any, device: str, shape: Shape, kind: str, smooth: bool, few: bool = False
 ) -> None:
-    """Check SwiGLU, what it saves, its amax and its casts."""
     what = f"SwiGLU of {shape}, {kind}{', smooth' if smooth else ''}"
     factor = _weight(shape[1]) - 0.25 if smooth else None
     arguments = (matrix(shape, BF16, kind), matrix(shape, BF16, seed=1), factor)
@@ -251,7 +243,6 @@ def check_smoothing(ops: Any, device: str, shape: Shape, kind: str) -> None:
 def check_swiglu_backward(
     ops: Any, device: str, shape: Shape, saved: bool, few: bool = False
 ) -> None:
-    """Check the gradients of gate and up, and their casts."""
     what = f"SwiGLU backward of {shape}{', saved in FP8' * saved}"
     gate, up, grad = (matrix(shape, BF16, seed=i) for i in range(3))
     arguments = BackwardInputs(grad, gate, None, up, None, BF16)
@@ -295,7 +286,6 @@ def _all_same(made: Iterable[Any], want: Iterable[Any], what: str) -> None:
 
 
 def _saved(inputs: BackwardInputs) -> BackwardInputs:
-    """Replace gate and up by what is saved of them for backward."""
     gate, gate_scale, up, up_scale = swiglu.swiglu_save(inputs.gate, inputs.up, None)[:4]
     return inputs._replace(gate=gate, gate_scale=gate_scale, up=up, up_scale=up_scale)
 

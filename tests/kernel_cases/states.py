@@ -53,21 +53,10 @@ def optimizer_matrix(
         grad = grad.to(grad_dtype)
     exp_avg, exp_avg_sq = encode(values(), MOMENT1), encode(values(2), MOMENT2)
     row, col, row_length = place
-    return WeightMatrix(
-        weight,
-        residual,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        row,
-        col,
-        row_length or cols,
-    )
+    return WeightMatrix(weight, residual, grad, exp_avg, exp_avg_sq, row, col, row_length or cols)
 
 
 def moved(matrix: WeightMatrix, device: str, copy: bool = True) -> WeightMatrix:
-    """Copy the matrix to another device, in new memory."""
-
     def move(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.to(device, copy=copy)

@@ -11,7 +11,6 @@ LAUNCH = ("accelerate.commands.launch", "--multi_gpu", "--mixed_precision", "fp8
 
 
 def machines(backend="static"):
-    """The launcher's words on each of two machines."""
     both = (*LAUNCH, "--num_processes", 2, "--num_machines", 2, "--rdzv_backend", backend)
     meet = (*both, "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
     commands = [[*meet, "--machine_rank", rank] for rank in range(2)]
@@ -23,13 +22,11 @@ def machines(backend="static"):
 
 @pytest.fixture(scope="module")
 def of_one_machine():
-    """Filled by the first test that needs it."""
     return {}
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_train_as_one_with_two_processes(outputs, of_one_machine, backend):
-    """Bit for bit, on gloo."""
     if not of_one_machine:
         port = ("--main_process_port", free_port())
         one = (*LAUNCH, "--num_processes", 2, *port, SCRIPTS / "train.py")

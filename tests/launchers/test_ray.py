@@ -10,7 +10,6 @@ pytestmark = pytest.mark.long
 
 
 def workers(kind, **variables):
-    """One command for each of two workers, with the variables that Ray sets."""
     both = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     both |= variables
     return [

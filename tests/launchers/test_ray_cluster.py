@@ -1,5 +1,3 @@
-"""Ray's TorchTrainer on a cluster of this machine, with two workers for each host."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Lightning under the variables that srun sets, on two nodes."""
-
 import pytest
 
 from tests.launchers.conftest import SCRIPTS, free_port, losses
@@ -30,7 +28,6 @@ def command(*arguments):
 
 
 def test_two_tasks_train_as_one_node_with_two_processes(outputs):
-    """Bit for bit, on gloo."""
     one = losses(outputs([*command(1, 2), {"MASTER_PORT": str(free_port())}]))
     port = free_port()
     two = losses(outputs(*[[*command(2, 1), variables(rank, port)] for rank in range(2)]))

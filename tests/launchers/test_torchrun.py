@@ -1,5 +1,3 @@
-"""``torchrun --nnodes=1:2``: a node leaves and comes back."""
-
 import contextlib
 import os
 import re
@@ -30,7 +28,6 @@ def starts(process, ranks):
 
 
 def lose(process):
-    """Kill a launcher and its worker, as when a node is lost."""
     process.kill()
     for pid in re.findall(r"pid (\d+)", process.log.read_text()):
         with contextlib.suppress(ProcessLookupError):
@@ -38,7 +35,6 @@ def lose(process):
 
 
 def test_a_node_leaves_and_comes_back(start, tmp_path):
-    """Each time the ranks that are there agree and train on."""
     words = ("torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 1)
     meet = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{free_port()}")
     conf = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -57,7 +53,6 @@ def test_a_node_leaves_and_comes_back(start, tmp_path):
 
 
 def leave_and_come_back(nodes, start):
-    """The second node joins, is lost, and another one joins."""
     (first,) = nodes
     wait_for(lambda: starts(first, 1), "the first node starts alone", [first])
     nodes.append(second := start())

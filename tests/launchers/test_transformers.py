@@ -1,5 +1,3 @@
-"""Models that transformers shards itself: ``from_pretrained(distributed_config=...)``."""
-
 import re
 
 import pytest

@@ -1,16 +1,10 @@
-"""TORCH_FP8_CONFIG set on one rank alone."""
-
 import re
 
 import pytest
 
 
 @pytest.mark.parametrize(
-    ("host", "kind"),
-    [
-        ("lightning.pytorch", "sharded"),
-        ("lightning_fabric", "fabric"),
-    ],
+    ("host", "kind"), [("lightning.pytorch", "sharded"), ("lightning_fabric", "fabric")]
 )
 def test_ranks_with_different_configurations_are_told_before_anything_can_hang(run, host, kind):
     (result,) = run(["different_ranks.py", host, kind])

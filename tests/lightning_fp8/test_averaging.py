@@ -1,5 +1,3 @@
-"""EMA and SWA callbacks over split weights: they average whole ones, and training never notices."""
-
 import importlib
 
 import lightning.pytorch

@@ -1,5 +1,3 @@
-"""Blocks and roots, found by structure."""
-
 import pytest
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration

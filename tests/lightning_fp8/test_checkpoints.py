@@ -1,5 +1,3 @@
-"""Checkpoints: stock keys and plain tensors, both directions, and an exact resume."""
-
 import functools
 import importlib
 import warnings
@@ -66,7 +64,6 @@ assert trainer.global_step == 6 + 2, trainer.global_step
 
 
 def batches():
-    """Batches whose size in value falls: old amaxes matter to delayed scaling."""
     torch.manual_seed(1)
     return [torch.randn(8, 64) * 2.0 ** (-i / 2) for i in range(STEPS)]
 
@@ -76,15 +73,12 @@ def loss(net, batch):
 
 
 def chosen(precision):
-    """The option for a configuration, or for one of Lightning's strings."""
     if isinstance(precision, FP8Config):
         return {"plugins": [FP8Precision(precision)]}
     return {"precision": precision}
 
 
 def fit(host, folder, precision, max_epochs=EPOCHS, ckpt_path=None, callbacks=()):
-    """A fit that saves after each epoch."""
-
     class Regression(host.LightningModule):
         def __init__(self):
             super().__init__()
@@ -134,7 +128,6 @@ def assert_close(a, b):
 @one_trainer
 @each_config
 def test_resumed_training_equals_the_uninterrupted_run(host, tmp_path, config, log):
-    """From a checkpoint within the fit, and from one after it."""
     uninterrupted, _ = fit(host, tmp_path, config)
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
     assert list(saved["state_dict"]) == list(uninterrupted)
@@ -248,7 +241,6 @@ def test_checkpoint_opens_in_stock_lightning_without_this_package(run, tmp_path,
 
 @pytest.fixture
 def delayed(tmp_path):
-    """Path of a checkpoint with a history."""
     fit(HOST, tmp_path, DELAYED, max_epochs=1)
     return tmp_path / "epoch=0.ckpt"
 

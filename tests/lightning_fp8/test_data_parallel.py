@@ -1,5 +1,3 @@
-"""DDP at every level: two ranks train as one process does, and stay equal bit for bit."""
-
 import pytest
 
 pytestmark = pytest.mark.long

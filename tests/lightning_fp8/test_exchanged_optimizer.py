@@ -1,5 +1,3 @@
-"""Another optimizer in the middle of a fit trains all bits of the weight that it finds."""
-
 import pytest
 from torch.optim import SGD, AdamW
 

@@ -1,5 +1,3 @@
-"""Levels O2 and O3 in Fabric: optimizers that are set up with their model, after it, before it."""
-
 import inspect
 
 import lightning.fabric
@@ -125,30 +123,6 @@ def test_an_optimizer_of_several_models_splits_the_weights_of_each(order):
     assert [type(w) for w in weights] == [SplitWeight] * 4
     assert [type(w.grad).__name__ for w in weights] == ["Float8Grad"] * 4
     optimizer.step()
-
-
-@each_fabric
-def test_unsupported_option_is_refused(host):
-    net = make_net()
-    with pytest.raises(ValueError, match=r"amsgrad=True.*opt_level='O1'"):
-        make_fabric(host, "O2").setup(net, AdamW(net.parameters(), amsgrad=True))
-
-
-@each_fabric
-@pytest.mark.parametrize("clip", [{"max_norm": 1e-3}, {"clip_val": 1e-5}], ids=str)
-def test_clipping_moves_8_bit_gradients(host, clip):
-    fabric, net = make_fabric(host, "O3"), make_net()
-    model, optimizer = fabric.setup(net, AdamW(net.parameters()))
-    fabric.backward(loss(model))
-    before = net[0].weight.grad.norm()
-    fabric.clip_gradients(model, optimizer, **clip)
-    assert type(net[0].weight.grad).__name__ == "Float8Grad"
-    if "max_norm" in clip:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
-        torch.testing.assert_close(norm.float(), torch.tensor(1e-3), rtol=0.02, atol=0)
-    else:
-        assert net[0].weight.grad.abs().max() <= 1e-5 * (1 + 2**-5)  # rounded, with 5 mantissa bits
-    assert net[0].weight.grad.norm() < before
 
 
 @each_fabric

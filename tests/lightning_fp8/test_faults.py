@@ -1,5 +1,3 @@
-"""What happens to the other ranks when one dies, and to the run afterwards."""
-
 import re
 
 import pytest
@@ -8,7 +6,6 @@ pytestmark = pytest.mark.long
 
 
 def test_a_killed_rank_ends_the_others_and_a_restart_goes_on(run):
-    """Within the launcher's own time, in the collectives of our hook, bit for bit."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     # Else a rank may find the address of the other's first process in the launcher's store:
     # github.com/pytorch/pytorch/issues/167288.
@@ -19,11 +16,7 @@ def test_a_killed_rank_ends_the_others_and_a_restart_goes_on(run):
     for attempt, rank, text in lines:
         said[int(attempt), int(rank)].append(text)
     end = ["trained steps [3, 4, 5]", "trained steps [0, 1, 2, 3, 4, 5]", "is equal True"]
-    assert said == {
-        (0, 1): ["is killed"],
-        (1, 0): end,
-        (1, 1): [*end, "is killed"],
-    }, result.output
+    assert said == {(0, 1): ["is killed"], (1, 0): end, (1, 1): [*end, "is killed"]}, result.output
     # The second time nothing is left to restart: the launcher says who it was.
     assert result.returncode != 0
     assert "fp8_grad_reducer.py" in result.output  # what waits for the other rank

@@ -1,5 +1,3 @@
-"""FP8 checkpoints in a LightningModule: trained from the host's values, saved for stock."""
-
 import lightning.fabric
 import lightning.pytorch
 import lightning_fabric

@@ -1,5 +1,3 @@
-"""`FP8FSDPStrategy`, and FSDP2 of the user's own, in two processes: see the scripts."""
-
 import re
 
 import pytest
@@ -11,11 +9,8 @@ pytestmark = pytest.mark.long
 
 
 FLAG = "fp8-mixed"
-TRAINER = (
-    "O2 O3 own manual evaluate",
-    "resume tested named users offload meta",
-)
-FABRIC = "O1 O3 apart resume stock"
+TRAINER = ("O3 own manual evaluate", "resume tested named users offload meta")
+FABRIC = "O1 apart resume stock"
 
 
 @pytest.mark.parametrize(
@@ -25,7 +20,7 @@ FABRIC = "O1 O3 apart resume stock"
         ("fsdp.py", "lightning.pytorch", TRAINER[1]),
         ("fsdp.py", "pytorch_lightning", "O3"),
         ("fsdp_fabric.py", "lightning.fabric", FABRIC),
-        pytest.param("fsdp_fabric.py", "lightning_fabric", "O2", marks=pytest.mark.smoke),
+        pytest.param("fsdp_fabric.py", "lightning_fabric", "O3", marks=pytest.mark.smoke),
     ],
     ids=lambda value: value.replace(" ", "-"),
 )

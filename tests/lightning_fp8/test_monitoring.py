@@ -1,5 +1,3 @@
-"""The monitor's numbers stand in Lightning's loggers, and its state in Lightning's checkpoints."""
-
 import lightning.fabric
 import lightning.pytorch
 import pytest

@@ -1,5 +1,3 @@
-"""`FP8Precision` in Trainer and Fabric of both copies of Lightning, in this process."""
-
 import copy
 import gc
 import importlib
@@ -72,7 +70,6 @@ def make_trainer(host, tmp_path, **kwargs):
 
 
 def make_host(host, **kwargs):
-    """A Trainer or a Fabric, and its precision plugin."""
     if hasattr(host, "Trainer"):
         made = host.Trainer(accelerator="cpu", devices=1, logger=False, **kwargs)
         return made, made.strategy.precision_plugin
@@ -322,7 +319,6 @@ def test_eval_fp8_off_keeps_evaluation_in_high_precision(host, tmp_path, monkeyp
 
 @pytest.fixture
 def summaries(logged):
-    """The start-up summaries that went through Lightning's own log."""
     return lambda: [message for message in logged if "matmul FLOPs" in message]
 
 

@@ -1,5 +1,3 @@
-"""The extension of Lightning itself: choices, the late import, and an upstream that has moved."""
-
 import importlib
 import re
 import shutil

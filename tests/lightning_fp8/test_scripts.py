@@ -1,5 +1,3 @@
-"""Unmodified scripts: each entry with the flag runs FP8 GEMMs, and without it none."""
-
 import pytest
 
 FLAG = "fp8-mixed"

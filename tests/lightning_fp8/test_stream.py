@@ -1,5 +1,3 @@
-"""Norms of a model that FSDP2 gathers in BF16 compute in float32, as under ``bf16-mixed``."""
-
 import copy
 
 import pytest

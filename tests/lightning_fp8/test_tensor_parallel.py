@@ -1,5 +1,3 @@
-"""FSDP2 and tensor parallelism in one mesh, through ModelParallelStrategy's configure_model."""
-
 import pytest
 
 

@@ -1,5 +1,3 @@
-"""Levels O2 and O3 in the Trainer: which weights are split when, in every kind of loop."""
-
 import functools
 
 import lightning.pytorch
@@ -115,15 +113,6 @@ def test_weights_are_split_while_it_fits_and_whole_after(host, level, log):
     assert_stock(model)
     assert log().count("optimizer AdamW with 8-bit states") == 1
     assert f"{'7.30' if level == 'O2' else '6.36'} bytes per parameter, 16.00 before" in log()
-
-
-@each_trainer
-def test_level_o1_leaves_optimizer_and_weights_alone(host, log):
-    model, trainer = fit(host, "O1")
-    assert set(model.dtypes) == {torch.float32}
-    assert type(trainer.optimizers[0]) is AdamW
-    assert "16.00 bytes per parameter" in log()
-    assert "optimizer" not in log().partition("FP8: ")[2].partition("memory")[0]
 
 
 @each_trainer

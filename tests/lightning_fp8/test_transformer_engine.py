@@ -1,5 +1,3 @@
-"""``FP8Config(backend="transformer-engine")`` in the Trainer and in Fabric, on the stub."""
-
 from dataclasses import replace
 
 import lightning.pytorch
@@ -14,8 +12,6 @@ from tests.internals import TransformerEngineLinear
 
 
 class Regression(lightning.pytorch.LightningModule):
-    """Calls a part of itself: its own forward does not run."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)

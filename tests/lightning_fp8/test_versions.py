@@ -1,5 +1,3 @@
-"""A Lightning that is too old, and calls that are nearly right: one clear line each."""
-
 import importlib
 
 import lightning.fabric

@@ -44,7 +44,7 @@ FAULTS = [
         "accelerate_fp8/rollouts.py",
         "        generation.logprobs = None\n        del vars(generation)",
         "        del vars(generation)",
-        f"{_ACCELERATE}/test_weight_sync.py",
+        f"{_ACCELERATE}/test_engine_sync.py",
     ),
     Fault(
         "a second monitor of a resumed run gets the first one's state",

@@ -55,8 +55,6 @@ class UpFirstMLP(JoinedMLP):
 
 
 class Attention(nn.Module):
-    """Three layers with one input, and one that takes what becomes of them."""
-
     def __init__(self, size):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
@@ -80,8 +78,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, and a last norm whose output is the model's."""
-
     def __init__(self, size=64, inner=176):
         super().__init__()
         self.layers = nn.ModuleList(Block(size, inner) for _ in range(2))

@@ -1,5 +1,3 @@
-"""Every public function names an argument of the wrong type, and what it takes."""
-
 import contextlib
 import inspect
 
@@ -88,10 +86,7 @@ def test_an_input_on_another_device_is_refused_in_forward(recipe, devices):
     model = nn.Sequential(nn.Linear(64, 64, device=weight))
     convert_to_float8(model, recipe, device="cpu")
     for mode in (torch.enable_grad, torch.no_grad):
-        with (
-            mode(),
-            pytest.raises(ValueError, match=f"on {weight}, but its input is on {other}"),
-        ):
+        with mode(), pytest.raises(ValueError, match=f"on {weight}, but its input is on {other}"):
             model(torch.ones(16, 64, device=other))
 
 

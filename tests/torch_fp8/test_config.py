@@ -17,11 +17,7 @@ from torch_fp8 import FP8Config, conversion_report, convert_optimizer, convert_t
 
 def test_json_round_trip():
     config = FP8Config(
-        recipe="delayed",
-        amax_history_len=16,
-        skip=("a", "b.*"),
-        wgrad="bf16",
-        communication="off",
+        recipe="delayed", amax_history_len=16, skip=("a", "b.*"), wgrad="bf16", communication="off"
     )
     assert FP8Config.from_json(config.to_json()) == config
 
@@ -184,7 +180,6 @@ CHOICES = {
 
 
 def _documented(name):
-    """What the class says of a field, in one line."""
     lines = inspect.getdoc(FP8Config).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith(f"    {name} ("))
     rest = itertools.takewhile(lambda line: line.startswith(" " * 8), lines[begin + 1 :])

@@ -1,5 +1,3 @@
-"""The engine on a card: native GEMMs and Triton casts against the CPU's reference."""
-
 import copy
 
 import pytest
@@ -19,7 +17,6 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(params=RECIPES)
 def recipe(request):
-    """Each recipe that this card runs natively."""
     try:
         check_device(CUDA, request.param, emulate=False)
     except ValueError as error:
@@ -69,7 +66,6 @@ def test_layer_agrees_with_the_cpu(recipe, wgrad):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_model_with_gradients_moves_to_the_cpu_and_back(level):
-    """As Lightning moves it at the end of a fit."""
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(CUDA)
     config = FP8Config(recipe="tensorwise", opt_level=level)
     torch_fp8.convert_to_float8(model, config)
@@ -132,7 +128,6 @@ def test_wrong_device_is_torchs_own_error():
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, monkeypatch):
-    """After the first forward no weight is cast, and training is as if each one were."""
     try:
         check_device(CUDA, recipe, emulate=False)
     except ValueError as error:

@@ -1,5 +1,3 @@
-"""Code under ``torch.set_default_dtype``: nothing of the engine takes its dtype from there."""
-
 import ast
 import functools
 from pathlib import Path

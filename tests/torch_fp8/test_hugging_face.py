@@ -1,5 +1,3 @@
-"""Hugging Face's own decoder layers: what is converted, and what it keeps for backward."""
-
 import copy
 import functools
 
@@ -149,7 +147,6 @@ def _layer(layout):
 
 
 def _kept(layer, rotary):
-    """Bytes per token, beside parameters and the angles that all layers share."""
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     angles = rotary(x, torch.arange(TOKENS)[None])
     with count_saved([*layer.parameters(), *angles]) as saved:

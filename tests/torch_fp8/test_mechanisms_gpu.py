@@ -34,14 +34,12 @@ def device(request):
 
 @pytest.fixture
 def group(tmp_path):
-    """One rank's process group on the card."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
 def cast(x):
-    """Return the payload of each row of x, in E4M3, with a scale for each."""
     options = CastOptions.of(make_recipe("rowwise").weight, rowwise=True, columnwise=False)
     return quantize_layouts(x, options)[0]
 
@@ -97,7 +95,6 @@ def test_experts_are_as_near_to_bf16s_as_on_the_cpu(device, layout):
 
 @pytest.mark.gpu
 def test_exchanges_are_timed(group):
-    """As ``communication="auto"`` does on several ranks; one is enough to run them."""
     times = links._measured(dict.fromkeys(links.KINDS, group), torch.device("cuda"))
     assert set(times) == set(links.KINDS)
     assert all(t.eight_bits > 0 and t.plain > 0 for t in times.values())

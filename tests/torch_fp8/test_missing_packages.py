@@ -1,5 +1,3 @@
-"""Commands of torch-fp8 without a package: they work, or say in a line what to install."""
-
 import json
 import math
 import os
@@ -19,7 +17,6 @@ MODEL = ("plan", "plan lora", "export")
 UNUSED = "accelerate,lightning,pytorch_lightning,lightning_fabric,trl,triton,datasets,torchao"
 CASES = {
     UNUSED: {"plan lora": "peft"},  # which needs accelerate
-    "peft,matplotlib": {"plan lora": "peft", "report": "matplotlib"},
     "safetensors": dict.fromkeys(MODEL, "transformers"),
     f"transformers,peft,matplotlib,numpy,safetensors,huggingface_hub,{UNUSED}": {
         **dict.fromkeys(MODEL, "transformers"),

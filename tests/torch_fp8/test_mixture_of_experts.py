@@ -1,5 +1,3 @@
-"""Whole mixtures of experts of transformers, tiny and random."""
-
 import copy
 
 import pytest
@@ -15,7 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*falling back to its reference"
 
 
 def _outside_head(model):
-    """Return the share of the FLOPs outside the output layer that run in FP8."""
     flops = matmul_flops(model)
     return flops.fp8 / (flops.total - 3 * model.lm_head.weight.numel())
 
@@ -64,8 +61,6 @@ def test_a_linear_router_beside_experts_is_never_converted():
 
 
 def test_a_table_of_three_dimensions_has_no_router():
-    """As the relative positions of 32 heads."""
-
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()

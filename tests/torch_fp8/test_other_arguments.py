@@ -1,5 +1,3 @@
-"""Norms and gated MLPs that are called with more than their input, or with it by keyword."""
-
 import copy
 
 import pytest
@@ -99,8 +97,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Calls its norm and its MLP with the arguments that it is told."""
-
     def __init__(self, norm):
         super().__init__()
         self.norm, self.mlp = norm, MLP()

@@ -1,5 +1,3 @@
-"""Any number of tokens: casts pad them, so that GEMMs take the operands as they are."""
-
 import pytest
 import torch
 
@@ -88,7 +86,6 @@ def test_scales_of_32_elements_are_laid_out_with_what_lies_behind_them(monkeypat
 @pytest.mark.parametrize("tokens", [1, 37, 144])
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_padding_changes_no_bit_of_a_weight_gradient(recipe_name, tokens):
-    """Of what is emulated: the sum over the tokens alone."""
     recipe = make_recipe(recipe_name)
     x, g = torch.randn(tokens, K), torch.randn(tokens, N)
     _, x_col = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=False, columnwise=True))
@@ -102,7 +99,6 @@ def test_padding_changes_no_bit_of_a_weight_gradient(recipe_name, tokens):
 
 
 def test_operands_of_which_one_alone_is_padded():
-    """A weight that was gathered is not, whose gradient of the output is."""
     recipe = make_recipe("rowwise")
     a, b = torch.randn(24, 20), torch.randn(40, 20)
     _, padded = quantize_layouts(

@@ -1,5 +1,3 @@
-"""Whatever stock layers take, converted ones take, and show every Inf and NaN that they show."""
-
 import copy
 import functools
 import itertools
@@ -29,8 +27,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A norm, tied and frozen layers, and a gated MLP behind a LayerNorm."""
-
     def __init__(self):
         super().__init__()
         self.norm, self.mlp_norm = nn.RMSNorm(64, eps=1e-6), nn.LayerNorm(64)
@@ -70,7 +66,6 @@ def _inputs():
 
 
 def _results(model, x, mode, dtype):
-    """Output and gradients."""
     with mode():
         x = x.detach().requires_grad_() if mode is torch.enable_grad else x
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -83,7 +78,6 @@ def _results(model, x, mode, dtype):
 
 @functools.cache
 def _wanted(make, name, mode, dtype):
-    """Results of the stock model, which are the same for each recipe."""
     torch.manual_seed(0)
     return _results(make(), dict(_inputs())[name], MODES[mode], dtype)
 

@@ -1,5 +1,3 @@
-"""The command `torch-fp8`: what it prints, what it writes and what it returns."""
-
 import json
 import os
 import re
@@ -223,7 +221,6 @@ ENTRIES = {
 
 
 def _run(entry, *arguments, folder=ROOT):
-    """Run the command in a process that finds modules in a folder first."""
     search = os.pathsep.join([str(folder), str(ROOT)])
     return subprocess.run(
         [sys.executable, *ENTRIES[entry], *arguments],
@@ -252,7 +249,6 @@ def test_both_entries_print_the_version_or_in_a_line_that_torch_is_old(tmp_path,
 
 
 def test_a_command_that_cannot_start_says_why(tmp_path):
-    """torch that is broken, as without its CUDA libraries."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
     done = _run("script", "env", folder=tmp_path)
     assert done.returncode == 1

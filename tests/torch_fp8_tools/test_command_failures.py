@@ -1,10 +1,7 @@
-"""The command `torch-fp8` where something is missing or fails: one line, and no traceback."""
-
 import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -53,7 +50,6 @@ def test_an_interrupt_of_any_command_is_130(monkeypatch, capsys):
 
 
 def test_names_of_the_hub_are_looked_up_in_its_cache(monkeypatch, tmp_path):
-    """As ``hf download`` leaves it; nothing is downloaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert model_folder("org/tiny") is None
     cache = tmp_path / "models--org--tiny"
@@ -201,11 +197,11 @@ OUTPUTS = {"a closed pipe": "", "no output": ">&-", "a full disk": ">/dev/full"}
 
 @pytest.mark.long
 @pytest.mark.parametrize("where", OUTPUTS)
-def test_output_that_nobody_takes_is_no_fault(where):
+def test_output_that_nobody_takes_is_no_fault(where, forked_python):
     """A reader that has gone, ``torch-fp8 plan ... | head -1``; a shell that closed the output."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", PRINTS, "plan", "llama-3.1-8b"]
+    command = [forked_python, "-c", PRINTS, "plan", "llama-3.1-8b"]
     done = subprocess.run(
         ["bash", "-c", f'exec "$@" {OUTPUTS[where]}', "bash", *command],
         cwd=ROOT,

@@ -26,7 +26,6 @@ model, optimizer = accelerator.prepare(model, adamw)
 
 
 def frozen():
-    """Return the shards of fused expert weights that are held in FP8 alone."""
     shards = [local(p) for p in model.parameters() if p.ndim == 3]
     return [shard for shard in shards if isinstance(shard, Float8FrozenWeight)]
 

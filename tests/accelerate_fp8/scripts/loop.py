@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 accelerator = Accelerator(
-    gradient_accumulation_steps=2,
-    mixed_precision=sys.argv[1] if len(sys.argv) > 1 else None,
+    gradient_accumulation_steps=2, mixed_precision=sys.argv[1] if len(sys.argv) > 1 else None
 )
 set_seed(0)
 layers = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)]

@@ -32,8 +32,6 @@ def lightning_classes():
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
     class RayLightningEnvironment(LightningEnvironment):
-        """Ranks come from Ray, and processes too."""
-
         creates_processes_externally = True
 
         def world_size(self):

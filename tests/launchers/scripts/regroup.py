@@ -23,7 +23,6 @@ base = dist.TCPStore("127.0.0.1", int(sys.argv[1]), 2, RANK == 0)
 
 
 def losses(kind):
-    """Three steps with data of this rank's own, on a new model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     config = FP8Config(recipe="tensorwise", agreement_timeout=20)

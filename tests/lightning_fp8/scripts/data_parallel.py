@@ -42,7 +42,6 @@ def loss(net, x):
 
 
 def expected():
-    """The weights after the same steps in one process."""
     net = make_net(0)
     torch_fp8.convert_to_float8(net, CONFIG)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -58,7 +57,6 @@ def expected():
 
 
 def check(net, optimizer, ddp, gradient):
-    """On every rank, after the last step."""
     weight = net[0].weight
     eight_bit = level == "O3" and kind != "unused"
     assert isinstance(weight, SplitWeight) == (level != "O1")

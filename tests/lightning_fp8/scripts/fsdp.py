@@ -27,8 +27,6 @@ from torch_fp8.tensor.split_shard import SplitShard  # noqa: E402
 
 
 class Regression(L.LightningModule):
-    """What all cases train; its net is a child, or its parts are its own."""
-
     def __init__(self, config, kind=""):
         super().__init__()
         self.config, self.kind = config, kind
@@ -134,7 +132,6 @@ def assert_stock(model):
 
 
 def own():
-    """Parameters of the LightningModule itself: it is its own root."""
     config = FP8Config()
     model = Regression(config, "own")
     model.streams = set()
@@ -163,7 +160,6 @@ def manual():
 
 
 def evaluate():
-    """Before a fit, after it, and a second fit, on one model."""
     config = FP8Config()
     model = Regression(config)
     first = trainer(config)
@@ -329,7 +325,6 @@ class Sharded(Regression):
 
 
 CASES = {
-    "O2": lambda: level("O2"),
     "O3": lambda: level("O3", accumulate_grad_batches=2, gradient_clip_val=0.5),
     **{f.__name__: f for f in (own, manual, evaluate, resume, named, users, meta, offload)},
     "tested": test_from_checkpoint,

@@ -120,7 +120,6 @@ def stock():
 
 CASES = {
     "O1": lambda: level("O1"),
-    "O2": lambda: level("O2"),
     "O3": lambda: level("O3", accumulate=2, clip=0.5),
     "apart": apart,
     "resume": resume,

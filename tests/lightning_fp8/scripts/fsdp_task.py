@@ -52,7 +52,6 @@ def loss(net, x):
 
 
 def train(config, accumulate=1, clip=None):
-    """The net after all steps in one process."""
     net = make_net()
     torch_fp8.convert_to_float8(net, config)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -1,5 +1,3 @@
-"""What a checkpointed forward makes and saves in its first pass."""
-
 import copy
 
 import pytest
@@ -7,10 +5,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    checkpoint,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.internals import RECIPES, saves_nothing, stand_in
 from tests.steps import assert_equal

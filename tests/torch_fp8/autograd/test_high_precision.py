@@ -1,5 +1,3 @@
-"""Gradients of gradients, transforms and forward-mode AD: as of the stock model, or refused."""
-
 import copy
 import warnings
 

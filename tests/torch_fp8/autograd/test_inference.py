@@ -1,5 +1,3 @@
-"""Models that are copied, moved, loaded or stepped under ``torch.inference_mode``, then trained."""
-
 import copy
 import pickle
 

@@ -1,5 +1,3 @@
-"""Checkpoints that keep FP8: in a compiled graph, and refused in eager mode."""
-
 import copy
 import functools
 

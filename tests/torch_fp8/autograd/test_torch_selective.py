@@ -1,5 +1,3 @@
-"""Torch's own selective checkpoint around FP8 layers: both passes issue the same operators."""
-
 import functools
 
 import pytest

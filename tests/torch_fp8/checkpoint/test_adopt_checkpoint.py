@@ -1,5 +1,3 @@
-"""The folder that a host loaded a model from."""
-
 from types import SimpleNamespace
 
 from tests.internals import folder_of

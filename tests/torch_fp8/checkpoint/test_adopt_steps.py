@@ -1,5 +1,3 @@
-"""Step counts from a folder of shards, which key the rounding of a resumed run."""
-
 import copy
 
 import pytest
@@ -20,7 +18,6 @@ def _optimizer(cls=torch.optim.SGD):
 
 
 def _saved(folder, counts):
-    """Write the keys that a sharded run writes, here from one process."""
     keys = {
         f"{name}.param_groups.{group}.{STEPS}": torch.tensor([count])
         for name, count in counts.items()

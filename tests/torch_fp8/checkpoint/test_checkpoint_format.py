@@ -1,5 +1,3 @@
-"""FP8 checkpoints are read as they are published, and what is no such thing is named."""
-
 import json
 import re
 

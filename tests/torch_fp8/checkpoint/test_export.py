@@ -1,5 +1,3 @@
-"""Exported checkpoints hold, bit for bit, what training's forward multiplies by."""
-
 import json
 import math
 import shutil
@@ -187,8 +185,6 @@ def test_a_path_that_exists_is_refused_and_stays(tmp_path):
 
 
 def _set(name, value):
-    """A change of one number in a parameter or buffer."""
-
     @torch.no_grad()
     def change(model):
         owner, _, attribute = name.rpartition(".")

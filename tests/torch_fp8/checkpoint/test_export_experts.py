@@ -1,5 +1,3 @@
-"""Exported experts: a matrix for each expert and projection, under the names of checkpoints."""
-
 import json
 
 import pytest
@@ -10,13 +8,7 @@ from torch import nn
 
 from tests.internals import export_checkpoint, grouped_linear_function, make_recipe
 from tests.moe_models import MODELS, moe_model
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    export,
-    weights_for_engine,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, export, weights_for_engine
 from torch_fp8.ops.quantize import dequantize, quantize
 
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -86,7 +78,6 @@ def joined(stored, prefix, projections=("gate_proj", "up_proj"), experts=4):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_the_file_holds_what_training_multiplies_by(tmp_path, monkeypatch, recipe):
-    """In FP8 where the format has a scale a row, else in BF16."""
     model = converted(recipe=recipe, steps=2)
     report = export(model, tmp_path / "out", "compressed-tensors")
     stored, seen = read(tmp_path / "out"), multiplied(monkeypatch, model)

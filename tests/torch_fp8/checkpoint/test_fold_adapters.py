@@ -1,5 +1,3 @@
-"""Models with PEFT's adapters are exported as merged ones, or without; the base never moves."""
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -129,7 +127,6 @@ def test_adapters_that_are_disabled_are_not_folded_in(tmp_path):
 
 @pytest.mark.parametrize("kind", ["lm_head", "embed_tokens", "skipped"])
 def test_adapters_of_layers_that_are_not_in_fp8_are_folded_in(tmp_path, kind):
-    """With the bytes of PEFT's own merging, but that it is rounded once."""
     name = "layers.0.mlp.down_proj" if kind == "skipped" else kind
     key = {"lm_head": "lm_head.weight"}.get(kind, f"model.{name}.weight")
     torch.manual_seed(0)

@@ -1,5 +1,3 @@
-"""Smooth-SwiGLU in an export: the function, what is folded, and what a static scale has to hold."""
-
 import copy
 import math
 
@@ -33,7 +31,6 @@ def _model(recipe, smooth=True):
 
 
 def _values(files, name):
-    """What an engine multiplies by."""
     codes = files[f"{name}.weight"].float()
     scale = next(
         files[f"{name}.{key}"].float()

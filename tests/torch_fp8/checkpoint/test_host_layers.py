@@ -15,12 +15,7 @@ from tests.fp8_checkpoints import exact, quantized
 from tests.internals import residual_of, take_over
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 
-BLOCKS = {
-    "tensor": (256, 128),
-    "channel": (1, 128),
-    "group": (1, 32),
-    "block": (128, 128),
-}
+BLOCKS = {"tensor": (256, 128), "channel": (1, 128), "group": (1, 32), "block": (128, 128)}
 
 
 class _Quantizer:

@@ -1,5 +1,3 @@
-"""Models straight from a checkpoint: their values, their errors, and the peak of the load."""
-
 import copy
 import gc
 
@@ -202,10 +200,7 @@ def _reshape(tensors):
 @pytest.mark.parametrize(
     ("breaks", "message"),
     [
-        (
-            _rename,
-            "missing '0.norm.weight' and 0 more and it has unexpected '0.gate_proj.weight'",
-        ),
+        (_rename, "missing '0.norm.weight' and 0 more and it has unexpected '0.gate_proj.weight'"),
         (_reshape, r"'0.norm.weight' has shape \(64,\), not \(128,\)"),
     ],
     ids=["renamed", "reshaped"],

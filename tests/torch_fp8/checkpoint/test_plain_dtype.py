@@ -1,5 +1,3 @@
-"""What stands beside FP8 in an exported checkpoint has one dtype, so that engines can run it."""
-
 import json
 
 import pytest
@@ -40,7 +38,6 @@ def _llama(origin, recipe, **changes):
 
 
 def _dtypes(folder):
-    """The dtypes of what is plain in the files."""
     tensors = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -98,7 +95,6 @@ def test_what_a_class_keeps_in_float32_and_buffers_stay(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*written in BF16")
 def test_every_way_to_write_a_checkpoint_has_one_plain_dtype(tmp_path):
-    """In shards, from a checkpoint on disk, with adapters and a trained copy, tied or skipped."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

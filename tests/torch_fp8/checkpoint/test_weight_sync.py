@@ -1,5 +1,3 @@
-"""The weights that an engine is handed are those of training, and the base never moves."""
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

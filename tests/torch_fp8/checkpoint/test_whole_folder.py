@@ -1,5 +1,3 @@
-"""What is written is whole; who is stopped half-way leaves nothing that could be loaded."""
-
 import os
 import signal
 

@@ -1,5 +1,3 @@
-"""Compiled models on several ranks: the cases of compiled_cases.py."""
-
 import pytest
 
 pytestmark = pytest.mark.long

@@ -1,5 +1,3 @@
-"""Compiled layers: torch.compile sees one operator of ours where a GEMM is, and nothing inside."""
-
 import pytest
 import torch
 from torch._dynamo import trace_rules

@@ -1,5 +1,3 @@
-"""Compiled code computes on tensors in another form what eager code does, in and out of graphs."""
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,6 @@ SIZE = 64
 
 
 def _trained(level):
-    """Return a layer with gradients of a second step, and its optimizer."""
     torch.manual_seed(0)
     layer = nn.Linear(SIZE, SIZE, bias=False)
     model, config = nn.Sequential(layer), FP8Config(recipe="tensorwise", opt_level=level)
@@ -49,8 +46,6 @@ TENSORS = {
 
 
 class Chunked(torch.autograd.Function):
-    """Multiplies by slices of a weight, as chunked losses do."""
-
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)

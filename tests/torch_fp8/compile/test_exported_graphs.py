@@ -1,5 +1,3 @@
-"""What torch exports or traces of a converted model has its products, by torch's own operators."""
-
 import copy
 import io
 

@@ -18,12 +18,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 
 from tests.saved_activations import count_saved
 from tests.steps import renew_scales
-from torch_fp8 import (
-    Float8Linear,
-    FP8Config,
-    convert_to_float8,
-    selective_checkpoint_contexts,
-)
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, selective_checkpoint_contexts
 
 pytestmark = pytest.mark.long
 
@@ -35,8 +30,6 @@ GEMMS = ("scaled_mm", "mm")
 
 
 class Block(nn.Module):
-    """A decoder layer of one argument."""
-
     def __init__(self, family="llama", **options):
         super().__init__()
         config_class, layer_class = LAYERS[family]
@@ -71,8 +64,6 @@ def _remember(model):
 
 
 class Partitioned:
-    """A backend that partitions as inductor does, and keeps the graphs."""
-
     def __init__(self, **options):
         self.graphs = []
         self.backend = aot_autograd(
@@ -91,7 +82,6 @@ class Partitioned:
         return torch.compile(function, fullgraph=True, backend=self.backend)
 
     def operators(self):
-        """How often each of ours is called, and the GEMMs, by graph."""
         return [
             collections.Counter(
                 name for node in graph.graph.nodes if (name := _called(node)) is not None
@@ -244,8 +234,6 @@ def test_histories_survive_forwards_between_a_forward_and_its_backward():
 
 
 class Read(nn.Module):
-    """A norm and two layers of the same input, which this module reads, too."""
-
     def __init__(self, how):
         super().__init__()
         torch.manual_seed(0)

@@ -26,7 +26,6 @@ def _x():
 
 
 def _pair(kind, level="O3", recipe="tensorwise"):
-    """A model that left, and a stock one with its weights."""
     stock, model = stock_and_converted(kind, recipe)
     if kind != "frozen":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

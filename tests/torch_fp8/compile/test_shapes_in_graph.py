@@ -27,8 +27,6 @@ class Block(nn.Module):
 
 
 class Checked(torch.fx.Interpreter):
-    """Runs a graph, and compares each result with what Dynamo holds it for."""
-
     def __init__(self, graph):
         super().__init__(graph)
         self.seen = []

@@ -24,7 +24,6 @@ def layer(**options):
 
 
 def forward_graph(tokens=32, **options):
-    """Return the graph of a layer's forward, which is not run, and its inputs."""
     graphs = []
 
     def keep(module, inputs):

@@ -163,7 +163,6 @@ def test_every_candidate_has_the_users_options(timed):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("cache", [False, True])
 def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level):
-    """And what was timed with other things kept does not answer."""
     timer = timed({shape: (100, fp8(60)) for shape in (WIDE, NARROW, SMALL)})
     if level == "O1":
         cache = False

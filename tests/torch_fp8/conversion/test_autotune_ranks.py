@@ -1,5 +1,3 @@
-"""Ranks whose clocks differ choose alike: the cases of recipe_choice_cases.py, on two ranks."""
-
 import pytest
 
 pytestmark = pytest.mark.long
@@ -7,7 +5,6 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def ranks(run_ranks):
-    """What was chosen on each rank."""
     return run_ranks("recipe_choice_cases.py", 2)
 
 
@@ -22,7 +19,6 @@ def test_all_ranks_choose_alike(ranks, name):
 
 @pytest.mark.parametrize("name", ["together", "fsdp", "tensor"])
 def test_one_of_them_measures(ranks, name):
-    """And chooses by its own clock, by which one of the layers is faster in BF16."""
     measured = [results[name]["measured"] for results in ranks]
     assert sorted(measured) == [False, True]
     assert ranks[0][name]["recipe"] == ("rowwise", "blockwise")[measured.index(True)]

@@ -1,5 +1,3 @@
-"""`convert_to_float8`: what it changes, and what it keeps."""
-
 import pytest
 import torch
 from torch import nn
@@ -7,11 +5,7 @@ from torch import nn
 import torch_fp8
 from tests.internals import of_text
 from tests.tied_model import LINEARS, Model
-from torch_fp8 import (
-    Float8Linear,
-    FP8Config,
-    convert_to_float8,
-)
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 
 
 def test_converts_in_place_with_the_same_parameters():

@@ -1,5 +1,3 @@
-"""Gated MLPs are found by what their forward does with its layers, and only these."""
-
 import pytest
 import torch
 import torch.nn.functional as F

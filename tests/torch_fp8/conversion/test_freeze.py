@@ -1,5 +1,3 @@
-"""Frozen models: a byte for each parameter, FP8 in both GEMMs, plain tensors in checkpoints."""
-
 import copy
 import gc
 import warnings

@@ -1,5 +1,3 @@
-"""Norms and gated MLPs that hand over FP8: values, sharing, what they keep, and what they leave."""
-
 import copy
 import gc
 import pickle
@@ -76,7 +74,6 @@ def test_other_norms_stay_as_they_are(norm):
 
 
 def test_models_of_no_substance_are_converted_alike():
-    """On the meta device, and under a mode that has all tensors there or fake."""
     with torch.device("meta"):
         model = nn.Sequential(Norm(80), MLP(80, 176))
         assert convert_to_float8(model).producers == ("0", "1")
@@ -93,8 +90,6 @@ def test_mlps_without_a_layer_in_fp8_stay_as_they_are():
 
 
 def test_norms_that_no_layer_of_their_width_reads_return_plain_tensors():
-    """Of heads; and the last one, beside the blocks of the model by name or by number."""
-
     class Heads(Attention):
         def __init__(self):
             super().__init__(64)

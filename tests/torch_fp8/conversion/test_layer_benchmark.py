@@ -156,7 +156,6 @@ TRANSPOSED = {
     ids=["nothing", "amax", "payload"],
 )
 def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, kept, expected):
-    """What is kept of it is not made again, in any pass that is timed."""
     seen = []
 
     def timed(device, run):

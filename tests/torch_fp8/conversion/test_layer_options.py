@@ -1,5 +1,3 @@
-"""`FP8Config.overrides`: options for single layers, what they do to what is fused, and mistakes."""
-
 import copy
 import dataclasses
 import json

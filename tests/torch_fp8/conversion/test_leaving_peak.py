@@ -1,5 +1,3 @@
-"""A model becomes a stock one tensor after the other, never beside a second set of its weights."""
-
 import pytest
 import torch
 from torch import nn
@@ -7,13 +5,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.leaving_peak import check_peak_of_leaving
 from tests.steps import adamw
-from torch_fp8 import (
-    FP8Config,
-    convert_to_float8,
-    freeze,
-    restore_weights,
-    revert,
-)
+from torch_fp8 import FP8Config, convert_to_float8, freeze, restore_weights, revert
 from torch_fp8.distributed import join_sharded, split_sharded
 
 WIDTH = 128

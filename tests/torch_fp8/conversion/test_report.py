@@ -1,16 +1,10 @@
-"""`ConversionReport` and its summary."""
-
 import pytest
 import torch
 from torch import nn
 
 import torch_fp8
 from tests.tied_model import Adapter, Experts, Model
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 
 def test_a_report_alone_converts_nothing_and_moves_no_data():
@@ -96,10 +90,7 @@ def test_summary_names_the_next_call_and_alarms_nobody():
     ("features", "said"),
     [
         (64, "optimizer AdamW with 8-bit states"),
-        (
-            32,
-            "optimizer AdamW with unchanged states: each of its parameters has fewer than 4,096",
-        ),
+        (32, "optimizer AdamW with unchanged states: each of its parameters has fewer than 4,096"),
     ],
 )
 def test_the_summary_says_of_states_what_its_bytes_say(features, said):

@@ -1,17 +1,10 @@
-"""`revert` gives a stock model back."""
-
 import copy
 
 import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    revert,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
 
 
 @pytest.mark.parametrize("split", [True, False])

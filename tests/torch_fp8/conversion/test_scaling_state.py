@@ -1,5 +1,3 @@
-"""The state of delayed scaling in checkpoints."""
-
 import copy
 
 import pytest
@@ -11,11 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_fp8
 from tests.internals import links
 from tests.tied_model import Model
-from torch_fp8 import (
-    FP8Config,
-    convert_to_float8,
-    revert,
-)
+from torch_fp8 import FP8Config, convert_to_float8, revert
 
 
 def test_scaling_state_resumes_exactly():

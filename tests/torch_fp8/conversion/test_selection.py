@@ -1,5 +1,3 @@
-"""Which layers are converted, and why the others are not."""
-
 import time
 
 import pytest
@@ -8,12 +6,7 @@ from torch import nn
 
 from tests.internals import matches
 from tests.tied_model import Adapter, Experts, Model
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    memory_report,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Equal frozen weights of several models: one copy, until one of them is written."""
-
 import copy
 import gc
 
@@ -23,7 +21,6 @@ def frozen(device=None):
 
 
 def live_bytes():
-    """The bytes of all FP8 storages that exist."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
     storages = [t.untyped_storage() for t in tensors if t.dtype == torch.float8_e4m3fn]

@@ -1,5 +1,3 @@
-"""How ranks are shown."""
-
 import pytest
 
 from tests.internals import format_ranks

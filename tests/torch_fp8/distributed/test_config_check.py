@@ -1,5 +1,3 @@
-"""Ranks that have different configurations: the cases of agreement_cases.py, on four ranks."""
-
 import pytest
 
 import torch_fp8
@@ -12,7 +10,6 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def ranks(run_cases):
-    """What the checks said on each rank."""
     return run_cases("agreement_cases", 4)["configurations"]
 
 

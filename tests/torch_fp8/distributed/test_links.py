@@ -1,5 +1,3 @@
-"""``communication="auto"``: what is measured, that ranks decide alike, what a checkpoint keeps."""
-
 from unittest import mock
 
 import pytest

@@ -47,7 +47,6 @@ def test_layers_that_transformers_cuts_stay_in_bf16_beside_experts_in_fp8(cases)
 
 @pytest.mark.parametrize("case", ["gathered_plain", "gathered_transposed"])
 def test_payloads_are_gathered_as_each_gemm_takes_them(cases, case):
-    """The bytes are those of a cast in one process, and nobody transposes what was gathered."""
     for gathers, same, ratio, turned, agreement in cases[case]:
         assert gathers == 2
         assert same == [[True, True]] * 2
@@ -90,7 +89,6 @@ def test_a_graph_finds_in_backward_what_it_has_saved(cases):
 
 @pytest.mark.parametrize("case", ["frozen_fsdp", "frozen_ddp"])
 def test_adapters_over_frozen_experts_train_as_in_one_process(cases, case):
-    """A byte an element and a scale a row, outputs of the first step bit for bit."""
     check_adapters(cases, case)
 
 
@@ -144,7 +142,6 @@ def test_a_monitor_counts_the_tokens_of_all_ranks(cases):
 
 @pytest.mark.parametrize("case", ["monitored_sharded", "monitored_parallel"])
 def test_a_monitor_looks_at_sharded_experts(cases, case):
-    """Two sequences of 16 tokens a rank, two of four experts each."""
     for series in cases[case]:
         place = "fp8/model.layers.0.mlp.experts"
         for weight in ("gate_up_proj", "down_proj"):

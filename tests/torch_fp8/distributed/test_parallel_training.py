@@ -1,5 +1,3 @@
-"""Optimizers, checkpoints and pipelines of parallel models, and meshes of two dimensions."""
-
 import pytest
 
 pytestmark = pytest.mark.long
@@ -65,7 +63,6 @@ def test_one_optimizer_steps_sharded_and_plain_parameters(cases):
 
 
 def test_a_pipeline_is_one_process_bit_for_bit(cases):
-    """GPipe and 1F1B at O1 and O2, float32 weights under autocast as well."""
     for rank, result in enumerate(cases["pipeline"]):
         assert len(result) == 3
         for name, (weights, losses, last) in result.items():

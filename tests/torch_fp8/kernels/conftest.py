@@ -15,7 +15,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import kernel_code
 from tests.cubin import usage
@@ -38,7 +37,6 @@ _POINTER = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-_FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 _OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg")
 
 
@@ -67,13 +65,7 @@ class Launch:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for launches that run the same binary."""
-        return (
-            self.kernel.__name__,
-            self.signature,
-            self.constants,
-            self.divisible,
-            self.options,
-        )
+        return (self.kernel.__name__, self.signature, self.constants, self.divisible, self.options)
 
     @property
     def choices(self) -> list[tuple[str, object]]:
@@ -114,8 +106,6 @@ class _Recorder:
                     # Every allocation starts at a multiple of 256 bytes.
                     if not self.kernel.params[names.index(name)].do_not_specialize_on_alignment:
                         divisible.append(name)
-                elif isinstance(value, TensorDescriptor):
-                    signature[name] = f"tensordesc<{_FP8[value.base.dtype]}{value.block_shape}>"
                 elif isinstance(value, float):
                     signature[name] = "fp32"
                 elif self.kernel.params[names.index(name)].do_not_specialize:

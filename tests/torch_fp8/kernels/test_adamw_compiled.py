@@ -1,5 +1,3 @@
-"""Every optimizer kernel compiles for Hopper and Blackwell, without a card, and what comes out."""
-
 import itertools
 import re
 
@@ -136,7 +134,6 @@ def test_what_follows_the_table_is_aligned_however_many_matrices():
 
 
 def test_one_launch_for_each_class(record_launches):
-    """However many matrices, of whatever shape; a program for each chunk of 16384 elements."""
     shapes = ((64, 64), (128, 256), (3, 8192), (1, 32))
     kinds = [(WEIGHTS["bf16 with 8 bits"], torch.bfloat16), (WEIGHTS["fp32"], torch.float32)]
     entries = [

@@ -1,5 +1,3 @@
-"""The optimizer's kernels on a card: bytes equal to the reference on the CPU."""
-
 import pytest
 import torch
 
@@ -56,7 +54,6 @@ def test_update_rms_agrees_with_the_reference_and_repeats(grad, coupled):
 
 
 def test_weights_with_more_than_2_to_the_31_elements(step):
-    """The last rows of a matrix step as they do alone, with the indices that they have."""
     rows, cols, last = 2**17 + 3, 2**14, 3
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
         pytest.fail("needs 24 GiB of free device memory")

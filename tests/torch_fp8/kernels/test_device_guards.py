@@ -1,5 +1,3 @@
-"""Each kernel is launched on the card of its tensors, whichever one is current."""
-
 import ast
 import inspect
 import re

@@ -1,5 +1,3 @@
-"""The kernels of experts compile for Hopper and Blackwell, without a card."""
-
 import itertools
 
 import pytest
@@ -18,7 +16,6 @@ COLUMNS = {"whole": 2048, "odd": 515}
 
 
 def launch_rows(cols):
-    """Launch what moves rows of experts, in every variant."""
     x, scale = torch.zeros(TOKENS, cols, dtype=E4M3), torch.ones(TOKENS, 1)
     token, offs = torch.zeros(4096, dtype=torch.long), torch.zeros(EXPERTS, dtype=torch.int32)
     moe_rows.gather_payload(x, scale, token)
@@ -30,7 +27,6 @@ def launch_rows(cols):
 
 
 def launch_gates(dtype, width):
-    """Launch the gated activation in each form, and its backward."""
     h, score = torch.zeros(TOKENS, 2 * width, dtype=dtype), torch.ones(TOKENS)
     offs, grad = torch.zeros(EXPERTS, dtype=torch.int32), h[:, :width].contiguous()
     saved = save_input(grad)

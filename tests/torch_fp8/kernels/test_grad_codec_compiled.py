@@ -1,5 +1,3 @@
-"""The kernels of 8-bit gradients compile for Hopper and Blackwell, without a card."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The kernels of 8-bit gradients on a card: bytes equal to the reference on the CPU."""
-
 import pytest
 
 from tests.kernel_cases import messages

@@ -41,8 +41,6 @@ scale_kernel = _Kernel(_scaled)
 
 
 class _Launcher:
-    """Counts how often it is called."""
-
     def __init__(self, function):
         self.function, self.calls = function, 0
 
@@ -63,7 +61,6 @@ def _replayed(function):
 
 
 def _ask(replayed, *shapes, times=4, **how):
-    """Call with fresh tensors; return the last ones and what was made of them."""
     for _ in range(times):
         tensors = [torch.randn(shape) for shape in shapes]
         made = replayed(*tensors, *how.values())

@@ -1,5 +1,3 @@
-"""The kernels of messages compile for Hopper and Blackwell, without a card."""
-
 import pytest
 import torch
 

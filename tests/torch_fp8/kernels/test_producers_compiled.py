@@ -1,5 +1,3 @@
-"""The kernels of RMSNorm and SwiGLU compile for Hopper and Blackwell, without a card."""
-
 import itertools
 
 import pytest
@@ -59,7 +57,6 @@ GROUPS = {"casts": list(DTYPES), "odd shapes": list(ODD)[:-1], "one element": ["
 
 
 def casts(*shape, formats=(E4M3, E5M2)):
-    """Options of every cast to these formats; amaxes have this shape."""
     for known, *rest in CASTS:
         if rest[0] in formats:
             scale = torch.ones(()) if known in ("scale", "slot") else None
@@ -68,12 +65,10 @@ def casts(*shape, formats=(E4M3, E5M2)):
 
 
 def raising(dtype=E4M3):
-    """Return options of a cast that raises its slot."""
     return CastOptions(dtype, "tensorwise", False, True, True, torch.ones(()), torch.zeros(()))
 
 
 def of_dup(cast):
-    """Return scale and slot of dup, where those of dgate are given."""
     return (
         ()
         if cast.scale is None
@@ -82,7 +77,6 @@ def of_dup(cast):
 
 
 def saved(x):
-    """Something in the place of x as it is saved."""
     rows, cols = x.shape
     return empty((rows, cols), dtype=E4M3), empty(-(-cols // 128), rows).t()
 
@@ -96,7 +90,6 @@ WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
 
 
 def launch_norms(x):
-    """Everything but the casts."""
     weight, rstd = empty(x.shape[1]), empty(x.shape[0])
     for save in (True, False):
         rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, x.dtype), save)
@@ -122,7 +115,6 @@ def launch_norm_casts(dtype, more):
 
 
 def launch_swiglu(x):
-    """Everything but the casts."""
     smooth = empty(x.shape[1])
     swiglu.swiglu(x, x, smooth)
     for save in (True, False):
@@ -160,7 +152,6 @@ def launch_smoothing(x):
 
 
 def launch_whole_tiles(dtype):
-    """Casts of results that one tile holds, with an amax that it finds."""
     layouts = ((True, False), (False, True), (True, True))
     for shape, each, save in itertools.product(WHOLE, layouts, (True, False)):
         x, smooth = empty(shape, dtype=dtype), empty(shape[1])
@@ -181,10 +172,7 @@ def assert_fits(launches, compile_all):
 @pytest.mark.long
 @pytest.mark.parametrize("group", GROUPS)
 def test_norm_compiles_and_fits(record_launches, compile_all, group):
-    with (
-        record_launches(quantize),
-        record_launches(rms_norm) as launches,
-    ):
+    with record_launches(quantize), record_launches(rms_norm) as launches:
         for name in GROUPS[group]:
             if name in DTYPES:
                 launch_norm_casts(DTYPES[name], 1 if "odd" in name else 0)
@@ -404,7 +392,6 @@ def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
 
 @pytest.mark.parametrize("module", [rms_norm, swiglu, swiglu_backward], ids=lambda m: m.__name__)
 def test_a_program_raises_one_slot_once(record_launches, compile_for, atomics_in, module):
-    """Of two gradients that of each."""
     x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), raising()
     with record_launches(module) as launches:
         if module is rms_norm:

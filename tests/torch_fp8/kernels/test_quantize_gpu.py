@@ -1,5 +1,3 @@
-"""The cast kernels on a card: bytes and scales equal to the reference on the CPU."""
-
 import pytest
 import torch
 
@@ -23,7 +21,6 @@ def test_kernel_equals_reference_bit_for_bit(kernel, granularity, kind):
 
 @pytest.mark.parametrize("kind", casts.KINDS)
 def test_known_scale_and_amax_equal_reference(kernel, kind):
-    """Slots, too; a grid of many programs ends in any order."""
     casts.check_known_scale(kernel, "cuda", kind, (*casts.SHAPES, (2048, 4096)))
 
 

@@ -1,5 +1,3 @@
-"""Calls of every operator's launcher, played on a card."""
-
 import pytest
 
 from tests.kernel_cases import played

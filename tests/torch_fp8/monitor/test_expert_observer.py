@@ -1,5 +1,3 @@
-"""The monitor looks at experts: their tokens, and the worst one's casts, for every layout."""
-
 import pytest
 import torch
 from torch import nn
@@ -15,8 +13,6 @@ TOKENS_A_STEP = 160
 
 
 class Block(nn.Module):
-    """Experts behind a fixed choice of theirs, which a test may change."""
-
     def __init__(self, layout):
         super().__init__()
         self.experts = experts(layout)
@@ -37,8 +33,6 @@ class Block(nn.Module):
 
 
 class Watched:
-    """A block of experts in training."""
-
     def __init__(self, layout, tmp_path=None, monitor=1, **options):
         torch.manual_seed(0)
         self.block = Block(layout)

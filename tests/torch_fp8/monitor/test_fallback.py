@@ -1,5 +1,3 @@
-"""Layers leave FP8 because of their statistics, and return."""
-
 import copy
 import json
 from types import SimpleNamespace

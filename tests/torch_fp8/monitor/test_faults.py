@@ -1,5 +1,3 @@
-"""A planted fault of each kind is found by name, and a healthy model has none."""
-
 import math
 
 import pytest
@@ -24,8 +22,6 @@ class MLP(nn.Module):
 
 
 class Watched:
-    """A small model in training whose every step is measured."""
-
     def __init__(self, **options):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 64), MLP(), nn.Linear(64, 64))
@@ -56,7 +52,6 @@ class Watched:
         self.optimizer.zero_grad()
 
     def crossed(self):
-        """Names of the bounds that the last step crossed."""
         return {c.name for c in crossings(self.logged[self.monitor.step])}
 
 

@@ -1,5 +1,3 @@
-"""The monitor's statistics are those of the operands that GEMMs multiply, whoever cast them."""
-
 import copy
 import itertools
 import math
@@ -10,13 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.ops.scaled_mm
-from tests.internals import (
-    RECIPES,
-    LazyQuantizedTensor,
-    format_of,
-    linear_function,
-    read_run,
-)
+from tests.internals import RECIPES, LazyQuantizedTensor, format_of, linear_function, read_run
 from tests.torch_fp8.block_models import Norm
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
@@ -140,7 +132,6 @@ class Watched:
 
 
 def _statistics(source, payload, turned):
-    """What a payload keeps of a source."""
     exact = (source.t() if turned else source).float()
     kept = dequantize(payload)[:, : exact.shape[1]]
     codes, format = payload.qdata.float()[:, : exact.shape[1]].abs(), format_of(payload[0].dtype)
@@ -221,8 +212,6 @@ def test_a_stale_payload_is_not_hidden_by_the_monitor(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_statistics_are_those_of_weights_in_forwards_without_gradients(monkeypatch, recipe):
-    """A frozen part of a model runs in training mode and without gradients, several times."""
-
     def twice(model, x):
         with torch.no_grad():
             model(x)

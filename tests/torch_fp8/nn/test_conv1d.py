@@ -1,5 +1,3 @@
-"""GPT-2's Conv1D: a linear layer with a transposed weight."""
-
 import copy
 import pickle
 
@@ -146,7 +144,6 @@ def test_transformer_engine_leaves_it(monkeypatch):
 
 
 def test_compiled_as_eager():
-    """In one graph, with the bits of eager code."""
     for recipe in ("tensorwise", "delayed", "blockwise"):
         model = _pair()[0]
         convert_to_float8(model, FP8Config(recipe=recipe, opt_level="O1"))

@@ -1,5 +1,3 @@
-"""Layers with delayed scaling: what is cast and read in a step, and what spoils no history."""
-
 import copy
 import math
 
@@ -119,7 +117,6 @@ def test_memory_that_was_never_written_is_made_usable():
 
 
 def test_training_goes_on_after_one_finite_bad_batch():
-    """Compared with a run that has not seen it: its step is skipped, as a loop does that looks."""
     runs = []
     for bad in (False, True):
         torch.manual_seed(0)
@@ -141,7 +138,6 @@ def test_training_goes_on_after_one_finite_bad_batch():
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_history_that_is_not_finite_is_refused(value):
-    """It would make every scale non-finite for as long as the history lasts."""
     model = _layer()
     state = scaling_state_dict(model)
     state["0.amax_history"][1, 3] = value

@@ -58,8 +58,6 @@ def _block(mlp=MLP, **options):
 
 
 def _plain(model):
-    """Every producer's results and gradients are plain tensors from here on."""
-
     def gradient(grad):
         return grad + 0
 
@@ -77,7 +75,6 @@ def _plain(model):
 
 
 def _assert_same(model, twin, x):
-    """One step of both: results, gradients, slots, histories and scales."""
     assert_equal(train(twin, x), train(model, x))
     _assert_same_buffers(model, twin)
     renew_scales()
@@ -93,7 +90,6 @@ def _assert_same_buffers(model, twin):
 
 
 def _steps(*, zeros=True):
-    """Inputs: first zeros, which leave a history empty."""
     for seed in range(4):
         yield gaussian(2, 17, SIZE, seed=seed) * (seed if zeros else seed + 1)
 
@@ -135,7 +131,6 @@ def test_layers_in_high_precision_among_them(skipped):
 
 
 def test_who_reads_first_may_change():
-    """A norm that has cast for another layer has cast: that layer's scale serves this one."""
     model = _block()
     _assert_same(model, _plain(copy.deepcopy(model)), gaussian(8, SIZE))
     model.readers.order = ("b", "a")

@@ -54,7 +54,6 @@ def _evaluate(model, seed=0):
 
 @torch.no_grad()
 def _fresh(model, seed=0):
-    """What the model gives where nothing is kept."""
     kept = [layer.fp8.payloads for layer in model[::2]]
     for layer in model[::2]:
         layer.fp8.payloads = PayloadCache(keeps_evaluation=False)
@@ -67,7 +66,6 @@ def _fresh(model, seed=0):
 
 
 def _repeat(monkeypatch):
-    """Have layers repeat forwards on the CPU as they do on CUDA."""
     monkeypatch.setattr(layer_fp8, "is_watched", lambda x: False)
     if not scaled_mm._CPU_HAS_OPERATOR:  # torch 2.11 has it for CUDA alone
 
@@ -79,7 +77,6 @@ def _repeat(monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["long way", "repeated"])
 def repeats(request, monkeypatch):
-    """Whether layers repeat forwards."""
     if request.param:
         _repeat(monkeypatch)
     return request.param
@@ -158,7 +155,6 @@ def test_outputs_have_the_same_bits(recipe, autocast, mode, repeats):
 
 
 def test_repeated_forwards_are_repeated(monkeypatch):
-    """The long way is not taken from the second token on, where tensors are on CUDA."""
     _repeat(monkeypatch)
     model = _model().eval()
     _evaluate(model)
@@ -240,7 +236,6 @@ def test_training_frees_it(recipe):
 
 
 def test_reentrant_checkpoints_keep_nothing():
-    """Their first pass runs without gradients."""
     model = _model().train()
     x = _x().requires_grad_()
     for _ in range(3):

@@ -1,5 +1,3 @@
-"""LoRA on fused experts by PEFT's ``target_parameters``, against PEFT alone."""
-
 import copy
 
 import pytest
@@ -38,7 +36,6 @@ def _adapt(block, rank=4, adapter="default"):
 
 
 def _run(block, *args):
-    """Return the output and the gradients of what is trained."""
     x, index, scores = args
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     block.zero_grad()
@@ -207,7 +204,6 @@ def test_frozen_experts_are_saved_loaded_copied_and_thawed():
 
 
 def test_frozen_experts_of_two_models_share_memory_until_one_writes():
-    """Weights into which an adapter is merged keep sharing the bytes that will come back."""
     policy = _frozen()
     reference = copy.deepcopy(policy)
     base, twin = (block.experts.get_base_layer() for block in (policy, reference))

@@ -1,5 +1,3 @@
-"""Blocks of gated experts as one function: what is saved, and which modules run it."""
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,8 +109,6 @@ def test_few_of_the_bytes_of_stock_are_saved(layout, hidden, width, count, block
 
 
 class _Sizes(TorchDispatchMode):
-    """Notes the bytes of what our operators return."""
-
     def __init__(self):
         super().__init__()
         self.bytes = []
@@ -138,7 +134,6 @@ def test_no_tensor_of_rows_and_hidden_is_made_for_the_scores():
 
 
 def test_weights_transposed_at_once_are_those_of_one_after_the_other():
-    """The way of CUDA, whose kernels transpose groups of rows, against that of the CPU."""
     spec = expert_recipe(FP8Config()).weight
     weights = torch.randn(3, 48, 40) * 2.0 ** torch.randint(-8, 9, (3, 48, 1))
     weights[1, 5] = 0

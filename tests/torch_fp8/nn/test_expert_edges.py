@@ -1,5 +1,3 @@
-"""Fused experts at the edges, in every layout: few tokens, one expert, NaN, copies, neighbours."""
-
 import copy
 
 import pytest

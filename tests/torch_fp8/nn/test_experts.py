@@ -1,5 +1,3 @@
-"""Modules of fused experts on their own: each layout of transformers against itself in BF16."""
-
 import copy
 import sys
 
@@ -22,13 +20,7 @@ from tests.moe_experts import batch as _batch
 from tests.moe_experts import experts as _experts
 from tests.moe_experts import run as _run
 from tests.steps import adamw
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    memory_report,
-    revert,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
 from torch_fp8.ops.moe_rows import moe_route
 
 RELEASE = {"opt_level": "O3", "gradient_release": True}
@@ -113,7 +105,6 @@ def test_experts_without_tokens_get_zero_gradients(tokens, index):
 
 
 def test_expert_parallel_sentinels_add_nothing():
-    """Expert parallelism marks entries of other ranks' experts with the number of experts."""
     experts, (x, index, scores) = _experts(), _batch(40)
     experts._is_expert_parallel = True
     index[::3, 1] = E
@@ -213,8 +204,6 @@ def test_bytes_of_trained_experts(options, bound):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_training_experts_with_eight_bit_states_follows_stock(level):
-    """Losses with float32 states and ours; the weight of an expert without tokens stays."""
-
     def losses(config):
         torch.manual_seed(0)
         experts, (x, index, scores) = _experts(), _batch(24, E - 1)

@@ -1,5 +1,3 @@
-"""Layers that others have quantized: they stay, and the summary says whose they are."""
-
 import types
 import warnings
 
@@ -12,13 +10,10 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, r
 
 
 def of(name, module, *bases, **members):
-    """A class as another package defines it."""
     return type(name, bases or (nn.Module,), {"__module__": module, **members})
 
 
 def packed(**tensors):
-    """A module of another package's class with these tensors, as buffers."""
-
     def make(cls):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)

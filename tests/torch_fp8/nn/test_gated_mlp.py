@@ -16,14 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.internals import Float8GatedMLP, LazyQuantizedTensor, sqnr_db
-from tests.steps import (
-    Calls,
-    assert_equal,
-    gaussian,
-    renew_scales,
-    saved_bytes,
-    train,
-)
+from tests.steps import Calls, assert_equal, gaussian, renew_scales, saved_bytes, train
 from tests.torch_fp8.block_models import MLP, JoinedMLP, UpFirstMLP
 from torch_fp8 import FP8Config, convert_to_float8, revert
 
@@ -32,7 +25,6 @@ INNER = 256
 
 
 def _model(cls=JoinedMLP, size=64, inner=INNER, bias=False, dtype=torch.bfloat16, **options):
-    """A norm and the MLP, converted."""
     torch.manual_seed(0)
     norm = nn.RMSNorm(size, eps=1e-5)
     model = nn.Sequential(norm, cls(size, inner, bias)).to(dtype)
@@ -133,7 +125,6 @@ def test_product_and_gradient_are_cast_as_they_are_made(recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_two_layers_share_their_input_and_the_maximum_of_their_gradients(recipe):
-    """No norm in front, which would share it."""
     mlp = nn.Sequential(MLP(64, INNER)).bfloat16()
     convert_to_float8(mlp, FP8Config(recipe=recipe))
     mlp(gaussian(128, 64).requires_grad_()).sum().backward()
@@ -210,7 +201,6 @@ def test_a_frozen_input_leaves_the_weight_gradient_alone():
 
 
 def test_a_frozen_layer_behind_gets_no_transposed_blocks():
-    """They are cast with what is saved, before the layer asks."""
     for frozen, options in ((False, {}), (True, {}), (False, {"wgrad": "bf16"})):
         mlp, seen = _model(recipe="blockwise", **options)[1], []
         mlp.down_proj.weight.requires_grad_(not frozen)
@@ -316,7 +306,6 @@ def test_activation_checkpointing_changes_nothing(recipe, smooth, reentrant):
     ids=str,
 )
 def test_it_compiles_without_graph_breaks(cls, options):
-    """As in whole blocks (test_fused_casts.py), where gate is first."""
     eager = _model(cls, **options)
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")

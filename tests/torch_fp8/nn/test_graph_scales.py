@@ -17,8 +17,6 @@ E4M3, E5M2 = 448.0, 57344.0
 
 
 class Run:
-    """A compiled model and its optimizer."""
-
     def __init__(self, scales="last_step", compiled=True, through=None, **options):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
@@ -244,8 +242,6 @@ def test_layers_with_frozen_weights_train_in_two_graphs():
 
 
 class Readers(nn.Module):
-    """A norm before two layers, the result of which a third one reads."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)

@@ -1,5 +1,3 @@
-"""LayerNorms whose output is cast once: which they are, and what a revert leaves of it."""
-
 import pytest
 from torch import nn
 
@@ -8,8 +6,6 @@ from torch_fp8 import convert_to_float8, revert
 
 
 class LayerNormOfBlocks(nn.LayerNorm):
-    """More than a norm: it has a module of its own."""
-
     def __init__(self, size):
         super().__init__(size)
         self.inner = nn.Identity()

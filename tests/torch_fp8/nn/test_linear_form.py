@@ -12,8 +12,6 @@ from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
 
 
 class Inherits(nn.Linear):
-    """Says of itself what nn.Linear does not."""
-
     extra = "kept"
 
     def describe(self):

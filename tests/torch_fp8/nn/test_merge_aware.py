@@ -1,5 +1,3 @@
-"""LoRA that trains on the merged FP8 weight: what is exported is what was trained."""
-
 import copy
 import pickle
 import warnings
@@ -54,7 +52,6 @@ def up(model):
 
 @pytest.fixture
 def folds(monkeypatch):
-    """The layers whose weights are folded and cast, in order."""
     seen, original = [], MergeAware.merged_weight
 
     def counted(self, adapter):
@@ -101,7 +98,6 @@ def test_under_autocast_gradients_are_near_those_of_float32():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_export_is_what_the_forward_multiplies_by(tmp_path, autocast):
-    """Weights bit for bit; and the logits of the checkpoint, in FP8 again, are the same."""
     model = adapted()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(IDS).logits
@@ -256,7 +252,6 @@ def test_what_cannot_be_is_refused():
 
 
 def test_what_is_folded_for_a_cuda_graph_is_not_kept(monkeypatch):
-    """It is there when the graph is replayed, and not before."""
     model = adapted().eval()
     layer = up(model)
     x = torch.randn(1, layer.in_features)

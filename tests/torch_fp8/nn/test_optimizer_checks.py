@@ -26,8 +26,6 @@ def _no_graph_so_far():
 
 
 class Model(nn.Module):
-    """Two layers and a way to multiply by the weight of the first."""
-
     def __init__(self, first=lambda layer, x: layer(x)):
         super().__init__()
         self.a, self.b, self.first = nn.Linear(64, 128), nn.Linear(128, 64), first

@@ -1,5 +1,3 @@
-"""Which RMSNorms are converted to what, and what a converted one makes for its readers."""
-
 import copy
 
 import pytest
@@ -71,7 +69,6 @@ def test_a_second_conversion_counts():
 
 
 def test_frozen_layers_get_no_transposed_blocks():
-    """They are cast with the statistics, before any layer asks."""
     layers = [nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)]
     for used, wanted in ((layers[:1], False), (layers, True)):
         norm = Norm(64)

@@ -31,7 +31,6 @@ def _x(rows=1):
 
 
 def _step(model):
-    """One of training; delayed scaling has a history then."""
     model.train()
     model(_x(3)).float().square().mean().backward()
     with torch.no_grad():
@@ -43,7 +42,6 @@ def _step(model):
 
 @torch.no_grad()
 def _expected(model):
-    """What the model gives that has kept nothing and captured nothing."""
     return copy.deepcopy(model).eval()(_x())
 
 
@@ -62,7 +60,6 @@ def _in_scope(model):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """The shapes of the weights that are cast, in order."""
     shapes, original = [], WeightQuantizer.for_fprop
 
     def counted(self, weight):
@@ -91,7 +88,6 @@ def capture(monkeypatch):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_cuda_graph_reads_the_weights_of_each_rollout(capture, casts, recipe):
-    """Replays read the memory that the capture has read, whatever has been trained meanwhile."""
     model = _model(recipe)
     with rollout(model), torch.no_grad():
         expected = model(_x())
@@ -131,7 +127,6 @@ def test_graphs_that_go_with_the_rollout_hold_nothing(capture):
 
 
 def test_a_graph_casts_the_weight_itself_where_it_may_change(capture, casts):
-    """Outside of a rollout, and in one where nothing was cast before the capture."""
     model = _model().eval()
     with torch.no_grad():
         model(_x())

@@ -1,5 +1,3 @@
-"""Hooks that copy what is saved leave the gradients as they are."""
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,5 +1,3 @@
-"""Smooth-SwiGLU: the same function, what it saves of aligned channels, and what it goes with."""
-
 import copy
 
 import pytest
@@ -15,14 +13,7 @@ from tests.internals import (
     smooth_operands,
     sqnr_db,
 )
-from tests.steps import (
-    Calls,
-    adamw,
-    gaussian,
-    renew_scales,
-    saved_bytes,
-    train,
-)
+from tests.steps import Calls, adamw, gaussian, renew_scales, saved_bytes, train
 from tests.torch_fp8.block_models import MLP, Adapter, JoinedMLP
 from torch_fp8 import (
     FP8Config,
@@ -38,8 +29,6 @@ SIZE, INNER, ALIGNED = 64, 512, 3
 
 
 class GeGLU(MLP):
-    """Gemma's."""
-
     def forward(self, x):
         gate = F.gelu(self.gate_proj(x), approximate="tanh")
         return self.down_proj(gate * self.up_proj(x))
@@ -130,7 +119,6 @@ def test_fused_and_unfused_have_the_same_bytes(recipe, cls):
 
 
 def test_one_read_finds_the_channels_and_saves_gate_and_up():
-    """Tensorwise takes as many reads as without; delayed one more, of gate and up."""
     for recipe in ("tensorwise", "delayed"):
         model = _model(recipe=recipe)
         train(model, gaussian(32, SIZE))
@@ -237,7 +225,6 @@ def test_a_payload_that_is_kept_serves_dgrad_alone(cached):
 
 
 def test_ranks_of_a_group_agree_on_the_amax_of_what_is_smoothed(monkeypatch):
-    """Each of two ranks has half of the columns; the cast takes the larger amax of the two."""
     asked = []
 
     def group_amax(amax, group):

@@ -1,5 +1,3 @@
-"""The backend on a stub of Transformer Engine, and on a card with the real one."""
-
 import copy
 import pickle
 import sys
@@ -62,7 +60,6 @@ def batch(step, tokens=7):
 
 
 def token_loss(model, step, bf16=False):
-    """Of another number of tokens in each step, under autocast or not."""
     tokens = batch(step, 5 + step).to(model.embed.weight.device)
     with torch.autocast(tokens.device.type, BF16, enabled=bf16):
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1).flatten())

@@ -31,8 +31,6 @@ from torch_fp8 import FP8Config, convert_to_float8, revert
 
 
 class Norm(nn.Module):
-    """Reads flags of its own, of its class, and a method."""
-
     doubled = False
 
     def __init__(self, size):

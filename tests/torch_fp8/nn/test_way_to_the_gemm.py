@@ -25,7 +25,6 @@ MOST = 8
 
 
 def places_of(value):
-    """The memory of all tensors in a value, which may be a tuple of tuples."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage().data_ptr()}
     if isinstance(value, tuple):

@@ -233,7 +233,6 @@ def test_parts_give_the_bits_of_the_whole(monkeypatch, bits, shape, chunk):
 
 @EVERY_LENGTH
 def test_shards_give_the_bits_of_the_whole(bits):
-    """Ranks that hold parts of a matrix step as one that holds it all."""
     whole, grad = _matrix(12, 128, bits), _gradient(12, 128, 1)
     expected = _clone(whole)
     adamw_step_reference(expected._replace(grad=grad), _scalars(1))
@@ -245,7 +244,6 @@ def test_shards_give_the_bits_of_the_whole(bits):
 
 
 def _cut(matrix, rows, cols):
-    """A rank's own copy of a part."""
     r, groups = slice(*rows), slice(cols[0] // 32, cols[1] // 32)
     residual = matrix.residual
     moments = [
@@ -264,8 +262,6 @@ def _cut(matrix, rows, cols):
 
 
 class _Allocations(TorchDispatchMode):
-    """The bytes of the largest storage that an operation made."""
-
     def __init__(self, known):
         super().__init__()
         self._known = {t.untyped_storage().data_ptr() for t in known}
@@ -300,7 +296,6 @@ def test_no_temporary_has_a_tensors_size(monkeypatch, bits, shape, step_of):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @EVERY_LENGTH
 def test_a_gradient_that_is_not_finite_shows(bits, bad):
-    """In its weight, and in the moments of its group; nobody else's."""
     matrix, grad = _matrix(4, 100, bits), _gradient(4, 100, 1, torch.float32)
     grad[1, 40] = bad
     adamw_step_reference(matrix._replace(grad=grad), _scalars(1))

@@ -19,7 +19,6 @@ EACH_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 def inputs(bias=True):
-    """h, score, offs and bias; gate and up beyond the limits in places."""
     offs = torch.tensor([16, 16, 64, 80, 96], dtype=torch.int32)
     h = torch.randn(ROWS, 2 * WIDTH, dtype=torch.bfloat16) * 4
     return h, torch.rand(ROWS), offs, torch.randn(EXPERTS, 2 * WIDTH) if bias else None

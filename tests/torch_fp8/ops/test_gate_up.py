@@ -1,5 +1,3 @@
-"""SwiGLU's backward into one gradient: the bytes of the two, side by side."""
-
 import pytest
 import torch
 

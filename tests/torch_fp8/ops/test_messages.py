@@ -1,5 +1,3 @@
-"""Messages of 8 bits per element: what comes out of them, and how large they are."""
-
 import pytest
 import torch
 

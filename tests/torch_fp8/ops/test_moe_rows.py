@@ -50,7 +50,6 @@ def test_operators_keep_the_contract_of_torch_library():
 
 
 def test_the_order_of_rows_is_found_without_a_wait():
-    """No shape or value of it is asked for: on CUDA the host goes on."""
     choice = CHOICES["random"]
     with Waits(lambda: []) as waits:
         route = moe_route(choice, EXPERTS)

@@ -79,7 +79,6 @@ def _layer(recipe):
 
 
 def _step(layer, run, tokens):
-    """Output and gradients of a step with Gaussian input."""
     generator = torch.Generator().manual_seed(tokens)
     x, grad = (
         torch.randn(tokens, features, generator=generator).bfloat16() for features in FEATURES
@@ -92,7 +91,6 @@ def _step(layer, run, tokens):
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
 def test_refused_numbers_of_tokens_give_what_others_give(card, recipe):
-    """Rows of fprop and dgrad, and what wgrad contracts over, with K and N that are odd, too."""
     layer = _layer(recipe)
     expected = [tensor for m in (1, 16, 99) for tensor in _step(layer, layer, m)]
     card.refuses = _odd

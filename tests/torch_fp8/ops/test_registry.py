@@ -1,5 +1,3 @@
-"""Our operators: which calls go past torch's dispatcher."""
-
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +16,6 @@ OPTIONS = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, True)
 
 
 class Seen(TorchDispatchMode):
-    """The operators that are dispatched."""
-
     def __init__(self):
         super().__init__()
         self.names = []
@@ -31,7 +27,6 @@ class Seen(TorchDispatchMode):
 
 @pytest.fixture
 def direct(monkeypatch):
-    """CPU tensors are taken for CUDA's; calls of the implementation itself."""
     calls = []
 
     def implementation(*arguments):
@@ -79,7 +74,6 @@ def test_a_subclass_is_dispatched(direct):
 
 
 def test_autograd_is_told(direct):
-    """Of a gradient that the operator does not have."""
     x = torch.randn(32, 64, requires_grad=True)
     casts.quantize_2d(x, OPTIONS)
     assert not direct
@@ -103,7 +97,6 @@ def test_a_compiled_graph_has_the_operator(direct):
 
 
 def test_a_schema_is_read_from_annotations():
-    """Tuples are flat, and a default is one of the schema."""
     ops = torch.ops.torch_fp8
     assert str(ops.quantize_2d.default._schema) == (
         "torch_fp8::quantize_2d(Tensor x, ScalarType dtype, str granularity, bool power_of_two, "

@@ -23,7 +23,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def _stacked(x):
-    """Quantize (E, R, C) along C, a scale for each row."""
     rows = quantize(x.flatten(0, 1), ROWWISE)
     return rows._replace(qdata=rows.qdata.view_as(x), scale=rows.scale.view(*x.shape[:2], 1))
 

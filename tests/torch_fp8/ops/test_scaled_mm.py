@@ -204,7 +204,6 @@ def test_cuda_scales_have_the_strides_that_the_operator_asks_for(granularity, co
 
 @pytest.mark.parametrize("granularity", ["rowwise", "block_1x128", "block_128x128"])
 def test_cuda_padding_keeps_the_product(granularity):
-    """Payload and scales padded for CUDA dequantize to the same matrix, with zeros around it."""
     recipe = make_recipe({"rowwise": "rowwise"}.get(granularity, "blockwise"))
     spec = recipe.weight if granularity == "block_128x128" else recipe.input
     q = quantize(torch.randn(70, 200), spec)
@@ -289,7 +288,6 @@ def test_a_bias_is_added_before_the_one_rounding(recipe_name, dtype):
 @pytest.mark.parametrize("recipe_name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, dtype):
-    """Padded with the output; never with a float32 output, which the operator refuses."""
     recipe, given = make_recipe(recipe_name), []
 
     def operator(a, b, out_dtype, fast_accum, bias=None):

@@ -1,5 +1,3 @@
-"""Scales per channel: what the factors are, and that what is cast with them is what it must be."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Operators of casts, norms and SwiGLU have torch.library's contract, and are compiled."""
-
 import pytest
 import torch
 

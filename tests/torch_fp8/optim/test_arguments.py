@@ -2,13 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    restore_weights,
-    revert,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
 
 
 def test_a_model_in_place_of_an_optimizer_is_told():

@@ -30,8 +30,6 @@ def _backward(model):
 
 @pytest.fixture
 def capture(monkeypatch):
-    """Call it, and a CUDA graph is being captured."""
-
     def begin():
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -1,5 +1,3 @@
-"""Loading and saving: hooks as in stock, checkpoints that do not fit, residuals of old weights."""
-
 import copy
 
 import pytest

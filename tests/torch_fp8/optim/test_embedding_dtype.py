@@ -1,18 +1,15 @@
-"""Embeddings of split weights return what embeddings of float32 weights do."""
-
 import copy
 import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.internals import Float32Output, SplitWeight, stored, stored_grad
 from tests.steps import adamw
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, revert
+from torch_fp8 import FP8Config, convert_optimizer, revert
 
 IDS = torch.arange(8).view(2, 4)
 
@@ -165,28 +162,6 @@ def test_compiled_without_a_graph_break():
     model, _ = converted()
     compiled = torch.compile(model.embed, backend="eager", fullgraph=True)
     assert compiled(IDS).dtype == torch.float32
-
-
-def test_equal_blocks_share_one_graph():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(64, 64)
-
-        def forward(self, x):
-            return torch.relu(self.up(x))
-
-    counter = CompileCounter()
-    model = nn.Sequential(*[Block() for _ in range(3)])
-    config = FP8Config(eval_fp8=False)
-    convert_to_float8(model, config)
-    convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
-    model.eval()
-    for block in model:
-        block.compile(backend=counter, fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(torch.randn(4, 64).bfloat16())
-    assert counter.frame_count == 1
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -1,5 +1,3 @@
-"""Checkpoints with 8-bit moments: they resume, load everywhere, and become stock's."""
-
 import pathlib
 import zipfile
 

@@ -74,7 +74,6 @@ def test_weights_and_gradients_take_5_bytes_and_losses_stay(name):
 
 
 def test_bitsandbytes_has_options_of_single_weights():
-    """transformers asks for float32 states of embeddings."""
     bnb = pytest.importorskip("bitsandbytes")
     model, manager = _Net(), bnb.optim.GlobalOptimManager.get_instance()
     manager.initialize()

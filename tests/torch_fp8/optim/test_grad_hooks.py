@@ -1,5 +1,3 @@
-"""Gradients at level O3, through real backward passes."""
-
 import copy
 
 import pytest

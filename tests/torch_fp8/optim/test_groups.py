@@ -1,5 +1,3 @@
-"""Parameter groups are added, removed, split and reordered in training at every level."""
-
 import copy
 
 import pytest

@@ -1,5 +1,3 @@
-"""``cache_weights="auto"``: payloads are kept where memory allows, and the bits are the same."""
-
 import dataclasses
 
 import pytest
@@ -19,8 +17,6 @@ NEEDED = 8 * PAYLOADS + LATER
 
 @pytest.fixture
 def free(monkeypatch):
-    """Set the bytes that a device has free."""
-
     def set_free(num_bytes):
         monkeypatch.setattr(kept_payloads, "free_bytes", lambda device: num_bytes)
 

@@ -1,5 +1,3 @@
-"""Weights for others, one after the other: the same as all at once, and no second copy of all."""
-
 import pytest
 import torch
 from torch import nn
@@ -65,7 +63,6 @@ def test_a_stream_of_a_trained_model_has_the_residuals():
 
 
 def test_a_tied_weight_is_one_tensor_under_both_names():
-    """Writers of files store shared memory once; twice, it loads as two weights."""
     model = nn.ModuleDict({"embedding": nn.Embedding(128, 64), "head": nn.Linear(64, 128)})
     model["head"].weight = model["embedding"].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,5 +1,3 @@
-"""An optimizer's moments have 8 bits, and read and take writes as torch.optim.AdamW's do."""
-
 import copy
 import types
 

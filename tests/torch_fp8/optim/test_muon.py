@@ -1,5 +1,3 @@
-"""Muon with an int8 momentum, over weights in two halves."""
-
 import copy
 
 import pytest
@@ -13,12 +11,7 @@ from tests.internals import BUFFER, GROUP, Int8Momentum, MuonOptimizer, is_relea
 from tests.internals import decode_linear_int8 as decode
 from tests.internals import encode_linear_int8 as encode
 from tests.steps import train_steps
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    memory_report,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 CLASSES = [torch.optim.Muon, SingleDeviceMuon]
 each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__module__[:5])
@@ -215,12 +208,7 @@ def test_a_class_of_that_name_without_a_momentum_keeps_its_states():
 
 
 @pytest.mark.parametrize(
-    ("options", "size"),
-    [
-        ({"opt_level": "O3"}, 5.063),
-        ({"split_weights": False}, 12.0),
-    ],
-    ids=str,
+    ("options", "size"), [({"opt_level": "O3"}, 5.063), ({"split_weights": False}, 12.0)], ids=str
 )
 def test_bytes_with_other_options(options, size):
     model, optimizer, report = _made(torch.optim.Muon, FP8Config(**options))

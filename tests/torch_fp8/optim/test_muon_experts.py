@@ -19,7 +19,6 @@ def _module():
 
 
 def _gradients(module, step):
-    """Gradients of Gaussian noise and a signal that stays, by parameter."""
     for i, parameter in enumerate(module.parameters()):
         noise, signal = (torch.Generator().manual_seed(seed) for seed in (100 * step + i + 1, i))
         grad = torch.randn(parameter.shape, generator=noise)

@@ -1,5 +1,3 @@
-"""The bytes that levels O2 and O3 promise, counted."""
-
 import gc
 
 import pytest

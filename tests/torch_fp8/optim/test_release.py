@@ -1,5 +1,3 @@
-"""Gradient release: the optimizer runs in backward."""
-
 import copy
 import pickle
 
@@ -23,8 +21,6 @@ from torch_fp8 import (
 
 
 class Tied(nn.Module):
-    """An embedding tied to the output, one layer used twice, a norm, a bias."""
-
     def __init__(self, checkpointed=None):
         super().__init__()
         self.embedding = nn.Embedding(80, 64)
@@ -127,7 +123,6 @@ def test_gradients_live_one_at_a_time(level):
 
 @each_dtype
 def test_weights_that_are_written_before_every_step_keep_their_residuals(dtype):
-    """As without release; those of the user's in BF16 from the second step in a row on."""
     runs = [_converted(dtype=dtype, gradient_release=release) for release in (False, True)]
     for model, optimizer in runs:
         for step in range(4):

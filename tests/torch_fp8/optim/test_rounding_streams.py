@@ -77,7 +77,6 @@ def _adamw(**options):
 
 
 def written_weight(shard):
-    """The optimizer rounds what user code wrote to the bits that it keeps."""
     place = Place("O2", _adamw(lr=0.0), shard)
     while True:
         yield [weight - place.value for weight in place.step(place.value)]

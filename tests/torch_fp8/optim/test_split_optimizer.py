@@ -1,5 +1,3 @@
-"""Any optimizer steps weights in two halves as it steps float32 ones, with its own states."""
-
 import abc
 import ctypes
 
@@ -8,13 +6,7 @@ import torch
 from torch import nn
 
 from tests.internals import Float8Grad, SplitWeight, expected_memory, stored_grad
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    memory_report,
-    restore_weights,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
 STEPS = 6
 
@@ -91,8 +83,6 @@ class ChangesGradients(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """It contains another optimizer, and pulls weights to slow copies of them."""
-
     def __init__(self, params):
         self.inner = torch.optim.SGD(params, lr=0.1)
         super().__init__(self.inner.param_groups[0]["params"], {})
@@ -121,8 +111,6 @@ class CompiledStep(torch.optim.Optimizer):
 
 
 class SharpnessAware(torch.optim.Optimizer):
-    """It moves the weights, calls the closure there, and moves them back."""
-
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05, "rho": 0.5})
 
@@ -141,8 +129,6 @@ class SharpnessAware(torch.optim.Optimizer):
 
 
 class RawPointers(torch.optim.Optimizer):
-    """It writes to addresses, as kernels of other libraries do."""
-
     def __init__(self, params, read=lambda p: p):
         super().__init__(params, {"lr": 0.1})
         self.read = read
@@ -191,8 +177,7 @@ OPTIMIZERS = {
     "compiled step": CompiledStep,
 }
 every_optimizer = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.long] * (n == "compiled step")) for n in OPTIMIZERS],
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n == "compiled step")) for n in OPTIMIZERS]
 )
 
 
@@ -250,15 +235,6 @@ def test_it_trains_as_on_float32_weights(name):
     assert all(type(group["params"]) is list for group in ours.param_groups)
 
 
-def test_the_state_is_stocks_and_loads_into_it_and_from_it():
-    model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
-    _step([model], [optimizer])
-    stock = OPTIMIZERS["sgd"](_model().parameters())
-    stock.load_state_dict(optimizer.state_dict())
-    assert all(s["momentum_buffer"].dtype == torch.float32 for s in stock.state.values())
-    optimizer.load_state_dict(stock.state_dict())
-
-
 @pytest.mark.parametrize("make", [Lion, OPTIMIZERS["sgd, foreach"]])
 def test_a_step_makes_no_float32_copies(make, monkeypatch):
     """Weights that are written take 2 + 2 bytes until the step ends."""
@@ -296,7 +272,6 @@ def test_bytes_are_five_of_weight_and_gradient():
 
 @pytest.mark.parametrize("make", [SharpnessAware, torch.optim.LBFGS, OPTIMIZERS["sgd"]])
 def test_a_closure_sees_the_weights_of_that_moment(make):
-    """Within the step, as often as the optimizer calls it."""
     weights, losses = [], []
     for level in ("O1", "O2"):
         model = _model()
@@ -326,7 +301,6 @@ def test_a_closure_sees_the_weights_of_that_moment(make):
     "read", [lambda p: p, lambda p: p.data, lambda p: p.grad, lambda p: p.view(-1)]
 )
 def test_an_address_is_refused_within_a_step(read):
-    """A write to it would be lost."""
     model, optimizer, _ = _converted(lambda p: RawPointers(p, read))
     _backward(model)
     with pytest.raises(
@@ -421,25 +395,7 @@ def test_sparse_gradients_keep_an_embedding_in_float32():
     optimizer.step()
 
 
-@pytest.mark.parametrize("config", [FP8Config(opt_level="O1"), FP8Config(split_weights=False)])
-def test_weights_are_float32_again_without_splitting(config):
-    model, optimizer, _ = _converted(Lion)
-    report = convert_optimizer(optimizer, config, model=model)
-    assert not report.converted
-    assert {type(p) for p in model.parameters()} == {nn.Parameter}
-    _step([model], [optimizer], 1)
-
-
-def test_weights_are_restored_and_split_again():
-    model, optimizer, _ = _converted(Lion)
-    assert restore_weights(optimizer) == 2
-    _step([model], [optimizer], 1)
-    assert convert_optimizer(optimizer, model=model).num_split == 2
-
-
 def test_a_class_over_a_converted_one_keeps_its_own_bases():
-    """Lightning makes such a class for each optimizer."""
-
     class Host:
         pass
 

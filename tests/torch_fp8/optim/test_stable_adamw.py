@@ -1,5 +1,3 @@
-"""optimi's StableAdamW becomes AdamW with update clipping, and trains as it did."""
-
 import torch
 from torch import nn
 
@@ -8,8 +6,6 @@ from torch_fp8 import convert_optimizer
 
 
 class StableAdamW(torch.optim.Optimizer):
-    """The arithmetic and the groups of optimi 0.3.3, which is not installed."""
-
     def __init__(self, params, lr, decouple_lr=False):
         options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 1e-2, "triton": None}
         options |= {"decouple_lr": decouple_lr, "gradient_release": False, "max_lr": None}
@@ -61,7 +57,6 @@ def _step(models, optimizers, steps):
 
 
 def test_it_trains_as_optimis():
-    """Gradients that grow threefold a step clip every update."""
     ours, stock = _model(), _model()
     start = [p.detach().clone() for p in stock.parameters()]
     optimizers = [StableAdamW(m.parameters(), lr=1e-3) for m in (ours, stock)]
@@ -100,7 +95,6 @@ def test_what_adamw_does_not_do_stays_with_its_own_step():
 
 
 def test_small_parameters_are_not_clipped():
-    """They are stepped by torch's Adam, as those of any AdamW with update clipping."""
     model = _model()
     optimizer = StableAdamW(model.parameters(), lr=1e-3)
     convert_optimizer(optimizer, model=model)

@@ -1,5 +1,3 @@
-"""What a step costs beside its arithmetic: how it waits for the device, how it reads gradients."""
-
 import pytest
 import torch
 from torch import nn
@@ -13,8 +11,6 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 class Answers(TorchDispatchMode):
-    """Counts the elements that the host asks a device for, one at a time."""
-
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -40,7 +36,6 @@ def set_gradients(model, seed=1):
 
 @each_dtype
 def test_the_step_behind_state_dict_does_not_wait_for_each_weight(dtype):
-    """Nobody asks whether a weight was written."""
     model, optimizer = converted(dtype)
     for saves in (False, True):
         set_gradients(model)

@@ -1,17 +1,10 @@
-"""FP8Config(split_weights=False) keeps weights as they are; Adam's moments alone have 8 bits."""
-
 import pytest
 import torch
 from torch import nn
 
 from tests.internals import Float8Grad, SplitWeight, residual_of
 from tests.steps import adamw
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    memory_report,
-    merged_state_dict,
-)
+from torch_fp8 import FP8Config, convert_optimizer, memory_report, merged_state_dict
 
 
 def _converted(dtype=torch.float32, lr=1e-3, **options):

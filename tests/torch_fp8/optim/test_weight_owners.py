@@ -1,5 +1,3 @@
-"""Only weights whose every use is known are split; others work as with stock AdamW."""
-
 import copy
 
 import pytest
@@ -100,7 +98,6 @@ def test_what_autocast_does_not_reach_trains_as_stock(make, call):
 
 
 def test_the_same_holds_without_naming_them():
-    """All but those in ``nn.Linear``, which are FP8 layers unless they are parametrized."""
     for make, call in CASES.values():
         model = Around(make(), call)
         _converted(model)
@@ -187,7 +184,6 @@ def test_an_output_layer_under_autocast_is_no_break_in_a_compiled_graph():
 
 
 def test_an_output_layer_under_autocast_multiplies_by_the_bf16_half():
-    """As autocast casts a float32 weight that is BF16 already."""
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
     _converted(model)
     head, x = model[1], torch.randn(4, 512)
@@ -294,8 +290,6 @@ def test_several_reasons_are_counted():
 
 
 class Reader(nn.Module):
-    """Multiplies with the weight of its layer where autocast is off."""
-
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(64, 64)

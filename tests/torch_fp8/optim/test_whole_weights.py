@@ -1,5 +1,3 @@
-"""Weights as a model is saved: joined, in the user's dtype, and split again bit for bit."""
-
 import contextlib
 
 import pytest
@@ -11,9 +9,7 @@ from tests.steps import adamw, train_steps
 from torch_fp8 import FP8Config, merged_state_dict
 
 each_config = pytest.mark.parametrize(
-    "config",
-    [FP8Config(), FP8Config(opt_level="O3")],
-    ids=lambda c: c.opt_level,
+    "config", [FP8Config(), FP8Config(opt_level="O3")], ids=lambda c: c.opt_level
 )
 
 

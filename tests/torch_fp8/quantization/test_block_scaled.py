@@ -1,5 +1,3 @@
-"""Codes are the format's, rounding is what it says, and what is stored stays as it is."""
-
 import bisect
 from fractions import Fraction
 

@@ -1,5 +1,3 @@
-"""A split weight keeps the bits it says it keeps, right in the mean, whatever the weight is."""
-
 import pytest
 import torch
 

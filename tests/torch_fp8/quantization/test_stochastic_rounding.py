@@ -1,17 +1,9 @@
-"""The bits are uniform, unrelated to those of any neighbour, and those of the element alone."""
-
 import itertools
 
 import pytest
 import torch
 
-from tests.internals import (
-    element_index,
-    random_words,
-    second_words,
-    stream_keys,
-    stream_state,
-)
+from tests.internals import element_index, random_words, second_words, stream_keys, stream_state
 
 N = 1 << 18
 SIGMAS = 5.5  # two-sided 4e-8 each; a test makes up to a few thousand comparisons
@@ -41,7 +33,6 @@ def _assert_even(zeros_and_ones):
 
 
 def _assert_unrelated(a, b):
-    """Neither a bit nor a byte of a tells anything of b's."""
     _assert_even(_bits(a ^ b))
     for shift_a, shift_b in itertools.product((0, 8, 16, 24), repeat=2):
         x, y = (((w >> s) & 0xFF).double() for w, s in ((a, shift_a), (b, shift_b)))

@@ -1,5 +1,3 @@
-"""`Float8Grad`: what others find in p.grad at level O3."""
-
 import copy
 import pickle
 
@@ -90,7 +88,6 @@ def test_copies_are_plain_and_aliases_are_not():
 
 
 def test_a_copy_rounds_as_the_original_would_have():
-    """What is added to the copy changes nothing of what the original stores later."""
     x = torch.randn(64, 96)
     first, second = (Float8Grad.quantize(x) for _ in range(2))
     copied = copy.deepcopy(first)
@@ -301,7 +298,6 @@ def test_a_shard_rounds_as_the_whole():
 
 
 def test_data_that_is_set_leaves_what_an_alias_has():
-    """Loops that average gradients by hand assign ``p.grad.data``."""
     parameter = _parameter(_grad())
     alias, before = parameter.grad.data, parameter.grad.clone()
     parameter.grad.data = torch.ones(128, 96, dtype=torch.bfloat16)

@@ -1,5 +1,3 @@
-"""A frozen weight: whoever reads it gets BF16, and nothing that is written to it is lost."""
-
 import copy
 import warnings
 
@@ -181,7 +179,6 @@ def test_data_of_another_shape_is_refused():
 
 @SPECS
 def test_data_that_is_set_leaves_what_an_alias_has(spec):
-    """A model runs with other weights for a while, and gets its own back."""
     p, value = frozen(spec=spec), torch.randn(160, 200)
     before, scale = p.qdata.view(torch.uint8).clone(), p.scale.clone()
     kept, p.data = p.data, value

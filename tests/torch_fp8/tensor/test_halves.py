@@ -1,5 +1,3 @@
-"""What a split weight reads for every kind of float32 number that is written to it."""
-
 import pytest
 import torch
 from torch import nn

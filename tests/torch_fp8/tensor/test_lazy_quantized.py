@@ -1,5 +1,3 @@
-"""What a produced activation becomes for its readers, in which order, and what it holds."""
-
 import copy
 import gc
 import weakref
@@ -73,7 +71,6 @@ def test_what_was_made_before_a_write_to_the_input_is_used_after_it():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_no_layer_reads_what_an_activation_function_has_overwritten(recipe, grad):
-    """Its payload may have been made before; whoever reads the function's result is right."""
     torch.manual_seed(0)
     norm, layer = model = nn.Sequential(Norm(64), nn.Linear(64, 64)).bfloat16()
     convert_to_float8(model, FP8Config(recipe=recipe))
@@ -155,8 +152,6 @@ def test_a_copy_of_what_is_held_twice_is_one():
 
 
 class Grouped(nn.Module):
-    """A layer on each half of the features."""
-
     def __init__(self, size, inner):
         super().__init__()
         self.layer = nn.Linear(size // 2, inner // 2, bias=False)

@@ -1,5 +1,3 @@
-"""Parametrizations of split weights, registered and removed while they are trained."""
-
 import pytest
 import torch
 from torch import nn
@@ -116,7 +114,6 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_layer_whose_weight_is_computed_is_evaluated(name, level):
-    """Such a layer has no Parameter named weight any more."""
     net, optimizer = make(level)
     LATER[name](net[0])
     x = torch.randn(8, 64)

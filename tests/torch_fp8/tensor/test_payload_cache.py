@@ -17,12 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import torch_fp8.ops.quantize
-from tests.internals import (
-    PayloadCast,
-    expected_bytes_per_param,
-    halves_module,
-    split_parameter,
-)
+from tests.internals import PayloadCast, expected_bytes_per_param, halves_module, split_parameter
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
@@ -56,7 +51,6 @@ def _backward(model, seed):
 
 @pytest.fixture
 def weight_reads(monkeypatch):
-    """What is read of weights to find their amax: their shapes, in order."""
     shapes = []
     original = torch_fp8.ops.quantize.tensor_amax
 
@@ -107,7 +101,6 @@ def test_a_weight_is_never_read_for_its_amax_after_the_first_forward(weight_read
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_nothing_is_kept_of_a_plain_parameter(cache):
-    """Any code may write to it, and that nothing is kept of it is said where it was asked for."""
     said = pytest.warns(UserWarning, match="caches nothing") if cache else nullcontext()
     with said:
         model, optimizer = _model(cache, dtype=torch.bfloat16)
@@ -118,7 +111,6 @@ def test_nothing_is_kept_of_a_plain_parameter(cache):
 
 
 def test_another_recipe_starts_afresh():
-    """Of the first nothing is left: a payload of squares is none of rows."""
     model, _ = _model(True)
     _backward(model, 0)
     config = FP8Config(recipe="blockwise", cache_weights=True)
@@ -184,7 +176,6 @@ _COLLECTIVES = {
 
 @pytest.mark.parametrize("name", _COLLECTIVES)
 def test_a_collective_into_a_weight_is_seen(name, single_process_group):
-    """With one rank it changes nothing, and is a write all the same."""
     model, _ = _model()
     weight = model[2].weight
     _backward(model, 0)
@@ -336,8 +327,6 @@ def test_a_checkpoint_that_repeats_a_forward_only_reads_the_weight(cache):
 
 
 class Counted:
-    """A backend that counts graphs, and the operators of ours in them."""
-
     def __init__(self):
         self.graphs, self.operators = 0, Counter()
 

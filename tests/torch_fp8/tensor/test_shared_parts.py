@@ -117,7 +117,6 @@ def _written(model, received):
     [("tensorwise", False), ("tensorwise", True), ("rowwise", True), ("blockwise", True)],
 )
 def test_nothing_is_cached_of_a_weight_that_another_process_trains(cache, recipe):
-    """The received model has its own versions, as in another process."""
     model, optimizer = _trained(cache_weights=cache, recipe=recipe)
     x = torch.randn(8, 64)
     received = pickle.loads(ForkingPickler.dumps(model))
@@ -165,7 +164,6 @@ def test_delayed_scales_follow_another_process():
 
 @pytest.mark.parametrize("kind", TENSORS)
 def test_inference_mode_reads_aliases_and_views(kind):
-    """Evaluations save their model there."""
     tensor = TENSORS[kind]()
     with torch.inference_mode():
         tensors = [tensor.detach(), tensor.detach().detach(), tensor.view(-1), tensor[:4]]

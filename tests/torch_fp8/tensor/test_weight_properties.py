@@ -1,5 +1,3 @@
-"""What user code reads, writes and hands on of a weight in two halves, held against float32."""
-
 from typing import Any
 
 import pytest
@@ -52,7 +50,6 @@ def measured(design: Stock, function: Property) -> Any:
 
 
 def verdict(value: Any, reference: Any, near: float) -> str:
-    """Compare what a weight gives with what stock gives."""
     if isinstance(value, Exception):
         # What Dynamo adds names files of the machine.
         text = " ".join(str(value).partition("from user code")[0].split())[:70]

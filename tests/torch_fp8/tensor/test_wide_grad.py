@@ -1,5 +1,3 @@
-"""Sums of gradients: BF16 for one micro-batch, float32 for several."""
-
 import copy
 import warnings
 
@@ -134,7 +132,6 @@ def experts():
     ("make", "number", "level"), [(layers, 7, "O1"), (layers, 7, "O2"), (experts, 3, "O2")]
 )
 def test_sums_of_every_kind_of_parameter_do_not_fall_short(make, number, level):
-    """FP8 layers, biases, norms, embeddings, tied and output weights; routers and experts."""
     if make is experts:
         pytest.importorskip("transformers")
     torch.manual_seed(0)

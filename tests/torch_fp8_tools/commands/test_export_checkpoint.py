@@ -1,5 +1,3 @@
-"""Checkpoints on disk are exported to the bytes that training multiplied by, tensor by tensor."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""The command `torch-fp8 export`: what it writes, prints and returns."""
-
 import json
 
 import pytest

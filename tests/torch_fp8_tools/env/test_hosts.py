@@ -1,5 +1,3 @@
-"""What is told of hosts and of autoload, with hosts that are moved, broken or gone."""
-
 import importlib.metadata
 import inspect
 import os
@@ -91,7 +89,6 @@ def _extended_names(module):
 
 @pytest.mark.parametrize("host", {module.partition(".")[0]: None for module in POINTS})
 def test_the_list_has_all_that_is_extended(host):
-    """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
     pytest.importorskip(host)
     assert {*import_modules(MODULES[host]).values()} == {""}
     for name in [name for name in MODULES[host] if name in POINTS]:

@@ -1,5 +1,3 @@
-"""The self-test: a fault in a kernel, a layer or a process turns its own line red."""
-
 import dataclasses
 import functools
 import itertools
@@ -55,7 +53,6 @@ def test_a_process_that_fails_turns_its_own_line_red(processes, monkeypatch):
 
 
 def _is_gone(pid):
-    """Return whether a process has ended, or ends within seconds."""
     for _ in range(100):
         status = Path(f"/proc/{pid}/status")
         if not status.exists() or "State:\tZ" in status.read_text():

@@ -59,7 +59,6 @@ def config_of(layout, layers=2):
 
 
 def adam(model, config):
-    """Return the model and AdamW, converted at O2 and O3."""
     optimizer = torch.optim.AdamW(model.parameters())
     if config is not None and config.opt_level != "O1":
         convert_optimizer(optimizer, config, model=model)

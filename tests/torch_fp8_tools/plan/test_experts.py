@@ -1,5 +1,3 @@
-"""Experts in plans: the rows that each computes, and the bytes of whole models."""
-
 import pytest
 import torch
 from transformers import AutoConfig

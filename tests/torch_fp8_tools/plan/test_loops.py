@@ -1,5 +1,3 @@
-"""Plans of models that loop over tokens or chunks in Python, and of those that cannot run."""
-
 import dataclasses
 import re
 

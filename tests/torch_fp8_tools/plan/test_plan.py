@@ -1,5 +1,3 @@
-"""`torch_fp8.plan`: what it predicts is what is counted; what it refuses."""
-
 import dataclasses
 import itertools
 import json
@@ -45,7 +43,6 @@ SMALL = {"sequence": 32, "recipe": "tensorwise"}
 
 @pytest.fixture(scope="module")
 def whole():
-    """The plan of a small Llama, at every level."""
     return plan(config_of("llama"), **SMALL)
 
 
@@ -101,7 +98,6 @@ def test_no_layer_is_left_out_that_shares_weights_with_others():
     ],
 )
 def test_the_step_is_that_of_the_whole_model(layout, level, gpus, checkpointing):
-    """What a few layers say of nine is what nine layers say."""
     setup = make_setup(config_of(layout, 9), **SMALL, gpus=gpus, checkpointing=checkpointing)
     few, _ = setup.layers.shortest(range(9), sharded=gpus > 1)
     assert len(few) == {"llama": 3, "qwen3_moe": 6}.get(layout, 5)

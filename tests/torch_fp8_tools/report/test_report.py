@@ -1,5 +1,3 @@
-"""``torch-fp8 report``: its figures and tables, also from bad input."""
-
 import json
 import math
 import re

@@ -15,7 +15,6 @@ from torch_fp8 import FP8Config
 
 
 def error(config, group=None):
-    """What the check says; and what it sent."""
     with count_communication() as count:
         try:
             check_same_config(config, group)
@@ -25,7 +24,6 @@ def error(config, group=None):
 
 
 def case_configurations():
-    """What each check says; and what it sent."""
     results = {}
     results["same"] = error(FP8Config(recipe="rowwise", skip=("a", "b")))
     results["level"] = error(FP8Config(opt_level="O3" if RANK == 2 else "O2"))

@@ -100,7 +100,6 @@ def case_options():
 
 
 def case_static_graph_of_two_dtypes():
-    """Has two buckets in its first backward."""
     module = Given([*SHAPES, (64, 64), (9,)])
     for i in (1, 3, len(SHAPES)):
         module.weights[i].data = module.weights[i].data.bfloat16()
@@ -108,7 +107,6 @@ def case_static_graph_of_two_dtypes():
 
 
 def case_dtypes():
-    """A whole bucket of matrices is packed where it is, others are copied."""
     made = {}
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         made[str(dtype)] = steps_of(wrapped(Given(dtype=dtype)))
@@ -135,7 +133,6 @@ def case_accumulation():
 
 
 def case_unused():
-    """Each rank leaves another weight out, and all of them the last."""
     ddp = wrapped(find_unused_parameters=True, **MANY_BUCKETS)
     unused = (0, 3, 5, 6)
     last = len(SHAPES) - 1
@@ -154,7 +151,6 @@ def case_unused():
 
 
 def case_join():
-    """Uneven inputs, the last rank without any: the averages of torch's own hook."""
     made = []
     for divide in (True, False):
         ours, stock = wrapped(**MANY_BUCKETS), DistributedDataParallel(Given(), **MANY_BUCKETS)
@@ -173,7 +169,6 @@ def case_join():
 
 
 def case_several():
-    """Two modules in one graph, one of them with a hook of its user."""
     one, other = wrapped(**MANY_BUCKETS), wrapped(Given([(64, 96), (9,)]))
     third = DistributedDataParallel(Given())
     third.register_comm_hook(None, allreduce_hook)
@@ -217,7 +212,6 @@ def case_sparse():
 
 
 def case_not_finite():
-    """One rank has a NaN in one weight, and an Inf in a vector; everybody reads it there alone."""
     ddp = wrapped(**MANY_BUCKETS)
     bad = {0: float("nan"), 1: float("inf")}
     for i, value in bad.items():
@@ -231,7 +225,6 @@ def case_not_finite():
 
 
 def case_users_hook():
-    """Before we connect_ddp, after it, and built in; and what we say of it."""
     made = {}
 
     def users(state, bucket):
@@ -266,7 +259,6 @@ def case_off():
 
 
 def case_copies():
-    """Deep copies and pickles of a DDP, before and after it has run."""
     made = []
     for steps in (0, 2):
         ddp = wrapped(**MANY_BUCKETS)
@@ -288,7 +280,6 @@ def case_copies():
 
 
 def case_order():
-    """What happens in the third backward: gradients ready, collectives issued."""
     ddp = wrapped(**MANY_BUCKETS)
     steps_of(ddp, 2)
     events = []

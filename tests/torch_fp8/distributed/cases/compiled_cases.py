@@ -18,12 +18,10 @@ from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options
 
 
 def case_ddp_in_parts():
-    """A graph for each of DDP's buckets."""
     return _compared(_under_ddp, FP8Config(opt_level="O2"))
 
 
 def case_ddp_whole():
-    """One graph; plain all-reduces, which do not depend on what is in a bucket together."""
     with torch._dynamo.config.patch(optimize_ddp=False):
         config = FP8Config(opt_level="O1", recipe="delayed", communication="off")
         return _compared(_under_ddp, config)

@@ -154,7 +154,6 @@ def case_bytes():
 
 
 def case_own_states():
-    """An optimizer that keeps its states, on weights in two halves."""
     made = {}
     for level in ("O2", "O3"):
         ddp, optimizer, report = wrapped(level, make=torch.optim.RMSprop)
@@ -191,7 +190,6 @@ def case_averages():
 
 
 def case_many_micro_batches():
-    """Sums of equal micro-batches under no_sync, and the average of all with the last one."""
     made = {}
     for communication, counts in (("fp8", (64, 512, 2048)), ("off", (64,))):
         model = nn.Sequential(nn.LayerNorm(96), nn.Linear(96, 70))
@@ -214,7 +212,6 @@ def case_many_micro_batches():
 
 
 def case_one_rank():
-    """The same data on one rank, in two micro-batches, and on two."""
     ddp, optimizer, _ = wrapped()
     model = model_of(0)
     single, _ = adamw(model, FP8Config(opt_level="O3"), lr=1e-3)
@@ -307,7 +304,6 @@ def case_unused():
 
 
 def case_overlapped():
-    """As on CUDA, where second collectives are queued in backward: the same, to the bit."""
     usual, fp8_grad_reducer._BUCKET_NUMEL = fp8_grad_reducer._BUCKET_NUMEL, 1
     made = []
     for overlaps in (False, True):
@@ -359,7 +355,6 @@ WRITES = {
 
 
 def case_written_after_it_is_averaged():
-    """Whether averages are equal that the loop writes to, each in another way."""
     ddp, optimizer, _ = wrapped(model=model_of(0, width=128))
     weights = [p for p in ddp.parameters() if p.numel() >= 4096]
     results = {}
@@ -433,7 +428,6 @@ def case_unused_beside_many_buckets():
 
 
 def case_scaled_before_it_is_averaged():
-    """A gradient of an earlier micro-batch was multiplied, and has none in the last."""
     ddp, _optimizer, _ = wrapped(model=Branches())
     with ddp.no_sync():
         backward(ddp, 0, True, True)
@@ -508,8 +502,6 @@ def _weights_and_residuals(ddp):
 
 
 def case_order():
-    """What happens in the first two backwards: gradients ready and averages sent."""
-
     class LastToFirst(nn.Sequential):
         def forward(self, x):
             for layer in reversed(self):
@@ -541,7 +533,6 @@ def case_order():
 
 
 def case_messages():
-    """Several weights in a message, odd ones too, give what one message for each gives."""
     made = []
     for numel in (1, 8 << 20):
         usual, fp8_grad_reducer._BUCKET_NUMEL = fp8_grad_reducer._BUCKET_NUMEL, numel
@@ -558,7 +549,6 @@ def case_messages():
 
 
 def case_several_modules():
-    """One optimizer trains three, each wrapped on its own, the last with plain gradients."""
     modules = [model_of(RANK), model_of(RANK + 2), model_of(RANK + 4)]
     config = FP8Config(opt_level="O3")
     for module in modules:
@@ -578,16 +568,6 @@ def case_several_modules():
         optimizer.step()
         optimizer.zero_grad()
     return [eight, equal_on_ranks(merged_state_dict(nn.ModuleList(modules), optimizer).values())]
-
-
-def case_no_sync():
-    ddp, optimizer, _ = wrapped()
-    train(ddp, optimizer, 1)
-    with ddp.no_sync():
-        backward(ddp, 5)
-    local = [equal_on_ranks([p.grad]) for p in ddp.parameters()]
-    kinds = [type(p.grad) is Float8Grad for p in ddp.parameters()]
-    return {"equal": any(local), "8-bit": sum(kinds)}
 
 
 def case_reentrant():
@@ -643,19 +623,7 @@ def case_different_weights():
         return str(error)
 
 
-def case_release():
-    model = model_of(RANK)
-    config = FP8Config(gradient_release=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    convert_optimizer(optimizer, config, model=model)
-    try:
-        ddp_options(model, [optimizer])
-    except ValueError as error:
-        return str(error)
-
-
 def case_wrapped_again():
-    """Trained at O3, then at O2, then plainly: nothing of O3 is left."""
     ddp, optimizer, _ = wrapped()
     train(ddp, optimizer, 2)
     model = ddp.module

@@ -40,6 +40,5 @@ def connected(difference=None, steps=0):
 
 
 def case_agreement():
-    """What `connect_fsdp` says of each difference; the losses of ranks that agree."""
     said = {name: connected(name) for name in ("width", "depth", "skip", "sharding")}
     return {**said, "same": connected(steps=3)}

@@ -35,7 +35,6 @@ def made(level):
 
 
 def known_step(model, optimizer):
-    """A step on gradients that do not depend on who makes them."""
     for i, parameter in enumerate(model.parameters()):
         grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
         grad = grad.to(parameter.dtype)
@@ -47,7 +46,6 @@ def known_step(model, optimizer):
 
 
 def weights(model):
-    """Whole, with their residuals."""
     joined = {}
     for name, parameter in model.named_parameters():
         shard = join_weight(parameter)
@@ -84,7 +82,6 @@ def same(weights, name):
 
 
 def case_1_save():
-    """On two ranks: sharded and whole; and the weights before and after one more step."""
     for level in LEVELS:
         model, optimizer = made(level)
         train(model, optimizer, range(2))
@@ -105,7 +102,6 @@ def case_1_save():
 
 
 def case_2_resume():
-    """From a sharded checkpoint of another number of ranks, and from a whole one."""
     result = {}
     saved = 4 if RANKS == 2 else 2
     for level in LEVELS:
@@ -132,7 +128,6 @@ def case_2_resume():
 
 
 def case_3_stock_to_ours():
-    """A sharded checkpoint of stock AdamW, into split shards and before they are split."""
     model, optimizer = made("O2")
     load(model, optimizer, "2 stock")
     stock, of_stock = made("O1")
@@ -158,7 +153,6 @@ def case_3_stock_to_ours():
 
 
 def case_4_alone():
-    """Without FSDP, ours and stock AdamW: distances to the weights before and after the step."""
     result = {}
     for level in ("O2", "O3"):
         for kind in ("ours", "stock"):

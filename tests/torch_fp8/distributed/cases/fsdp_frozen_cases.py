@@ -17,8 +17,6 @@ from torch_fp8.distributed import connect_fsdp
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a trained one beside it, as LoRA has them."""
-
     def __init__(self, layer):
         super().__init__()
         self.base = layer
@@ -57,7 +55,6 @@ def frozen_shards(model):
 
 
 def case_trains():
-    """The bytes of the shards, and losses as on one device."""
     result = {}
     for name, hidden in (("aligned", 256), ("uneven", 97)):
         alone = adapted(hidden)
@@ -101,7 +98,6 @@ def case_trains():
 
 
 def case_later():
-    """A model that is sharded already is frozen in place."""
     alone = model_of()
     model = copy.deepcopy(alone)
     config = FP8Config(recipe="tensorwise")
@@ -118,7 +114,6 @@ def case_later():
 
 
 def case_wire():
-    """What travels of a frozen weight is its bytes."""
     counts = {}
     for frozen in ("fp8", "keep"):
         config = FP8Config(
@@ -133,7 +128,6 @@ def case_wire():
 
 
 def case_state():
-    """State dicts are plain, and go back in."""
     alone = adapted(97)
     model = copy.deepcopy(alone)
     convert_to_float8(alone, CONFIG)
@@ -175,7 +169,6 @@ def case_state():
 
 
 def case_offload_and_move():
-    """CPU offload, and ``model.to``, keep the shards as they are."""
     result = {}
     model = adapted(97)
     shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))

@@ -32,7 +32,6 @@ from torch_fp8.ops.quantize import quantize
 
 
 def case_bits():
-    """Gathered bytes and scales against a cast of the whole, where shards and blocks straddle."""
     result = {}
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):
         for policy in (None, BF16):
@@ -65,7 +64,6 @@ def case_bits():
 
 
 def case_freed():
-    """Bytes of payloads: unsharded, after forward, within backward, after it."""
     result = {}
     for recipe in ("tensorwise", "mxfp8"):
         for after_forward in (True, False):
@@ -95,7 +93,6 @@ def case_freed():
 
 
 def case_nonfinite():
-    """One rank has an Inf or NaN in its shard of a weight, or in its gradients."""
     result = {}
     for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
         for bad in (torch.inf, torch.nan):
@@ -119,7 +116,6 @@ def case_nonfinite():
 
 
 def case_options():
-    """Who shares, freezes or reshards otherwise: what is gathered, and why the rest is not."""
     config = FP8Config(opt_level="O1")
     result = {}
 
@@ -245,7 +241,6 @@ def case_delayed():
 
 
 def case_copies():
-    """Copies and pickles of shards are plain; a state dict has nothing of ours."""
     model, _ = sharded(FP8Config(opt_level="O1"))
     parameter = model[1].up.weight
     shard = parameter._local_tensor

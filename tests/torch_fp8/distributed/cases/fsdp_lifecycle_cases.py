@@ -35,7 +35,6 @@ from torch_fp8.ops.quantize import quantize_layouts
 
 
 def case_own_states():
-    """An optimizer that keeps its states steps shards as one rank steps the whole weights."""
     config = FP8Config()
     model, _ = sharded(config, BF16, model_of(hidden=99), connected=False)
     alone = model_of(hidden=99)
@@ -59,7 +58,6 @@ def case_own_states():
 
 
 def case_lost():
-    """Shards that were replaced have no methods; the next forward puts them back."""
     config = FP8Config(opt_level="O1")
     alone = model_of()
     convert_to_float8(alone, config)
@@ -150,7 +148,6 @@ def case_lost():
 
 
 def case_without_root():
-    """Gathers that no forward of the root announces: collectives, and if weights are new ones."""
     result = {}
     config = FP8Config(opt_level="O1")
     model, _ = sharded(config)
@@ -226,7 +223,6 @@ def case_without_root():
 
 
 def case_recomputed():
-    """Activation checkpointing, prefetching, and a plain run: losses and gradients are equal."""
     made = []
     for kind in ("plain", "reentrant", "not reentrant", "prefetched"):
         config = FP8Config(recipe="delayed", opt_level="O1")

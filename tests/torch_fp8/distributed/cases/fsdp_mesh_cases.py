@@ -67,7 +67,6 @@ def case_few_rows():
 
 
 def case_two_dimensions():
-    """Replicas of shards: losses against one rank's, and what travels in which group."""
     config = FP8Config(opt_level="O2")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = trained(config, BF16, model_of(hidden=99), mesh=mesh)

@@ -15,8 +15,6 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 class Branches(nn.Module):
-    """Uses one of its layers."""
-
     def __init__(self):
         super().__init__()
         self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
@@ -56,7 +54,6 @@ def sharded(config, policy=None, model=None, mesh=None, connected=True, **option
 
 
 def trained(config, policy=None, model=None, **options):
-    """A sharded model and its optimizer, split as the level says."""
     model, _ = sharded(config, policy, model, connected=False, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     split_sharded(model, [optimizer], config)
@@ -92,7 +89,6 @@ def reshard(model):
 
 
 def attached(model):
-    """Shards that FSDP asks."""
     shards = [p._local_tensor for p in model.parameters()]
     return sum(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
 
@@ -103,7 +99,6 @@ def loss_of(model, x):
 
 
 def weights_of(model):
-    """The gathered weights, by name."""
     named = (
         (n, m._parameters["weight"]) for n, m in model.named_modules() if "weight" in m._parameters
     )

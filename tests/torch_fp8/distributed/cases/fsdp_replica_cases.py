@@ -82,7 +82,6 @@ class ByHand:
 
 
 def case_by_hand():
-    """Losses and weights of ours and of the exchange by hand, for levels and dtypes."""
     mesh = mesh_2d()
     results = {}
     for level, policy in (("O1", MixedPrecisionPolicy()), ("O2", BF16), ("O3", BF16)):
@@ -141,7 +140,6 @@ EIGHT_BIT = ("0.weight", "1.up.weight", "1.down.weight", "2.up.weight", "2.down.
 
 
 def case_bytes():
-    """Bytes that a rank sends to replicas, stock and ours; and none where they wait."""
     mesh = mesh_2d()
     results = {}
     for ours in (False, True):
@@ -159,7 +157,6 @@ def case_bytes():
 
 
 def case_resume():
-    """Four steps at once, and two with a checkpoint between; the report, and the way back."""
     mesh = mesh_2d()
     losses, reports = [], []
     model, optimizer = made(mesh)
@@ -182,8 +179,6 @@ def case_resume():
 
 
 def case_unused():
-    """One warning where a parameter has no gradient, and the others' averages are right."""
-
     from torch.distributed.fsdp import fully_shard
 
     from torch_fp8 import convert_to_float8

@@ -28,7 +28,6 @@ from torch_fp8.distributed import connect_fsdp
 
 
 def case_bytes():
-    """Of one step of layers of which each is gathered again; stock, and ours."""
     result = {}
     for communication in ("off", "fp8"):
         config = FP8Config(opt_level="O1", communication=communication)
@@ -91,8 +90,6 @@ def gradients(policy, option, stock):
 
 
 def case_unused():
-    """Where one branch has no gradient the other's is right, and a warning says what happens."""
-
     config = FP8Config(opt_level="O1")
     model = Branches()
     convert_to_float8(model, config)
@@ -132,7 +129,6 @@ def case_o3():
 
 
 def case_many_micro_batches():
-    """Sums of equal micro-batches, of shards and of whole gradients."""
     fp32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     policies = {"one": fp32, "sharded": BF16, "whole, float32": fp32, "whole, BF16": BF16}
     exact, result = [], {}
@@ -160,7 +156,6 @@ def case_many_micro_batches():
 
 
 def case_one_rank():
-    """Losses of N ranks, and of one with all of their data, averaged over two runs each."""
     result = {}
     for level, policy in (("O1", BF16), ("O2", None), ("O3", BF16)):
         config = FP8Config(opt_level=level)

@@ -63,7 +63,6 @@ def kinds_of(run):
 
 
 def case_ddp():
-    """Report, measured kinds and collectives: both speeds, levels, and named options."""
     results = {}
     for name, seconds, options in (
         ("slow O1", SLOW_ON_RANK_1, {"opt_level": "O1"}),
@@ -84,7 +83,6 @@ def case_ddp():
 
 
 def case_ddp_once():
-    """A second model in the same group measures nothing, and a gloo job never does."""
     with timed(FAST) as measured:
         wrapped(FP8Config())
         wrapped(FP8Config())
@@ -149,7 +147,6 @@ def case_fsdp():
 
 
 def case_real_timers():
-    """The exchanges that are timed run, and their times are those of the slower rank."""
     with (
         mock.patch.object(links, "_MEASURED_BACKENDS", ("gloo",)),
         mock.patch.object(links, "NUMEL", 1 << 12),
@@ -169,7 +166,6 @@ def case_real_timers():
 
 
 def case_still_trains_mid_run():
-    """A checkpoint that is loaded between steps changes what is sent from the next step on."""
     with timed(FAST), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, optimizer = trained(FP8Config(), BF16)

@@ -84,7 +84,6 @@ def cut(x, mesh):
 
 
 def trained(model, one, config, mesh):
-    """First loss, last loss; that of one rank."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     convert_optimizer(optimizer, config, model=model)
     single = torch.optim.AdamW(one.parameters(), lr=4e-3)

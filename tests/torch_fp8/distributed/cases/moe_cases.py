@@ -25,7 +25,6 @@ STEPS = 2
 
 
 def _saved(name="Qwen3Moe"):
-    """Return the folder of a model that every rank loads."""
     folder = [tempfile.mkdtemp()] if RANK == 0 else [None]
     dist.broadcast_object_list(folder)
     if RANK == 0:
@@ -140,7 +139,6 @@ def _sharing_a_batch(**options):
 
 
 def case_all_reduce():
-    """The tensor-parallel plan of GPT-OSS cuts ``lm_head`` alone."""
     return _sharing_a_batch(name="GptOss")
 
 
@@ -149,8 +147,6 @@ def case_all_reduce_beside_cut_layers():
 
 
 class _Block(nn.Module):
-    """Experts that each token chooses by its own first numbers."""
-
     def __init__(self, layout):
         super().__init__()
         self.experts = experts(layout)
@@ -234,7 +230,6 @@ def case_kept_between():
 
 
 def case_not_gathered():
-    """Three experts on two ranks travel as they are, and the report says why."""
     torch.manual_seed(0)
     block = nn.Sequential(experts("plain", num_experts=3, num_local_experts=3)).bfloat16()
     config = FP8Config(recipe="rowwise")
@@ -245,7 +240,6 @@ def case_not_gathered():
 
 
 def case_reads_as_a_tensor():
-    """Whoever reads a gathered weight, in forward or in backward, gets its values."""
     block, values = _block("gpt-oss"), []
     want = block.experts.down_proj.detach().clone()
     fully_shard(block, reshard_after_forward=True)

@@ -23,7 +23,6 @@ from torch_fp8.distributed import connect_fsdp, ddp_options
 
 
 def _adapted(layout, frozen=True):
-    """Build a block with adapters over experts that nobody trains."""
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(0)
@@ -44,7 +43,6 @@ def _experts_of(block):
 
 
 def _trained_adapters(block, wrapped):
-    """Return outputs, and the adapters after two steps on all ranks' tokens."""
     optimizer = torch.optim.SGD([p for p in block.parameters() if p.requires_grad], lr=0.01)
     outputs = []
     for seed in range(2):
@@ -105,7 +103,6 @@ def _by_ddp(block, config):
 
 
 def case_frozen_fsdp():
-    """Of some layouts: without a gate, and with and without transposed weights."""
     layouts = CLASSES if "EVERY_LAYOUT" in os.environ else ("plain", "gpt-oss", "no-gate")
     return {layout: _frozen(layout, _by_fsdp) for layout in layouts}
 
@@ -115,7 +112,6 @@ def case_frozen_ddp():
 
 
 def case_frozen_later():
-    """A model that is sharded already is frozen in place, saved as plain tensors, and loaded."""
     (block, config), (alone, _) = _adapted("plain"), _adapted("plain")
     values = {n: p.detach().clone() for n, p in block.named_parameters()}
     convert_to_float8(alone, config)
@@ -148,7 +144,6 @@ def case_not_frozen():
 
 
 def case_parallel_not_frozen():
-    """Experts of other ranks stay in their dtype, and the report says so."""
     from transformers.distributed import DistributedConfig
 
     distributed = DistributedConfig(fsdp_size=RANKS, ep_size=RANKS)

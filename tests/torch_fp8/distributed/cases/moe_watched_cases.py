@@ -12,7 +12,6 @@ from torch_fp8.distributed import connect_fsdp, split_sharded
 
 
 def case_monitored():
-    """Tokens of two ranks take other experts: all of them first, then two of them on no rank."""
     torch.manual_seed(0)
     config = FP8Config(recipe="rowwise", opt_level="O1", monitor=1)
     block, logged = experts(), {}
@@ -36,7 +35,6 @@ def case_monitored():
 
 
 def _monitored(**options):
-    """Return what a monitor logs of experts of a sharded model in a step."""
     from transformers.distributed import DistributedConfig
 
     config, logged = FP8Config(recipe="rowwise", monitor=1), {}

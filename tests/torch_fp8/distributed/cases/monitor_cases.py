@@ -18,7 +18,6 @@ from torch_fp8.distributed import Float8ColwiseParallel, Float8RowwiseParallel, 
 
 
 def case_data_parallel():
-    """An outlier comes on rank one alone."""
     config = FP8Config(
         recipe="tensorwise", opt_level="O1", monitor=1, on_alarm="bf16", fallback_steps=2
     )
@@ -62,7 +61,6 @@ def case_data_parallel():
 
 
 def case_sharded():
-    """The statistics of weights whose rows two ranks hold, beside those of the whole one."""
     config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1, communication="fp8")
     generator = torch.Generator().manual_seed(7)
     whole = torch.randn(64, 64, generator=generator)
@@ -155,7 +153,6 @@ class MLP(nn.Module):
 
 
 def case_tensor_parallel():
-    """The statistics of an MLP whose channels two ranks share, beside those of the whole one."""
     config = FP8Config(
         recipe="tensorwise", smooth_swiglu=True, opt_level="O1", monitor=1, on_alarm="bf16"
     )

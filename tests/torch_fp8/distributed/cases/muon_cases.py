@@ -62,7 +62,6 @@ def train(model, optimizer, steps):
 
 
 def case_muon_shards():
-    """Losses of shards and of one rank, and the bytes that a step sends, stock and ours."""
     results = {}
     for name, fp8 in (("stock", False), ("int8", True)):
         model, optimizer = made(fp8)
@@ -78,7 +77,6 @@ def case_muon_shards():
 
 
 def case_muon_resumes():
-    """A folder of shards goes on bit for bit."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [folder]
         dist.broadcast_object_list(paths)
@@ -104,7 +102,6 @@ def case_muon_resumes():
 
 
 def case_muon_ddp():
-    """Ranks stay equal, and are one rank's."""
     model, optimizer = made(True, sharded=False)
     ddp = DistributedDataParallel(model)
     connect_ddp(ddp, [optimizer], CONFIG)
@@ -117,7 +114,6 @@ def case_muon_ddp():
 
 
 def case_muon_experts():
-    """Whole experts lie on a rank each; a third-party Muon steps them there, as on one rank."""
     results = []
     for sharded in (False, True):
         torch.manual_seed(0)

@@ -51,8 +51,6 @@ class Block(nn.Module):
 
 
 class Pair(nn.Module):
-    """A column-wise and a row-wise layer."""
-
     def __init__(self, width=WIDTH, hidden=128, bias=True):
         super().__init__()
         self.up, self.down = nn.Linear(width, hidden, bias), nn.Linear(hidden, width, bias)
@@ -66,7 +64,6 @@ def mesh_of():
 
 
 def block_plan(again=False):
-    """Sequence parallel throughout."""
     column = {"input_layouts": Shard(1), "gather_in_backward": again}
     return {
         "norm1": SequenceParallel(use_local_output=True),
@@ -103,7 +100,6 @@ def parallel(model, plan, config=None, mesh=None, first="parallelize"):
 
 
 def part(x, dim=1, rank=RANK, ranks=RANKS):
-    """This rank's part, as DTensor cuts."""
     parts = x.chunk(ranks, dim)
     return parts[rank] if rank < len(parts) else x.narrow(dim, 0, 0)
 
@@ -122,7 +118,6 @@ def rand(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def message(call, *args):
-    """Of the ValueError that a call raises."""
     try:
         call(*args)
     except ValueError as error:

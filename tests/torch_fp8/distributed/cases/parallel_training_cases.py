@@ -47,7 +47,6 @@ def adamw(model, config, lr=1e-3):
 
 
 def batch(step):
-    """One of four, x and a target that a block can learn."""
     x = rand(2, 32, WIDTH, seed=step % 4)
     return x, x + (x @ rand(WIDTH, WIDTH, seed=9) / 8).relu()
 
@@ -155,7 +154,6 @@ def case_gradients():
 
 
 def case_checkpoints():
-    """Written from two ranks, opened on one; and back. Stock AdamW opens it, too."""
     results = {}
     folder = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(folder)
@@ -199,7 +197,6 @@ def case_checkpoints():
 
 
 def opened(path, one, config, weights, saved):
-    """What differs on one rank from what was saved."""
     different = []
     for stock in (False, True):
         optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)
@@ -238,7 +235,6 @@ def opened(path, one, config, weights, saved):
 
 
 def case_refused_shardings():
-    """States that cannot follow their weights, by name."""
     mesh, results = mesh_of(), {}
     config = FP8Config(opt_level="O2")
     model, _ = parallel(Pair(WIDTH, 130).bfloat16(), pair_plan(), config)
@@ -283,7 +279,6 @@ def case_split_float32():
 
 
 def case_mixed_parameters():
-    """Some are DTensors, others, outside of the plan, are none: one optimizer steps both."""
     config = FP8Config(opt_level="O2")
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), Pair()).bfloat16()
@@ -306,7 +301,6 @@ def case_mixed_parameters():
 
 
 def case_pipeline():
-    """Two stages, four micro-batches; the same on one process, micro-batch after micro-batch."""
     results = {}
     for schedule, level, dtype in (
         (ScheduleGPipe, "O1", torch.bfloat16),

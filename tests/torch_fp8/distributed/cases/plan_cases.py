@@ -25,7 +25,6 @@ RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 
 
 def prepare_shards(mesh, model, config):
-    """Shard a model by FSDP2 and give it AdamW, as the hosts do."""
     shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     if config is not None and config.opt_level != "O1":
@@ -36,7 +35,6 @@ def prepare_shards(mesh, model, config):
 
 
 def prepare_replica(model, config):
-    """Give a model AdamW and wrap it in DDP, as the hosts do."""
     model, optimizer = adam(model, config)
     options = {} if config is None else ddp_options(model, [optimizer])
     wrapped = DistributedDataParallel(model, **options)

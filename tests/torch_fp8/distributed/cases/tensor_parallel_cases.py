@@ -92,7 +92,6 @@ def case_block_against_one_rank():
 
 
 def case_gathered_bytes_are_those_of_a_whole_cast():
-    """All granularities, dimensions and sizes; the last part is short, or there is none."""
     group, wrong = mesh_of().get_group(), []
     for recipe in RECIPES:
         for spec in (make_recipe(recipe).input, make_recipe(recipe).grad_output):
@@ -124,7 +123,6 @@ def case_gathered_bytes_are_those_of_a_whole_cast():
 
 
 def case_transposed_payload():
-    """Casting what was gathered once more, along tokens, rounds only what becomes subnormal."""
     results, group = {}, mesh_of().get_group()
     for recipe in RECIPES:
         spec, dbs = make_recipe(recipe).input, []
@@ -142,7 +140,6 @@ def case_transposed_payload():
 
 
 def case_one_scale():
-    """One rank's activations are a hundred times larger: all cast with its scale."""
     x = rand(2, 16, WIDTH) * (100.0 if RANK else 1.0)
     seen = []
     model, _ = parallel(Pair().bfloat16(), pair_plan())
@@ -157,7 +154,6 @@ def case_one_scale():
 
 
 def case_order_of_conversion():
-    """Bit for bit the same, whichever comes first; and as gathered by each layer on its own."""
     outputs = []
     single = {
         **block_plan(),
@@ -187,7 +183,6 @@ def case_order_of_conversion():
 
 
 def case_collectives_of_attention():
-    """q, k and v: one gather in forward; with gather_in_backward one more for all three."""
     results = {}
     for again in (False, True):
         torch.manual_seed(0)
@@ -252,7 +247,6 @@ def case_memory_for_backward():
 
 
 def case_uneven_tokens():
-    """Five tokens on two ranks: DTensors say so; plain tensors cannot, and are refused by name."""
     torch.manual_seed(0)
     plan = {
         "up": Float8ColwiseParallel(input_layouts=Shard(1)),
@@ -298,7 +292,6 @@ def case_uneven_features():
 
 
 def case_frozen():
-    """Nothing is kept of the input; its gradient is there, and none of the weights."""
     model, _ = parallel(Pair(bias=False).bfloat16(), pair_plan(again=True))
     model.requires_grad_(False)
     x = part(rand(2, 16, WIDTH)).requires_grad_()
@@ -318,7 +311,6 @@ def case_frozen():
 
 
 def case_not_a_number():
-    """On one rank alone: every rank sees it, in the output and in the gradients, and none hangs."""
     results = {}
     for recipe in RECIPES:
         for where in ("input", "gradient"):
@@ -452,7 +444,6 @@ def case_layers_that_are_not_converted():
 
 
 def case_checkpointing_of_activations():
-    """With delayed scaling: the repeated forward gathers with the scales of the first."""
     results = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
@@ -469,7 +460,6 @@ def case_checkpointing_of_activations():
 
 
 def case_delayed_histories():
-    """Equal on all ranks, and one rank's own: amaxes are of whole tensors."""
     model, one = parallel(Pair().bfloat16(), pair_plan(), FP8Config(recipe="delayed"))
     for step in range(3):
         x = rand(2, 16, WIDTH, seed=step) * 2.0**step
@@ -488,7 +478,6 @@ def case_delayed_histories():
 
 
 def case_issued_before_it_is_needed():
-    """A gather is under way while the weight is cast: order of events in forward and backward."""
     from tests.internals import WeightQuantizer, all_gather, linear_function
 
     events = []

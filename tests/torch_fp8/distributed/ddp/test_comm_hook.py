@@ -1,5 +1,3 @@
-"""The communication hook of DistributedDataParallel: comm_hook_cases.py on 2 and 4 ranks."""
-
 import pytest
 import torch
 
@@ -24,7 +22,6 @@ RANKS = pytest.mark.parametrize("ranks", [2, 4])
 
 @pytest.fixture(scope="module")
 def results(run_cases):
-    """Number of ranks -> what each case returned, by rank."""
     return {n: run_cases("comm_hook_cases", n, *names) for n, names in ((2, ()), (4, ON_FOUR))}
 
 
@@ -36,7 +33,6 @@ def case(results):
 
 @pytest.mark.parametrize("start", [0, 1, 65])
 def test_what_travels_behind_an_odd_bias_is_aligned(start):
-    """Of a bucket, the run that is packed, and the one that is decoded."""
     buffer = torch.randn(start + 4096).bfloat16()
     runs = [Run(start, start + 4096, True)]
     packed = joined(buffer, runs, 32)
@@ -101,7 +97,6 @@ def test_parameters_that_some_or_all_ranks_leave_out(case, ranks):
 
 @RANKS
 def test_uneven_inputs_give_what_torchs_hooks_give(case, ranks):
-    """Also on a rank that joins without a forward; ours is registered there, too."""
     for value in case("join", ranks):
         for error, equal, hook in value:
             assert error < TWO_ROUNDINGS

@@ -1,5 +1,3 @@
-"""DistributedDataParallel around a converted model: the cases of ddp_cases.py, on two ranks."""
-
 import re
 
 import pytest
@@ -196,10 +194,6 @@ def test_an_optimizer_of_several_modules(case):
     assert case("several_modules") == [[[3, 3, 0], True]] * 2
 
 
-def test_without_synchronization_gradients_stay_local(case):
-    assert case("no_sync") == [{"equal": False, "8-bit": 3}] * 2
-
-
 def test_averages_that_the_loop_writes_to_stay_equal(case):
     for results in case("written_after_it_is_averaged"):
         assert [name for name, equal in results.items() if not equal] == []
@@ -216,10 +210,6 @@ def test_after_a_backward_that_raised_the_next_is_right(case):
 
 def test_ranks_that_differ_are_told_at_the_start(case):
     assert all("converted different weights" in value for value in case("different_weights"))
-
-
-def test_gradient_release_is_refused(case):
-    assert all("gradient_release=True" in value for value in case("release"))
 
 
 def test_other_levels_later_find_nothing_of_o3(case):

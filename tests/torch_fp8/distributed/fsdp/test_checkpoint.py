@@ -32,7 +32,6 @@ def runs(run_cases, tmp_path_factory):
     ],
 )
 def test_another_number_of_ranks_goes_on_to_the_bit(runs, ranks, level, kind):
-    """Weights with their residuals, as loaded and after a step on the same gradients."""
     for value in runs[ranks]["2_resume"]:
         loaded, stepped = value[f"{level} {kind}"]
         assert loaded == []

@@ -1,5 +1,3 @@
-"""Ranks that shard different models are told so before any collective of theirs meets another."""
-
 import pytest
 
 pytestmark = pytest.mark.long

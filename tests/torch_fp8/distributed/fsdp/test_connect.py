@@ -1,5 +1,3 @@
-"""FSDP2 with gathers and scatters in FP8, on two and on four gloo ranks."""
-
 import pytest
 import torch
 from torch import nn
@@ -65,7 +63,6 @@ def test_payloads_are_freed_as_fsdp_frees_weights(gathers, recipe, after_forward
     [("tensorwise", 64 * 96), ("rowwise", 96), ("blockwise", 64 * 96), ("mxfp8", 32)],
 )
 def test_every_rank_sees_a_bad_weight_of_one(gathers, recipe, number, bad):
-    """Whatever shares its scale is NaN."""
     assert [value[f"{recipe} {bad}"] for value in gathers["nonfinite"]] == [number] * 2
 
 
@@ -178,7 +175,6 @@ def test_delayed_scales_are_those_of_one_device(gathers):
 
 
 def test_recomputed_and_prefetched_weights_are_those_of_a_plain_run(gathers):
-    """Losses, gradients, histories of amaxes; one collective for scales."""
     for value in gathers["recomputed"]:
         assert value == [[True, True, True, 1]] * 4
 

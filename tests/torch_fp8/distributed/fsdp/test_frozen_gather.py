@@ -1,5 +1,3 @@
-"""Frozen weights under FSDP2, on two gloo ranks: a byte for each parameter of a rank's shard."""
-
 import pytest
 
 pytestmark = pytest.mark.long

@@ -1,5 +1,3 @@
-"""What a shard held in FP8 alone refuses, by name; on one rank, in this process."""
-
 import pytest
 import torch
 from torch import nn

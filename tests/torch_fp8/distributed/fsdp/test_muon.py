@@ -1,5 +1,3 @@
-"""Muon with an int8 momentum, and attention that saves FP8, on two ranks."""
-
 import pytest
 
 pytestmark = pytest.mark.long

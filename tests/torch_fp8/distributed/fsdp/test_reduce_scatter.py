@@ -1,5 +1,3 @@
-"""What a message of the reduce-scatter holds; no process group is needed."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""Replicas of shards exchange gradients in 8 bits: 2 x 2 gloo ranks."""
-
 import pytest
 
 pytestmark = pytest.mark.long

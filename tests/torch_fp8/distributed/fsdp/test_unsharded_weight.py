@@ -1,5 +1,3 @@
-"""A weight that was gathered in FP8, as layers and others read it; no process group is needed."""
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,6 @@ from torch_fp8.ops.quantize import dequantize, quantize, quantize_layouts
 
 
 def spread(rows=192, cols=160):
-    """Rows that spread over 2^-8..2^8."""
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
     return x * 2.0 ** torch.linspace(-8, 8, rows)[:, None]
 
@@ -58,7 +55,6 @@ def test_where_scales_are_symmetric_the_transposed_codes_are_the_codes(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_takes_it_as_it_would_take_the_weight(recipe):
-    """Output and gradients of input and weight: bit for bit, but for a second rounding of dgrad."""
     layer = nn.Linear(64, 96)
     convert_to_float8(layer, FP8Config(recipe=recipe, emulate=True))
     made = []

@@ -1,5 +1,3 @@
-"""Tensor and sequence parallelism: the cases of tensor_parallel_cases.py, on two ranks."""
-
 import pytest
 
 pytestmark = pytest.mark.long
@@ -108,7 +106,6 @@ def test_features_that_the_group_does_not_divide(cases):
 
 
 def test_frozen_weights(cases):
-    """No payload is kept, and backward gathers the gradient of the output alone."""
     assert cases["frozen"] == [[0, 1, True, True]] * 2
 
 
