@@ -26,7 +26,7 @@ REMOVED: dict[str, str] = {
     "save_attention": "leave it out, since it cost loss; checkpoint blocks to save more memory",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""
-REMOVED_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = {
     "on_loss_spike": "warn",
     "save_attention": "bf16",
     "moment_bits": 8,
@@ -44,7 +44,7 @@ def suggestion(value: object, choices: Iterable[object]) -> str:
     """
     if str(value) in _ELSEWHERE:
         return f"; another library's {value!r} is called {_ELSEWHERE[str(value)]} here"
-    if isinstance(value, str) and value in _REPLACED:
+    if str(value) in _REPLACED:
         return f"; 0.1.0's {value!r} is {_REPLACED[value]!r} now"
     words = {str(choice).lower(): choice for choice in choices}
     near = difflib.get_close_matches(str(value).lower(), words, n=1)
@@ -75,7 +75,7 @@ def unknown_options(given: Iterable[str], known: Collection[str], taker: str) ->
 def without_removed(state: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the known options of a pickled configuration, and warn of others that were set."""
     for name in state.keys() - set(known):
-        if state[name] != REMOVED_DEFAULTS.get(name):
+        if state[name] != _DEFAULTS.get(name):
             warnings.warn(
                 f"a configuration that 0.1.0 pickled has {name!r}: {state[name]!r}, which is "
                 f"ignored: {REMOVED.get(name, 'this version has no such option')}",
