@@ -72,7 +72,7 @@ def check_type(place: str, value: object, hint: Any) -> None:
         return
     if not any(_fits(value, member) for member in members):
         got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-        got = repr(value) if isinstance(value, (str, int, float)) else got
+        got = repr(value) if isinstance(value, (str, int, float, tuple)) else got
         valid = " or ".join(map(_text, members))
         raise TypeError(f"{place} takes {valid}, got {got}{_hint(place, value)}")
     if isinstance(value, torch.dtype) and not value.is_floating_point:
