@@ -100,7 +100,7 @@ _NAMES = {
     "torch_fp8.nn.transformer_engine": "TransformerEngineLinear",
     "torch_fp8.optim.convert": "gradients_report",
     "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight multiply_half",
-    "torch_fp8.optim.grad_hooks": "hook_of",
+    "torch_fp8.optim.gradient_slot": "GradientSlot slot_of",
     "torch_fp8.optim.merged_state": "whole_weights",
     "torch_fp8.optim.muon": "BUFFER MuonOptimizer",
     "torch_fp8.optim.optimizer": "Float8Optimizer",

@@ -34,7 +34,7 @@ FAULTS = [
     ),
     Fault(
         "8-bit gradients of all shards round alike",
-        "torch_fp8/optim/grad_hooks.py",
+        "torch_fp8/optim/gradient_slot.py",
         "return Rounding(self._counters, row * row_length + col, rank)",
         "return Rounding(self._counters, 0, rank)",
         f"{_TESTS}/test_rounding_streams.py",

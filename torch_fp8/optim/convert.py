@@ -24,7 +24,7 @@ from torch_fp8.optim.arguments import (
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
-from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.gradient_slot import attach_slots, detach_slots
 from torch_fp8.optim.kept_payloads import keep_payloads
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
@@ -235,7 +235,7 @@ def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -
         optimizer.fp8_layers = tuple(r for r in large if r not in late or r in had_hooks)
         if late and not optimizer.fp8_layers:
             optimizer.fp8_why_bf16_gradients = _WRAPPED
-    missing = attach_hooks(optimizer)
+    missing = attach_slots(optimizer)
     if had_hooks:
         optimizer.fp8_hooks_restored += missing
 
@@ -256,7 +256,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     optimizer = without_wrapper(optimizer)
     if not isinstance(optimizer, ConvertedOptimizer):
         return 0
-    detach_hooks(optimizer)
+    detach_slots(optimizer)
     optimizer.fp8_layers = ()
     return join_parameters(p for _, _, p in optimizer.indexed_parameters())
 

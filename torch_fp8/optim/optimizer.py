@@ -26,7 +26,7 @@ from torch_fp8.optim.checkpoint import (
     has_residual,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure
-from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
+from torch_fp8.optim.gradient_slot import attach_slots, finish_release
 from torch_fp8.optim.residual import (
     loaded_residual,
     residual_bits,
@@ -72,7 +72,7 @@ class Float8Optimizer(ConvertedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
         loss = run_closure(self, closure)
-        self.fp8_hooks_restored += attach_hooks(self)
+        self.fp8_hooks_restored += attach_slots(self)
         finish_release(self)
         self.step_parameters(self.indexed_parameters())
         return loss
