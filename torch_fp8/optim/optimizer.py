@@ -55,6 +55,7 @@ from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
+from torch_fp8.tensor.halves import VERSIONS
 from torch_fp8.tensor.split_weight import halves_of
 
 
@@ -92,8 +93,15 @@ class Float8Optimizer(ConvertedOptimizer):
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             grad = settled_gradient(parameter, grad)
-            state = self._state_of(parameter)
+            state: State = self.state[parameter]
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
+            if halves is not None and halves.matrix is not None:
+                matrix = halves.matrix.current(halves, state, grad)
+                if matrix is not None:
+                    halves.version = next(VERSIONS)
+                    large.append(Entry(index, group, parameter, state, grad, halves, matrix))
+                    continue
+            state = self._state_of(parameter)
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)
             entry = Entry(index, group, parameter, state, grad, halves)
