@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from torch_fp8._version import __version__
-from torch_fp8.quantization.suggestions import REMOVED, suggestion
+from torch_fp8.quantization.wording import REMOVED, suggestion
 
 _REMOVED = {
     **dict.fromkeys(("beside", "compare"), "take torch-fp8 compare, which draws both losses"),

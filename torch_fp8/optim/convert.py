@@ -16,9 +16,12 @@ from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import (
+    NO_MODEL,
     adopt_stable_adamw,
     check_shardings,
     check_trained,
+    has_linear_forward,
+    reasons_to_stay,
     without_wrapper,
 )
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
@@ -37,7 +40,6 @@ from torch_fp8.optim.split_optimizer import (
     split_parameters,
 )
 from torch_fp8.optim.state import State, is_large, settle_moments
-from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
@@ -70,7 +72,7 @@ def convert_optimizer(
         config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. Level O1
             changes nothing.
         model: the converted model that the optimizer trains. It determines which weights can be
-            split (`torch_fp8.optim.weight_owners`); without it no weight is split, and the report
+            split (`torch_fp8.optim.arguments`); without it no weight is split, and the report
             says so. Its embeddings keep returning float32, and its output layer keeps multiplying
             in float32 outside autocast (`torch_fp8.optim.embedding_dtype`). Weights already
             wrapped by DistributedDataParallel are not split. DTensors aren't either; split them

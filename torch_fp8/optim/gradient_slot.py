@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.ops.hardware import refuse_capture
-from torch_fp8.optim.step import shard_origin
+from torch_fp8.optim.state import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad

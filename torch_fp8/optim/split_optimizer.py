@@ -39,7 +39,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, stock_name, unhooked
 from torch_fp8.optim.gradient_slot import attach_slots
-from torch_fp8.optim.step import shard_origin
+from torch_fp8.optim.state import shard_origin
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data

@@ -21,7 +21,7 @@ from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.gemm_operand import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
-from torch_fp8.optim.state import State
+from torch_fp8.optim.state import State, shard_origin
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
@@ -319,20 +319,6 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     grad = grad.contiguous()
     grad = aligned(grad) if grad.storage_offset() else grad
     return grad if grad.ndim == 2 else grad.view(shape)  # (R, K)
-
-
-def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
-    """Return where this rank's shard starts in the whole matrix.
-
-    Returns:
-        (row, column, the whole matrix's number of columns).
-    """
-    if not isinstance(parameter, DTensor):
-        return 0, 0, matrix_shape(parameter.shape)[1]
-    (chunk,) = parameter.__create_chunk_list__()
-    row_length = matrix_shape(parameter.shape)[1]
-    element = sum(o * s for o, s in zip(chunk.offsets, parameter.stride(), strict=True))
-    return element // row_length, element % row_length, row_length
 
 
 def _scalars(group: dict[str, Any], step: float) -> StepScalars:

@@ -11,7 +11,7 @@ from typing import Any
 from torch_fp8.quantization.argument_types import check_type
 from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
-from torch_fp8.quantization.suggestions import check_choice, suggestion
+from torch_fp8.quantization.wording import check_choice, suggestion
 
 _MOST_BYTES = 2**20
 """Largest size of a configuration file in bytes; a larger file is something else."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.suggestions import check_choice, suggestion
+from torch_fp8.quantization.wording import check_choice, suggestion
 
 HIGH_PRECISION = "bf16"
 """The recipe of layers that stay in high precision."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch_fp8.config import FP8Config
 from torch_fp8.quantization.options import read_json
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.wording import suggestion
 
 BF16 = "bf16"
 _LEVELS = ("O1", "O2", "O3")

@@ -177,5 +177,7 @@ def test_a_kept_table_takes_the_gradients_and_scalars_of_each_step(grad):
         factors = [torch.ones(()), None]
         new, old = (adamw._tables(each, kind, lr_multipliers=factors) for each in (entries, kept))
         assert all(torch.equal(x, y) for x, y in zip(new[:2], old[:2], strict=True))
+        key = Record._fields.index("key0")
+        assert old[0][:, key : key + 2].tolist() == [[step, 0], [step, 1]]
         assert new[2] == old[2] == 1 + 600 * 2 // adamw.CHUNK + 1
     assert adamw._template.cache_info().hits
