@@ -31,8 +31,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, unhooked
 from torch_fp8.optim.gradient_slot import attach_slots, finish_release
 from torch_fp8.optim.split_optimizer import SplitOptimizer, widen_gradient
-from torch_fp8.optim.state import is_large
-from torch_fp8.optim.step import shard_origin
+from torch_fp8.optim.state import is_large, shard_origin
 from torch_fp8.quantization.linear_int8 import LinearInt8, decode, encode
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import plain
