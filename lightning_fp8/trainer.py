@@ -16,8 +16,8 @@ from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import HostPrecision, shards
 from torch_fp8 import FP8Config
 from torch_fp8.conversion.forward_precision import LastSteps, refuse_share
+from torch_fp8.distributed.ddp.connection import connection_of
 from torch_fp8.nn.deferred_logits import return_losses
-from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.merged_state import whole_weights
 
 
@@ -84,10 +84,9 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         ddp = self._strategy.model
         if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
             # The forward ran without averaging, because Lightning turns it on only for backward.
-            for converted in self._live():
-                ours = [o for o in converted.optimizers if isinstance(o, ConvertedOptimizer)]
-                for exchange in {e for o in ours for e in o.fp8_exchanges.values()}:
-                    exchange.prepare(tensor, synchronize=True)
+            connection = connection_of(ddp)
+            if connection is not None:
+                connection.prepare(ddp, (), tensor)
         return super().pre_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:

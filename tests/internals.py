@@ -27,8 +27,7 @@ _NAMES = {
     "torch_fp8.checkpoint.export": "export_into",
     "torch_fp8.checkpoint.fold_adapters": "SmoothFold why_not_folded",
     "torch_fp8.checkpoint.formats": "read_format",
-    "torch_fp8.checkpoint.quantized_files": "QuantizedFiles",
-    "torch_fp8.checkpoint.safetensors_files": "SafetensorsFiles",
+    "torch_fp8.checkpoint.safetensors_files": "QuantizedFiles SafetensorsFiles",
     "torch_fp8.checkpoint.whole_folder": "replaced_files whole_file whole_folder",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
@@ -36,7 +35,7 @@ _NAMES = {
     "torch_fp8.conversion.detect_rms_norm": "find_rms_norm takes_input_alone",
     "torch_fp8.conversion.expert_layers": "expert_reason",
     "torch_fp8.conversion.forward_precision": "LastSteps",
-    "torch_fp8.conversion.fp8_weight": "FP8Weight frozen_payload",
+    "torch_fp8.conversion.freeze": "FP8Weight frozen_payload",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
     "torch_fp8.conversion.fused_layers": "share_output",
     "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
@@ -61,8 +60,8 @@ _NAMES = {
     "torch_fp8.kernels.adamw": "adamw_step update_rms",
     "torch_fp8.kernels.adamw_record": "Record",
     "torch_fp8.kernels.arguments": (
-        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts NormBackwardInputs "
-        "NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
+        "BackwardInputs CastOptions GateBackwardInputs GateForm GradientParts "
+        "NormBackwardInputs NormInputs NormWithRstd StepScalars WeightMatrix WeightPayload"
     ),
     "torch_fp8.kernels.cast_launch": "cdiv",
     "torch_fp8.kernels.launch_tape": "REPLAYS Recording Replayed forget_recordings recording",
@@ -99,16 +98,16 @@ _NAMES = {
     "torch_fp8.nn.output_layer": "OutputLayer",
     "torch_fp8.nn.rms_norm": "Float8RMSNorm",
     "torch_fp8.nn.transformer_engine": "TransformerEngineLinear",
+    "torch_fp8.optim.arguments": "reasons_to_stay",
     "torch_fp8.optim.convert": "gradients_report",
     "torch_fp8.optim.embedding_dtype": "Float32Output HalfWeight multiply_half",
-    "torch_fp8.optim.grad_hooks": "hook_of",
+    "torch_fp8.optim.gradient_slot": "GradientSlot slot_of",
     "torch_fp8.optim.merged_state": "whole_weights",
     "torch_fp8.optim.muon": "BUFFER MuonOptimizer",
     "torch_fp8.optim.optimizer": "Float8Optimizer",
     "torch_fp8.optim.residual": "join_weight residual_of set_residual",
     "torch_fp8.optim.split_optimizer": "STEPS SplitOptimizer adopt_steps",
     "torch_fp8.optim.state": "STATE_FORMATS",
-    "torch_fp8.optim.weight_owners": "reasons_to_stay",
     "torch_fp8.quantization.block_scaled": "BlockScaled decode encode num_groups",
     "torch_fp8.quantization.formats": (
         "E4M3 E5M2 FORMATS GRADIENT GROUP_SIZE MIN_SCALE MOMENT1 MOMENT2 format_of"
@@ -125,7 +124,7 @@ _NAMES = {
     "torch_fp8.quantization.stochastic_rounding": (
         "element_index random_words second_words stream_keys stream_state"
     ),
-    "torch_fp8.quantization.suggestions": "REMOVED",
+    "torch_fp8.quantization.wording": "REMOVED",
     "torch_fp8.tensor.base": "map_tensors",
     "torch_fp8.tensor.dtensor": "local with_data",
     "torch_fp8.tensor.encoded": "plain",

@@ -17,7 +17,7 @@ from torch_fp8.quantization.options import (
 )
 from torch_fp8.quantization.overrides import Overrides, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
-from torch_fp8.quantization.suggestions import (
+from torch_fp8.quantization.wording import (
     naming_valid_options,
     suggestion,
     unknown_options,

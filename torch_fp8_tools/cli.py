@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from torch_fp8._version import __version__
-from torch_fp8.quantization.suggestions import REMOVED, suggestion
+from torch_fp8.quantization.wording import REMOVED, suggestion
 from torch_fp8_tools.parsers import add_parsers
 
 _REMOVED = {

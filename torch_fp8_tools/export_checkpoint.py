@@ -27,13 +27,17 @@ from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
 from torch_fp8.checkpoint.fold_adapters import AdapterFold
 from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
-from torch_fp8.checkpoint.quantized_files import QuantizedFiles
-from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles, parse_size, write_safetensors
+from torch_fp8.checkpoint.safetensors_files import (
+    QuantizedFiles,
+    SafetensorsFiles,
+    parse_size,
+    write_safetensors,
+)
 from torch_fp8.checkpoint.stored_names import stored_parts
 from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
+from torch_fp8.conversion.freeze import FP8Weight, frozen_payload
 from torch_fp8.conversion.revert import load_scaling_state_dict
 from torch_fp8.nn.delayed_scaling import BUFFERS
 from torch_fp8.nn.layer_filter import expert_weights

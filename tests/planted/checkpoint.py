@@ -21,14 +21,14 @@ FAULTS = [
     ),
     Fault(
         "an exponent scale is read as a number",
-        "torch_fp8/checkpoint/quantized_files.py",
+        "torch_fp8/checkpoint/safetensors_files.py",
         "    if scale.dtype == torch.uint8:\n        scale = scale.view(torch.float8_e8m0fnu)\n",
         "",
         f"{_TESTS}/test_checkpoint_format.py {_TESTS}/test_load_checkpoint.py",
     ),
     Fault(
         "a scale of zero in a file is accepted",
-        "torch_fp8/checkpoint/quantized_files.py",
+        "torch_fp8/checkpoint/safetensors_files.py",
         "        if not bool((value > 0).all()):",
         "        if not bool((value >= 0).all()):",
         f"{_TESTS}/test_checkpoint_format.py {_TESTS}/test_load_checkpoint.py",

@@ -29,7 +29,7 @@ from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import SAVE_FORMATS
-from torch_fp8.quantization.suggestions import check_choice
+from torch_fp8.quantization.wording import check_choice
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),

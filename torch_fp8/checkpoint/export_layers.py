@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.formats import ExportFormat
 from torch_fp8.checkpoint.stored_names import StoredPart, is_left_by_quantizers
-from torch_fp8.conversion.fp8_weight import FROZEN_BLOCK
+from torch_fp8.conversion.freeze import FROZEN_BLOCK
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import ROUTER_NAMES, expert_weights, is_linear, output_layer
 from torch_fp8.nn.linear import Float8Layer

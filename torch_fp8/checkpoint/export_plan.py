@@ -44,7 +44,7 @@ from torch_fp8.checkpoint.stored_names import (
     plain_dtype,
     stored_parts,
 )
-from torch_fp8.conversion.fp8_weight import FROZEN_BLOCK
+from torch_fp8.conversion.freeze import FROZEN_BLOCK
 from torch_fp8.conversion.selection import first_reasons
 from torch_fp8.nn.delayed_scaling import INPUT, WEIGHT, pushed_history, scaling_buffers
 from torch_fp8.nn.experts import Float8Experts

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torch_fp8.checkpoint.formats import block_of_strategy
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload, scale_grid
+from torch_fp8.conversion.freeze import FP8Weight, frozen_payload, scale_grid
 from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.recipe import CastSpec

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_fp8.checkpoint.quantized_files import QuantizedFiles
+from torch_fp8.checkpoint.safetensors_files import QuantizedFiles
 from torch_fp8.checkpoint.stored_names import own_tensors
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
-from torch_fp8.conversion.freeze import refuse_kept
+from torch_fp8.conversion.freeze import FP8Weight, frozen_payload, refuse_kept
 from torch_fp8.conversion.frozen_layers import freeze_weights, frozen_recipe
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.residual import split_parts

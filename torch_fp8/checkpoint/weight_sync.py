@@ -15,7 +15,7 @@ from torch_fp8.checkpoint.export import fold_of, unwrapped
 from torch_fp8.checkpoint.export_plan import Exact, ModelTensors, plan_export
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.quantization.suggestions import check_choice
+from torch_fp8.quantization.wording import check_choice
 
 _IN_BF16 = Exact(
     "has scales from its original checkpoint that are not powers of two, so BF16 cannot hold its "

@@ -10,7 +10,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.wording import suggestion
 
 PRECISIONS = ("fp8", "bf16")
 _ALL_FROZEN = (

@@ -26,7 +26,7 @@ from torch_fp8.nn.linear import Float8Layer, Float8Linear
 from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import TransformerEngineLinear, place_regions
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
-from torch_fp8.optim.grad_hooks import remove_hook
+from torch_fp8.optim.gradient_slot import remove_slot
 from torch_fp8.optim.split_optimizer import join_parameters
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import Recipe
@@ -63,7 +63,7 @@ def revert(model: nn.Module) -> int:
     keep_scaling_local(model)
     parameters = [p for p in model.parameters() if not isinstance(p, DTensor)]
     for parameter in parameters:
-        remove_hook(parameter)
+        remove_slot(parameter)
     join_parameters(parameters)
     for parameter in parameters:
         if parameter.grad is not None:

@@ -17,7 +17,7 @@ scale is NaN.
 import functools
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -29,6 +29,7 @@ from torch_fp8.kernels.adamw_kernels import (
     update_rms_kernel,
     update_squares_kernel,
 )
+from torch_fp8.kernels.adamw_record import Record
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix, WeightPayload
 from torch_fp8.kernels.cast_launch import cdiv
 from torch_fp8.quantization.block_scaled import num_groups
@@ -52,6 +53,8 @@ PARTIALS = 1024
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 _MASK32 = (1 << 32) - 1
 _LARGEST_SIDE = (1 << 31) // 128 - 1  # of a weight with payload: int32 positions in a square
+
+_AT = {name: i for i, name in enumerate(Record._fields)}
 
 Entry = tuple[WeightMatrix, StepScalars]
 
@@ -143,7 +146,8 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     """
     if not entries:
         return torch.zeros(0, device="cpu", dtype=torch.float32)
-    entries = [(matrix._replace(amax=None, payload=None), scalars) for matrix, scalars in entries]
+    bare = {"amax": None, "payload": None, "memo": None}
+    entries = [(matrix._replace(**bare), scalars) for matrix, scalars in entries]
     result = torch.zeros(len(entries), device=entries[0][0].weight.device, dtype=torch.float32)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
@@ -186,25 +190,53 @@ def _classes(entries: Sequence[Entry]) -> dict[_Class, list[int]]:
     return classes
 
 
+class Fixed:
+    """What a matrix has in common from step to step: all but its gradient and scalars.
+
+    Attributes:
+        addresses: the first fields of a `Record`, 0 for what there is not.
+        shape: rows and columns, row length and start, of a `Record`.
+    """
+
+    def __init__(self, matrix: WeightMatrix) -> None:
+        weight, residual, _, first, second, row, col, row_length, amax, payload, _ = matrix
+        casts = (None, None) if payload is None else payload[2:]
+        tensors = (weight, residual, None, None, None, *first, *second)
+        tensors = (*tensors, None, None, amax, *casts, None)
+        self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        rows, cols = weight.shape
+        self.shape = rows, cols, row_length & _MASK32, (row * row_length + col) & _MASK32
+        addresses = 0
+        for tensor in (weight, residual, first.qdata, second.qdata):
+            if tensor is not None:
+                assert tensor.is_contiguous()
+                addresses |= tensor.data_ptr()
+        self._addresses = addresses
+        self._before = weight.dtype, residual is not None
+        self._after = amax is not None, None if payload is None else payload[:2]
+        self._row_length = row_length
+
+    def kind(self, matrix: WeightMatrix) -> _Class:
+        """Return the class of the matrix with its current gradient."""
+        grad: Any = matrix.grad
+        grad = grad.qdata if grad.__class__ is GradientParts else grad
+        aligned = (self._addresses | grad.data_ptr()) % 16 == 0
+        shape = self.shape[1], self._row_length
+        return _class_for(*self._before, grad.dtype, *shape, aligned, *self._after)
+
+
 def _class_of(matrix: WeightMatrix) -> _Class:
-    grad = matrix.grad.qdata if isinstance(matrix.grad, GradientParts) else matrix.grad
-    tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
-    if matrix.residual is not None:
-        tensors.append(matrix.residual)
-    addresses = 0
-    for tensor in tensors:
-        assert tensor.is_contiguous()
-        addresses |= tensor.data_ptr()
-    return _class_for(
-        matrix.weight.dtype,
-        matrix.residual is not None,
-        grad.dtype,
-        matrix.weight.shape[1],
-        matrix.row_length,
-        addresses % 16 == 0,
-        matrix.amax is not None,
-        None if matrix.payload is None else matrix.payload[:2],
-    )
+    return _fixed(matrix).kind(matrix)
+
+
+def _fixed(matrix: WeightMatrix) -> Fixed:
+    memo = matrix.memo
+    if memo is None:
+        return Fixed(matrix)
+    if not memo:
+        memo.append(Fixed(matrix))
+    fixed: Fixed = memo[0]
+    return fixed
 
 
 @functools.cache
@@ -239,55 +271,55 @@ def _tables(
         records (M, fields of Record) int64, matrix indices (P or P + 1,) int32, and the number of
         programs P.
     """
-    none = [None] * len(entries)
-    places: list[int] = []
-    numbers: list[float] = []
-    counts, first = [], 0
-    for (matrix, scalars), multiplier, rms in zip(
-        entries, lr_multipliers or none, update_rms or none, strict=True
-    ):
-        rows, cols = matrix.weight.shape
-        groups = rows * num_groups(cols)
-        if kind.layout == "squares":
-            groups = cdiv(rows, 128) * cdiv(cols, 128) * SQUARE_CHUNK
-        places += _addresses(matrix, multiplier, rms)
-        row, col, row_length = matrix[5:8]
-        start = row * row_length + col
-        at = first, groups, rows, cols, row_length & _MASK32, start & _MASK32
-        places += (*at, *scalars.keys)
-        # A `Record`'s numbers, in its order.
-        numbers += (-1.0 if scalars.maximize else 1.0, *scalars[:8])
-        counts.append(cdiv(groups, kind.chunk))
-        first += counts[-1]
-    # Arrays, because torch.tensor inspects each number of a list in turn.
-    integers = torch.frombuffer(array("q", places), dtype=torch.int64).view(len(entries), -1)
-    bits = torch.frombuffer(array("f", numbers), dtype=torch.int32).view(len(entries), -1)
-    records = torch.cat([integers, bits.long()], dim=1)
+    template_of = _template if all(m.memo for m, _ in entries) else _template.__wrapped__
+    template, first = template_of(tuple(_fixed(matrix) for matrix, _ in entries), kind)
     device = entries[0][0].weight.device
     # Pinned: a copy from pageable memory would wait for the kernels before it.
     host = torch.empty(
-        records.numel() + cdiv(first, 2),
-        dtype=torch.int64,
-        device="cpu",
-        pin_memory=device.type == "cuda",
-    )
-    host[: records.numel()] = records.view(-1)
-    owners = torch.arange(len(entries), dtype=torch.int32, device="cpu")
-    chunks = host[records.numel() :].view(torch.int32)
-    chunks[:first] = owners.repeat_interleave(
-        torch.tensor(counts, device="cpu", dtype=torch.int64), output_size=first
-    )
+        template.numel(), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+    ).copy_(template)
+    places: dict[str, list[int]] = {"grad": [], "key0": []}
+    numbers: list[float] = []
+    for matrix, scalars in entries:
+        grad = matrix.grad
+        parts = grad if isinstance(grad, GradientParts) else (grad,)
+        places["grad"] += [part.data_ptr() for part in parts]
+        places["key0"] += scalars.keys
+        # A `Record`'s numbers, in its order.
+        numbers += (-1.0 if scalars.maximize else 1.0, *scalars[:8])
+    for name, tensors in (("lr_multiplier", lr_multipliers), ("update_rms", update_rms)):
+        places[name] = [0 if x is None else x.data_ptr() for x in tensors or ()]
+    # Arrays, because torch.tensor inspects each number of a list in turn.
+    size = len(entries) * len(Record._fields)
+    records = host[:size].view(len(entries), -1)
+    for name, column in places.items():
+        if column:
+            values = torch.frombuffer(array("q", column), dtype=torch.int64).view(len(entries), -1)
+            records[:, _AT[name] : _AT[name] + values.shape[1]] = values
+    bits = torch.frombuffer(array("f", numbers), dtype=torch.int32).view(len(entries), -1)
+    records[:, _AT["grad_sign"] :] = bits
     buffer = host.to(device, non_blocking=True)
-    chunks = buffer[records.numel() :].view(torch.int32)
-    return buffer[: records.numel()].view(len(entries), -1), chunks, first
+    return buffer[:size].view(len(entries), -1), buffer[size:].view(torch.int32), first
 
 
-def _addresses(
-    matrix: WeightMatrix, lr_multiplier: Tensor | None, update_rms: Tensor | None
-) -> list[int]:
-    """Return the addresses of a `Record`, in its order; 0 for what there is not."""
-    weight, residual, grad, first, second, _, _, _, amax, payload = matrix
-    parts = grad if isinstance(grad, GradientParts) else (grad, None, None)
-    casts = (None, None) if payload is None else payload[2:]
-    tensors = (weight, residual, *parts, *first, *second, lr_multiplier, update_rms, amax, *casts)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, None)]
+@functools.lru_cache(maxsize=256)
+def _template(matrices: tuple[Fixed, ...], kind: _Class) -> tuple[Tensor, int]:
+    """Return what `_tables` copies, without gradients and scalars, and the number of programs."""
+    places: list[int] = []
+    counts, first = [], 0
+    for fixed in matrices:
+        rows, cols = fixed.shape[:2]
+        groups = rows * num_groups(cols)
+        if kind.layout == "squares":
+            groups = cdiv(rows, 128) * cdiv(cols, 128) * SQUARE_CHUNK
+        places += (*fixed.addresses, first, groups, *fixed.shape)
+        places += [0] * (len(Record._fields) - _AT["key0"])
+        counts.append(cdiv(groups, kind.chunk))
+        first += counts[-1]
+    host = torch.zeros(len(places) + cdiv(first, 2), dtype=torch.int64, device="cpu")
+    host[: len(places)] = torch.frombuffer(array("q", places), dtype=torch.int64)
+    owners = torch.arange(len(matrices), dtype=torch.int32, device="cpu")
+    repeats = torch.tensor(counts, device="cpu", dtype=torch.int64)
+    chunks = host[len(places) :].view(torch.int32)
+    chunks[:first] = owners.repeat_interleave(repeats, output_size=first)
+    return host, first

@@ -1,6 +1,6 @@
 """The tuples of arguments that operators pass to their kernels."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,6 +174,7 @@ class WeightMatrix(NamedTuple):
             NaN if a weight is NaN. None: not computed.
         payload: FP8 payload that kernels write; None: none. The reference does not write it, so its
             caller has to cast the weight.
+        memo: list in which kernels keep what follows from the fields but `grad`, or None.
     """
 
     weight: Tensor
@@ -186,6 +187,7 @@ class WeightMatrix(NamedTuple):
     row_length: int
     amax: Tensor | None = None
     payload: WeightPayload | None = None
+    memo: list[Any] | None = None
 
 
 class BackwardInputs(NamedTuple):

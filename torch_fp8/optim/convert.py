@@ -16,15 +16,18 @@ from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import (
+    NO_MODEL,
     adopt_stable_adamw,
     check_shardings,
     check_trained,
+    has_linear_forward,
+    reasons_to_stay,
     without_wrapper,
 )
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.converted import ConvertedOptimizer, stock_name, swap_class, unhooked
 from torch_fp8.optim.embedding_dtype import keep_output_dtype, multiply_half
-from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.gradient_slot import attach_slots, detach_slots
 from torch_fp8.optim.kept_payloads import keep_payloads
 from torch_fp8.optim.muon import MuonOptimizer, is_muon
 from torch_fp8.optim.optimizer import Float8Optimizer
@@ -37,7 +40,6 @@ from torch_fp8.optim.split_optimizer import (
     split_parameters,
 )
 from torch_fp8.optim.state import State, is_large, settle_moments
-from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.options import given
 from torch_fp8.quantization.wording import counted
@@ -70,7 +72,7 @@ def convert_optimizer(
         config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. Level O1
             changes nothing.
         model: the converted model that the optimizer trains. It determines which weights can be
-            split (`torch_fp8.optim.weight_owners`); without it no weight is split, and the report
+            split (`torch_fp8.optim.arguments`); without it no weight is split, and the report
             says so. Its embeddings keep returning float32, and its output layer keeps multiplying
             in float32 outside autocast (`torch_fp8.optim.embedding_dtype`). Weights already
             wrapped by DistributedDataParallel are not split. DTensors aren't either; split them
@@ -235,7 +237,7 @@ def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -
         optimizer.fp8_layers = tuple(r for r in large if r not in late or r in had_hooks)
         if late and not optimizer.fp8_layers:
             optimizer.fp8_why_bf16_gradients = _WRAPPED
-    missing = attach_hooks(optimizer)
+    missing = attach_slots(optimizer)
     if had_hooks:
         optimizer.fp8_hooks_restored += missing
 
@@ -256,7 +258,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     optimizer = without_wrapper(optimizer)
     if not isinstance(optimizer, ConvertedOptimizer):
         return 0
-    detach_hooks(optimizer)
+    detach_slots(optimizer)
     optimizer.fp8_layers = ()
     return join_parameters(p for _, _, p in optimizer.indexed_parameters())
 

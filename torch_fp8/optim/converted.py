@@ -2,8 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +13,7 @@ from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.autograd.inference import outside_inference_mode
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import refuse_capture
-from torch_fp8.optim.grad_hooks import GradientExchange, attach_hooks, hook_of
+from torch_fp8.optim.gradient_slot import attach_slots, slot_of
 from torch_fp8.optim.residual import known_residual, loaded_residual, set_residual
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import EXACT_BITS
@@ -32,7 +31,6 @@ class ConvertedOptimizer(Optimizer):
         fp8_why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
         fp8_hooks_restored: the number of lost gradient hooks that were put back so far.
         fp8_released: the parameters stepped in backward since the last ``step``.
-        fp8_exchanges: the exchange that averages a parameter's gradient over ranks, by parameter.
     """
 
     fp8_config: FP8Config
@@ -40,7 +38,6 @@ class ConvertedOptimizer(Optimizer):
     fp8_why_bf16_gradients: str | None = None
     fp8_hooks_restored: int = 0
     fp8_released: set[Tensor]
-    fp8_exchanges: Mapping[Tensor, GradientExchange] = MappingProxyType({})
     _fp8_base: type[Optimizer]
     _fp8_attributes: ClassVar[tuple[str, ...]] = (
         "fp8_config",
@@ -63,9 +60,9 @@ class ConvertedOptimizer(Optimizer):
         return {w for w in weights if not isinstance(local(w), Float8FrozenWeight)}
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
-        """Return whether a hook quantizes the gradient as soon as autograd has accumulated it."""
-        hook = hook_of(parameter)  # a frozen weight has one, too
-        return hook is not None and hook.quantize and parameter.requires_grad
+        """Return whether the gradient is quantized as soon as autograd has accumulated it."""
+        slot = slot_of(parameter)  # a frozen weight has one, too
+        return slot is not None and slot.quantize and parameter.requires_grad
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return (index, group, parameter) for each parameter; the index keys the rounding."""
@@ -101,7 +98,7 @@ class ConvertedOptimizer(Optimizer):
                 if i in residuals:
                     stored, bits = residuals[i]
                     set_residual(parameter, loaded_residual(local(parameter), stored, bits))
-        attach_hooks(self)  # copied parameters have none, and indices may have changed
+        attach_slots(self)  # copied parameters have none, and indices may have changed
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is created at run time; pickle and deepcopy rebuild it from the two bases.

@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, unhooked
-from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
+from torch_fp8.optim.gradient_slot import attach_slots, finish_release
 from torch_fp8.optim.split_optimizer import SplitOptimizer, widen_gradient
-from torch_fp8.optim.state import is_large
-from torch_fp8.optim.step import shard_origin
+from torch_fp8.optim.state import is_large, shard_origin
 from torch_fp8.quantization.linear_int8 import LinearInt8, decode, encode
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import plain
@@ -51,7 +50,7 @@ class MuonOptimizer(SplitOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run a closure, then the user's Muon's step, on float32 momenta."""
         loss = run_closure(self, closure)
-        self.fp8_hooks_restored += attach_hooks(self)
+        self.fp8_hooks_restored += attach_slots(self)
         step = self._next_step()
         stepped = set(self.fp8_released)
         finish_release(self)

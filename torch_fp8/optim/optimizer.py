@@ -26,7 +26,7 @@ from torch_fp8.optim.checkpoint import (
     has_residual,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure
-from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
+from torch_fp8.optim.gradient_slot import attach_slots, finish_release
 from torch_fp8.optim.residual import (
     loaded_residual,
     residual_bits,
@@ -55,6 +55,7 @@ from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_moment import Float8Moment
+from torch_fp8.tensor.halves import VERSIONS
 from torch_fp8.tensor.split_weight import halves_of
 
 
@@ -72,7 +73,7 @@ class Float8Optimizer(ConvertedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, as torch.optim.AdamW does."""
         loss = run_closure(self, closure)
-        self.fp8_hooks_restored += attach_hooks(self)
+        self.fp8_hooks_restored += attach_slots(self)
         finish_release(self)
         self.step_parameters(self.indexed_parameters())
         return loss
@@ -92,8 +93,15 @@ class Float8Optimizer(ConvertedOptimizer):
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             grad = settled_gradient(parameter, grad)
-            state = self._state_of(parameter)
+            state: State = self.state[parameter]
             halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
+            if halves is not None and halves.matrix is not None:
+                matrix = halves.matrix.current(halves, state, grad)
+                if matrix is not None:
+                    halves.version = next(VERSIONS)
+                    large.append(Entry(index, group, parameter, state, grad, halves, matrix))
+                    continue
+            state = self._state_of(parameter)
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)
             entry = Entry(index, group, parameter, state, grad, halves)

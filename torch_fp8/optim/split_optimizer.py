@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
 from torch_fp8.optim.converted import ConvertedOptimizer, run_closure, stock_name, unhooked
-from torch_fp8.optim.grad_hooks import attach_hooks
-from torch_fp8.optim.step import shard_origin
+from torch_fp8.optim.gradient_slot import attach_slots
+from torch_fp8.optim.state import shard_origin
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local, with_data
@@ -71,7 +71,7 @@ class SplitOptimizer(ConvertedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Run the user's optimizer's step, then round the weights that it has written."""
         run_closure(self, None)
-        self.fp8_hooks_restored += attach_hooks(self)
+        self.fp8_hooks_restored += attach_slots(self)
         step = self._next_step()
         own_step = unhooked(self._fp8_base.step)
         if not own_step.__module__.startswith("torch.optim."):

@@ -203,6 +203,20 @@ def shards_rows(parameter: Tensor) -> bool:
     return all(getattr(placement, "dim", 0) == 0 for placement in placements)
 
 
+def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
+    """Return where this rank's shard starts in the whole matrix.
+
+    Returns:
+        (row, column, the whole matrix's number of columns).
+    """
+    if not isinstance(parameter, DTensor):
+        return 0, 0, matrix_shape(parameter.shape)[1]
+    (chunk,) = parameter.__create_chunk_list__()
+    row_length = matrix_shape(parameter.shape)[1]
+    element = sum(o * s for o, s in zip(chunk.offsets, parameter.stride(), strict=True))
+    return element // row_length, element % row_length, row_length
+
+
 def encoded_entry(
     name: str, moment: Float8Moment, parameter: Tensor, device: torch.device
 ) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """The step of parameters: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
+import operator
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.gemm_operand import aligned
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
-from torch_fp8.optim.state import State
+from torch_fp8.optim.state import State, shard_origin
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
@@ -42,6 +44,7 @@ class Entry(NamedTuple):
         group, parameter, state: its group, itself, its state.
         grad: its gradient, in the form in which it is stored.
         halves: this rank's halves of it; None: it is not split.
+        matrix: its matrix, if only the gradient has changed since the last step.
     """
 
     number: int
@@ -50,6 +53,54 @@ class Entry(NamedTuple):
     state: State
     grad: Tensor
     halves: Halves | None
+    matrix: WeightMatrix | None = None
+
+
+class KeptMatrix(NamedTuple):
+    """The matrix of a split weight from one step to the next, which lives as long as its halves.
+
+    Attributes:
+        parts: the halves' tensors and cast from which the matrix was made.
+        codes: weak references to the codes of the moments.
+        address: the address of the weight.
+        matrix: the matrix, without gradient and moments.
+    """
+
+    parts: tuple[Any, ...]
+    codes: tuple["weakref.ref[Tensor]", "weakref.ref[Tensor]"]
+    address: int
+    matrix: WeightMatrix
+
+    @staticmethod
+    def of(matrix: WeightMatrix, halves: Halves) -> "KeptMatrix":
+        codes = weakref.ref(matrix.exp_avg.qdata), weakref.ref(matrix.exp_avg_sq.qdata)
+        none: Any = None
+        bare = matrix._replace(grad=none, exp_avg=none, exp_avg_sq=none, memo=[])
+        return KeptMatrix(_parts(halves), codes, halves.high.data_ptr(), bare)
+
+    def current(self, halves: Halves, state: State, grad: Tensor) -> WeightMatrix | None:
+        """Return the matrix with a gradient, or None if something else has changed."""
+        if halves.bits != RESIDUAL_BITS or "exp_avg" not in state or not state["step"].is_cpu:
+            return None
+        first: Any = getattr(local(state["exp_avg"]), "codes", _NO_CODES)
+        second: Any = getattr(local(state["exp_avg_sq"]), "codes", _NO_CODES)
+        same = first[0] is self.codes[0]() and second[0] is self.codes[1]()
+        same = same and all(map(operator.is_, _parts(halves), self.parts))
+        if not same or halves.high.data_ptr() != self.address:
+            return None
+        weight, residual, *_ = matrix = self.matrix
+        grads = gradient_matrix(local(grad), weight.shape)
+        codes = grads.qdata if isinstance(grads, GradientParts) else grads
+        if matrix.payload is not None and codes.data_ptr() % 16:
+            return None
+        return WeightMatrix(weight, residual, grads, first, second, *matrix[5:])
+
+
+_NO_CODES: Any = (object(),)
+
+
+def _parts(halves: Halves) -> tuple[Any, ...]:
+    return halves.high, halves.residual, halves.amax, halves.payload, halves.cast
 
 
 def step_large(entries: list[Entry], config: FP8Config) -> None:
@@ -65,15 +116,18 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
     prepared, alone = [], []
     of_groups: dict[tuple[int, float], tuple[StepScalars, int]] = {}
     for entry in entries:
-        index, group, parameter, state, _, halves = entry
+        index, group, parameter, state, _, halves, matrix = entry
         weight = local(parameter) if halves is None else halves.high
-        in_place = weight.is_contiguous()
+        in_place = matrix is not None or weight.is_contiguous()
         if not in_place and len(entries) > 1:
             alone.append(entry)
             continue
-        matrix = _matrix(entry, weight if in_place else weight.contiguous(), config)
-        if halves is not None and halves.payload is not None:
-            matrix = _with_payload(matrix, halves)
+        if matrix is None:
+            matrix = _matrix(entry, weight if in_place else weight.contiguous(), config)
+            if halves is not None and halves.payload is not None:
+                matrix = _with_payload(matrix, halves)
+            if halves is not None and in_place:
+                halves.matrix = KeptMatrix.of(matrix, halves)
         step = float(state["step"])
         if (id(group), step) not in of_groups:
             stream = stream_state(config.seed, int(step))
@@ -221,7 +275,7 @@ def settled_gradient(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 def _matrix(entry: Entry, weight: Tensor, config: FP8Config) -> WeightMatrix:
-    _, _, parameter, state, grad, halves = entry
+    _, _, parameter, state, grad, halves, _ = entry
     first: Any = local(state["exp_avg"])
     second: Any = local(state["exp_avg_sq"])
     shape = matrix_shape(weight.shape)
@@ -265,20 +319,6 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     grad = grad.contiguous()
     grad = aligned(grad) if grad.storage_offset() else grad
     return grad if grad.ndim == 2 else grad.view(shape)  # (R, K)
-
-
-def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
-    """Return where this rank's shard starts in the whole matrix.
-
-    Returns:
-        (row, column, the whole matrix's number of columns).
-    """
-    if not isinstance(parameter, DTensor):
-        return 0, 0, matrix_shape(parameter.shape)[1]
-    (chunk,) = parameter.__create_chunk_list__()
-    row_length = matrix_shape(parameter.shape)[1]
-    element = sum(o * s for o, s in zip(chunk.offsets, parameter.stride(), strict=True))
-    return element // row_length, element % row_length, row_length
 
 
 def _scalars(group: dict[str, Any], step: float) -> StepScalars:

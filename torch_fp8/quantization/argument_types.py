@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
 from torch import nn
@@ -45,40 +45,52 @@ def check_arguments(
         TypeError: an argument has the wrong type.
         ValueError: an argument is not a device or not a floating-point dtype.
     """
-    for argument, members in _annotations(function).items():
-        value = arguments[argument]
-        place = f"{name or function.__name__}({argument}=...)"
-        if not any(_fits(value, member) for member in members):
-            got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-            valid = " or ".join(map(_text, members))
-            raise TypeError(f"{place} takes {valid}, got {got}{_hint(place, value)}")
-        if isinstance(value, torch.dtype) and not value.is_floating_point:
-            raise ValueError(f"{place} takes a floating-point dtype, got {value}")
-        try:
-            if torch.device in members and value is not None:
-                torch.device(value)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{place} takes a device of torch, got {value!r}: {error}") from None
+    for argument, hint in _hints(function).items():
+        if argument != "config" or str not in get_args(hint):
+            place = f"{name or function.__name__}({argument}=...)"
+            check_type(place, arguments[argument], hint)
 
 
 @functools.cache
-def _annotations(function: Callable[..., Any]) -> dict[str, list[Any]]:
-    """Return the members of the annotation of each argument that is checked, by its name."""
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(inspect.unwrap(function))
-    members = {name: _members(hint) for name, hint in hints.items() if name != "return"}
-    # `config_or_default` checks what may be the name of a recipe.
-    recipes = [name for name, of in members.items() if name == "config" and str in of]
-    return {n: of for n, of in members.items() if Any not in of and n not in recipes}
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
-def _members(hint: Any) -> list[Any]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return list(typing.get_args(hint)) if is_union else [hint]
+def check_type(place: str, value: object, hint: Any) -> None:
+    """Check a value against an annotation.
+
+    Args:
+        place: the argument or option, for errors.
+        value: its value.
+        hint: its annotation: a class, a container with the class of its items, or a union.
+    Raises:
+        TypeError, ValueError: see `check_arguments`.
+    """
+    members = _members(hint)
+    if Any in members:
+        return
+    if not any(_fits(value, member) for member in members):
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        got = repr(value) if isinstance(value, (str, int, float, tuple)) else got
+        valid = " or ".join(map(_text, members))
+        raise TypeError(f"{place} takes {valid}, got {got}{_hint(place, value)}")
+    if isinstance(value, torch.dtype) and not value.is_floating_point:
+        raise ValueError(f"{place} takes a floating-point dtype, got {value}")
+    try:
+        if torch.device in members and value is not None:
+            torch.device(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{place} takes a device of torch, got {value!r}: {error}") from None
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def _fits(value: object, member: Any) -> bool:
     """Return whether a value, and each item of a container, has the annotated type."""
-    origin, items = typing.get_origin(member) or member, typing.get_args(member)
+    origin, items = get_origin(member) or member, get_args(member)
     if origin is Optimizer:  # hosts also pass wrappers, which derive from no class of torch
         return hasattr(value, "param_groups") and not isinstance(value, type)
     if not isinstance(value, _ACCEPTED.get(origin, origin)):
@@ -93,9 +105,9 @@ def _fits(value: object, member: Any) -> bool:
 
 def _text(member: Any) -> str:
     """Name an annotated type in an error."""
-    origin, items = typing.get_origin(member) or member, typing.get_args(member)
-    article = "an" if origin.__name__[0].lower() in "aeiou" else "a"
-    text = _TEXTS.get(origin, f"{article} {origin.__name__}")
+    origin, items = get_origin(member) or member, get_args(member)
+    name = origin.__name__
+    text = _TEXTS.get(origin, f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}")
     if items and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
         return f"{text} of {getattr(items[0], '__name__', items[0])}"
     return text

@@ -8,19 +8,13 @@ from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any
 
+from torch_fp8.quantization.argument_types import check_type
 from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides, is_high_precision
 from torch_fp8.quantization.recipe import E4M3_ONLY, RECIPES, SAVE_FORMATS
-from torch_fp8.quantization.suggestions import check_choice, suggestion
+from torch_fp8.quantization.wording import check_choice, suggestion
 
 _MOST_BYTES = 2**20
 """Largest size of a configuration file in bytes; a larger file is something else."""
-_TYPES: dict[type, tuple[Any, str]] = {
-    tuple: ((tuple, list), "a tuple of strings"),
-    bool: (bool, "a bool"),
-    float: ((int, float), "a number"),
-    int: (int, "an int"),
-}
-"""The types of values that an option takes by the type of its default, and their text in errors."""
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -43,25 +37,22 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else error
         raise ValueError(f"not valid JSON: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        nor = f"nor a recipe{suggestion(text, ('auto', *RECIPES))}"
+        raise ValueError(f"{text!r} is neither a JSON object nor a readable file {nor}") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
     return values
 
 
 def _read_file(name: str) -> str:
-    try:
-        with Path(name).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration")
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
-    except OSError as error:
-        hint = suggestion(name, ("auto", *RECIPES))
-        raise ValueError(
-            f"{name!r} is neither a JSON object nor a readable file nor a recipe{hint}"
-        ) from error
+    with Path(name).open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration")
+    return content.decode()
 
 
 def option(default: Any, *, of: str = "", **rule: Any) -> Any:
@@ -100,24 +91,21 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
     """
     name, rule, default = f"FP8Config.{of_field.name}", of_field.metadata, of_field.default
     choices, least, most = rule.get("choices", ()), rule.get("least"), rule.get("most")
-    is_optional = default is None and least is not None
-    kind, items = int if is_optional and value is not None else type(default), (value,)
-    types, text = _TYPES.get(kind, (object, ""))
-    if not isinstance(value, types) or (isinstance(value, bool) and kind in (int, float)):
-        raise TypeError(f"{name} must be {text}, got {value!r}")
-    if kind is tuple:
-        if not all(isinstance(item, str) and item for item in value):
+    if isinstance(default, tuple):
+        value = tuple(value) if isinstance(value, list) else value
+        check_type(name, value, of_field.type)
+        if not all(value):
             raise TypeError(f"{name} must hold non-empty strings, got {value!r}")
-        value = items = tuple(value)
-    if kind in (int, float):
-        if kind is int and least is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-        if most is not None and not least <= value <= most:
-            raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
-        value = kind(value)
-    for item in items if choices else ():
+    elif not choices:
+        check_type(name, value, of_field.type)
+    for item in (value if isinstance(default, tuple) else (value,)) if choices else ():
         check_choice(name, item, choices)
-    return value
+    if least is not None and value is not None:
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if most is not None and not value <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {value}: {rule['why']}")
+    return float(value) if isinstance(default, float) else value
 
 
 def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None) -> None:
@@ -129,12 +117,11 @@ def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None
     Raises:
         ValueError, TypeError: the options do not fit the configuration.
     """
-    where = f"FP8Config.overrides[{pattern!r}]"
+    where, errors = f"FP8Config.overrides[{pattern!r}]", []
     tried = [options]
     if options and "recipe" not in options:  # layers may get a recipe from another pattern
         others = [o["recipe"] for o in config.overrides.values() if o and "recipe" in o]
         tried += [{**options, "recipe": recipe} for recipe in others if recipe != HIGH_PRECISION]
-    errors = []
     for each in tried:
         try:
             config.overridden(each)
@@ -157,6 +144,7 @@ def _check_override(config: Any, pattern: str, options: Mapping[str, Any] | None
 PROBES = ("clip_search", "logit_sharpness")
 ON_ALARM = ("warn", "bf16", *RECIPES)
 _TE = ("transformer-engine",)
+_FINER = "a recipe that all layers already run; choose a finer one, or on_alarm='bf16'"
 _OTHERS = tuple(name for name in RECIPES if name != "tensorwise")
 _OWNERS: tuple[tuple[str, str, Container[object], object], ...] = (
     ("auto", "recipe", ("auto",), "auto"),
@@ -181,6 +169,7 @@ _PAIRS: tuple[tuple[str, tuple[object, ...], str, tuple[object, ...], str], ...]
     ("backend", _TE, "cache_weights", (True,), "it casts weights itself"),
     ("backend", _TE, "recipe", ("rowwise",), "it has tensorwise, delayed, blockwise and mxfp8"),
     ("backend", _TE, "amax_history_len", (1,), "its histories are longer"),
+    *(("on_alarm", (r,), "recipe", (r,), _FINER) for r in RECIPES),
 )
 """An option and some of its values, another option and values that they exclude (if none are given,
 all true ones), and the reason.
@@ -196,13 +185,10 @@ def check_options(config: Any) -> None:
         ValueError, TypeError: see `checked`, `Overrides.checked` and `_check_override`; options
             exclude each other.
     """
+    overrides = Overrides.checked(config.overrides, named(config, "layer"))
+    object.__setattr__(config, "overrides", overrides)
     for of_field in fields(config):
-        value = getattr(config, of_field.name)
-        if of_field.name == "overrides":
-            value = Overrides.checked(value, named(config, "layer"))
-        else:
-            value = checked(of_field, value)
-        object.__setattr__(config, of_field.name, value)
+        object.__setattr__(config, of_field.name, checked(of_field, getattr(config, of_field.name)))
     for text in _contradictions(config):
         raise ValueError(f"FP8Config: {text}")
     for pattern, options in config.overrides.items():
@@ -230,8 +216,3 @@ def _contradictions(config: Any) -> Iterator[str]:
         )
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
         yield "wgrad='bf16' excludes fast_accum=('wgrad',): that GEMM is no FP8 GEMM; leave one out"
-    if config.on_alarm == config.recipe:
-        yield (
-            f"on_alarm={config.on_alarm!r} is the recipe that all layers already run; choose a "
-            "finer one, or on_alarm='bf16'"
-        )

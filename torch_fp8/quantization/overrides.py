@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.wording import check_choice, suggestion
 
 HIGH_PRECISION = "bf16"
 """The recipe of layers that stay in high precision."""
@@ -48,17 +48,12 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
                     f"{where}: {', '.join(map(repr, unknown))} cannot differ between layers; "
                     f"options that can are {', '.join(names)}{suggestion(unknown[0], names)}"
                 )
-            valid = (*RECIPES, HIGH_PRECISION)
             recipe = options.get("recipe", HIGH_PRECISION)
-            if recipe not in valid:
-                raise ValueError(
-                    f"{where}: recipe={recipe!r} cannot be set for single layers; valid are "
-                    f"{', '.join(map(repr, valid))}{suggestion(recipe, RECIPES)}"
-                )
+            check_choice(f"{where}: a layer's recipe", recipe, (*RECIPES, HIGH_PRECISION))
             others = ", ".join(repr(name) for name in options if name != "recipe")
             if options.get("recipe") == HIGH_PRECISION and others:
                 raise ValueError(f"{where}: recipe 'bf16' has no {others}; leave one of them out")
-        return cls((p, None if o is None else _plain(o)) for p, o in value.items())
+        return cls({p: None if o is None else _plain(o) for p, o in value.items()})
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))

@@ -56,6 +56,7 @@ class Halves:
         self.cast, self.payload = cast, payload
         self.version = self.measured = self.filled = next(VERSIONS)
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
+        self.matrix: Any = None  # of the optimizer's last step
 
     @staticmethod
     @torch.no_grad()

@@ -21,7 +21,7 @@ from typing import Any
 from torch_fp8.config import FP8Config
 from torch_fp8.quantization.options import read_json
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.suggestions import suggestion
+from torch_fp8.quantization.wording import suggestion
 from torch_fp8_tools.compare.bf16_products import SLOW, slowness
 from torch_fp8_tools.compare.outcome import Advice, Outcome, advise, outcome
 from torch_fp8_tools.compare.tables import as_json, as_text, draw, steps_csv, summary_csv

@@ -11,7 +11,7 @@ from typing import Any
 from torch_fp8.conversion.memory import CATEGORIES, MemoryReport
 from torch_fp8.nn.layer_filter import expert_weights, experts_per_token
 from torch_fp8.quantization.argument_types import check_arguments
-from torch_fp8.quantization.suggestions import check_choice, unknown_options
+from torch_fp8.quantization.wording import check_choice, unknown_options
 from torch_fp8_tools.plan.counts import standing_bytes, step_bytes, wire_bytes
 from torch_fp8_tools.plan.followed_step import StepBytes
 from torch_fp8_tools.plan.layouts import text_of

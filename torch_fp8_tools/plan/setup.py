@@ -10,7 +10,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import check_card
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.quantization.recipe import RECIPES
-from torch_fp8.quantization.suggestions import check_choice
+from torch_fp8.quantization.wording import check_choice
 from torch_fp8_tools.plan.layers import Layers
 from torch_fp8_tools.plan.layouts import read_config, text_of
 

@@ -147,3 +147,34 @@ def test_one_launch_for_each_class(record_launches):
         adamw.adamw_step([])
         adamw.adamw_step([(optimizer_matrix(0, 64, *kinds[0][0], torch.bfloat16), SCALARS)])
     assert len(launches) == 2
+
+
+@pytest.mark.parametrize("grad", ["bf16", "8-bit"])
+def test_a_kept_table_takes_the_gradients_and_scalars_of_each_step(grad):
+    entries = [
+        (optimizer_matrix(rows, 64, *WEIGHTS["bf16 with 8 bits"], GRADS[grad]), SCALARS)
+        for rows in (4, 600)
+    ]
+    memos = [[], []]
+    for step in range(3):
+        entries = [
+            (
+                matrix._replace(
+                    grad=optimizer_matrix(
+                        matrix.weight.shape[0], 64, *WEIGHTS["bf16 with 8 bits"], GRADS[grad]
+                    ).grad
+                ),
+                scalars._replace(keys=(step, i), step_size=1e-3 * (step + 1), maximize=step == 1),
+            )
+            for i, (matrix, scalars) in enumerate(entries)
+        ]
+        kept = [(m._replace(memo=memo), s) for (m, s), memo in zip(entries, memos, strict=True)]
+        (kind,) = adamw._classes(entries)
+        assert list(adamw._classes(kept)) == [kind]
+        factors = [torch.ones(()), None]
+        new, old = (adamw._tables(each, kind, lr_multipliers=factors) for each in (entries, kept))
+        assert all(torch.equal(x, y) for x, y in zip(new[:2], old[:2], strict=True))
+        key = Record._fields.index("key0")
+        assert old[0][:, key : key + 2].tolist() == [[step, 0], [step, 1]]
+        assert new[2] == old[2] == 1 + 600 * 2 // adamw.CHUNK + 1
+    assert adamw._template.cache_info().hits

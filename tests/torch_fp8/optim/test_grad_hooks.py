@@ -11,7 +11,7 @@ from tests.internals import (
     ReleasedGrad,
     WideGrad,
     gradients_report,
-    hook_of,
+    slot_of,
     stored_grad,
 )
 from tests.steps import adamw
@@ -147,14 +147,14 @@ def test_hooks_are_attached_once_and_follow_the_configuration():
     weight = model[0].weight
     assert len(weight._post_accumulate_grad_hooks) == 1
     convert_optimizer(optimizer, FP8Config(), model=model)
-    assert hook_of(weight) is None
+    assert slot_of(weight) is None
     convert_optimizer(optimizer, O3, model=model)
     another = torch.optim.AdamW(model.parameters())
     assert convert_optimizer(another, O3, model=model).num_fp8_gradients == 3
     assert len(weight._post_accumulate_grad_hooks) == 1
-    assert hook_of(weight).belongs_to(another)
+    assert slot_of(weight).belongs_to(another)
     restore_weights(another)
-    assert hook_of(weight) is None
+    assert slot_of(weight) is None
     _backward(model, 0)
     assert type(weight.grad) is torch.Tensor
 

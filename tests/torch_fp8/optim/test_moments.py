@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.internals import Float8Moment, hook_of
+from tests.internals import Float8Moment, slot_of
 from tests.steps import adamw, through_a_file
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 
@@ -164,8 +164,8 @@ def test_a_copy_of_an_optimizer_keeps_8_bits_and_a_pickle_is_plain():
 
 def test_a_gradient_is_rounded_with_the_bits_of_the_rank_that_has_it():
     layer = nn.Sequential(nn.Linear(64, 96))
-    optimizer, _ = adamw(layer, FP8Config(opt_level="O3"))
+    _optimizer, _ = adamw(layer, FP8Config(opt_level="O3"))
     weight = layer[0].weight
     for rank in (0, 3):
-        optimizer.fp8_exchanges = {weight: types.SimpleNamespace(rank=rank)}
-        assert hook_of(weight).rounding(weight).rank == rank
+        slot_of(weight).exchange = types.SimpleNamespace(rank=rank)
+        assert slot_of(weight).rounding(weight).rank == rank

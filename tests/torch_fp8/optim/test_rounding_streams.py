@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.internals import hook_of, local
+from tests.internals import local, slot_of
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import split_sharded
 
@@ -133,7 +133,7 @@ def _gradient(shard, micro_batches):
         errors = []
         for parameter in parameters:
             parameter.grad = place.wrapped(place.value.clone())
-            hook_of(parameter)(parameter)
+            slot_of(parameter)(parameter)
             for _ in range(micro_batches - 1):
                 local(parameter.grad).add_(place.value)
             stored = local(parameter.grad).dequantize(torch.float32)

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -116,3 +118,53 @@ def test_a_gradient_that_rounds_to_zero_steps_where_eps_is_zero(options):
         optimizer.step()
         optimizer.zero_grad()
     assert model[0].weight.isfinite().all()
+
+
+def _replace_parts(model, optimizer, step):
+    """Replace what the optimizer keeps between steps, in another way in each step."""
+    weight = next(model.parameters())
+    if step == 1:
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif step == 2:
+        weight.data = weight.data * 2
+    elif step == 3:
+        optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].float() * 2
+    elif step == 4:
+        with torch.no_grad():
+            weight.mul_(0.5)
+    elif step == 5:
+        optimizer.state.clear()
+    elif step == 6:
+        optimizer.state[weight]["exp_avg"].zero_()
+
+
+def test_what_a_step_keeps_does_not_outlive_what_it_was_made_of():
+    results = []
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+        convert_to_float8(model)
+        optimizer, _ = adamw(model, FP8Config(), lr=1e-2)
+        for count in range(9):
+            set_gradients(model, count)
+            optimizer.step()
+            for layer in model:
+                assert layer.weight.halves.matrix is not None
+                if not keeps:
+                    layer.weight.halves.matrix = None
+            _replace_parts(model, optimizer, count)
+        moments = [x for state in optimizer.state.values() for x in state.values()]
+        results.append([p.detach().clone() for p in model.parameters()] + moments)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_step_keeps_no_gradient():
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert_to_float8(model)
+    optimizer, _ = adamw(model, FP8Config())
+    for _ in range(2):
+        set_gradients(model)
+        gradients = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(ref() is not None for ref in gradients)

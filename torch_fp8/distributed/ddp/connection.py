@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.distributed.links import Exchanges
+from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.residual import settled_residual
 from torch_fp8.tensor.halves import VERSIONS
@@ -221,7 +222,7 @@ class DDPConnection:
 
     @torch.compiler.disable
     def prepare(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
-        """Prepare the reducer for the backward of a forward's output."""
+        """Prepare the reducer for the backward of a forward's output, or of a loss."""
         if self._reducer is not None and torch.is_grad_enabled():
             self._reducer.prepare(output, ddp.require_backward_grad_sync)
 
@@ -238,7 +239,7 @@ class DDPConnection:
         return DDPConnection, (self._ddp(), self._exchanges, None, self._averages)
 
 
-def connection_of(ddp: DistributedDataParallel) -> DDPConnection | None:
+def connection_of(ddp: nn.Module) -> DDPConnection | None:
     """Return what `DDPConnection.connect` has connected; None: nothing."""
-    connection = getattr(vars(ddp).get("join_hook"), "__self__", None)
+    connection = getattr(vars(without_compiler(ddp)).get("join_hook"), "__self__", None)
     return connection if isinstance(connection, DDPConnection) else None

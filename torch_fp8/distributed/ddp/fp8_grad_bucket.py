@@ -1,6 +1,6 @@
 """Messages with the codes and scales of several weights' 8-bit gradients.
 
-A rank's ``p.grad`` is already rounded with its own random bits (`GradientHook`). It is sent as it
+A rank's ``p.grad`` is already rounded with its own random bits (`GradientSlot`). It is sent as it
 is: codes and scales, with rows padded to groups of 32. The rank that owns a part sums it in float32
 and rounds the average stochastically, and all ranks store the codes and scales that it sends in
 ``p.grad``. There is no third rounding.
@@ -9,7 +9,7 @@ A rank without a gradient sends zeros. One flag per weight, a plain value, recor
 had a gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch_fp8.distributed.averaging import all_gather, all_to_all
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops import messages
 from torch_fp8.ops.grad_codec import Rounding
-from torch_fp8.optim.grad_hooks import hook_of, keeps_8_bits
+from torch_fp8.optim.gradient_slot import GradientSlot
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 from torch_fp8.quantization.stochastic_rounding import shifted_keys
@@ -34,22 +34,23 @@ class GradientBucket:
     """A bucket of weights whose 8-bit gradients are averaged by `gather`, then `finish`.
 
     Args:
-        parameters: the same parameters in the same order on all ranks; ``grad`` is None or a
-            `Float8Grad` with multiplier 1.
+        slots: the slots of the same parameters in the same order on all ranks; ``grad`` is None
+            or a `Float8Grad` with multiplier 1.
         group: the process group.
     Attributes:
         nbytes: the bytes of the messages that this rank sends.
     """
 
-    def __init__(self, parameters: list[Tensor], group: Any) -> None:
-        self._parameters, self._group = parameters, group
+    def __init__(self, slots: Mapping[Tensor, GradientSlot], group: Any) -> None:
+        parameters = list(slots)
+        self._slots, self._group = slots, group
         self._world_size = dist.get_world_size(group)
         self._missing = [stored_grad(parameter) is None for parameter in parameters]
         shapes = [matrix_shape(parameter.shape) for parameter in parameters]
         self._numels = [rows * num_groups(cols) * GROUP_SIZE for rows, cols in shapes]
         layout = messages.split_layout(sum(self._numels), len(parameters), self._world_size)
         self._layout = layout
-        keys = _rounding(parameters[0]).copy().next_exchanged()
+        keys = self._rounding(parameters[0]).copy().next_exchanged()
         self._keys = shifted_keys(keys, dist.get_rank(group) * layout.num_values)
         device = parameters[0].device
         size = (self._world_size, layout.num_bytes)
@@ -84,25 +85,25 @@ class GradientBucket:
         codes = self._layout.codes(self._received)  # (ranks, 32 G)
         scales = self._layout.scales(self._received)  # (ranks, G)
         flags = self._layout.plain(self._received)
-        if len(self._parameters) > 1:
+        if len(self._slots) > 1:
             # (ranks * 32 G,) and (ranks * G,)
             codes, scales = codes.reshape(-1), scales.reshape(-1)
         position = 0
-        for i, (parameter, numel) in enumerate(zip(self._parameters, self._numels, strict=True)):
+        for i, (parameter, numel) in enumerate(zip(self._slots, self._numels, strict=True)):
             groups = slice(position // GROUP_SIZE, (position + numel) // GROUP_SIZE)
             values = slice(position, position + numel)
             position += numel
             if self._missing[i]:
                 if not bool(flags.reshape(-1)[i]):
                     continue
-                parameter.grad = _empty_gradient(parameter)
+                parameter.grad = self._empty_gradient(parameter)
             grad = stored_grad(parameter)
             assert isinstance(grad, Float8Grad)
             _take(codes, values, grad.qdata, GROUP_SIZE)
             _take(scales, groups, grad.scale, 1)
             grad.multiplier.fill_(1.0)
             grad.rounding.exchange()
-            if not keeps_8_bits(parameter):
+            if not self._slots[parameter].quantize:
                 parameter.grad = grad.dequantize(gradient_dtype(parameter))
 
     def wait(self) -> None:
@@ -118,6 +119,20 @@ class GradientBucket:
         # (R, K) -> (R, K rounded up) -> flat; (R, groups) -> flat
         codes = F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE))
         return codes.view(-1), grad.scale.view(-1)
+
+    def _rounding(self, parameter: Tensor) -> Rounding:
+        grad = stored_grad(parameter)
+        slot = self._slots[parameter]
+        return grad.rounding if isinstance(grad, Float8Grad) else slot.rounding(parameter)
+
+    def _empty_gradient(self, parameter: Tensor) -> Float8Grad:
+        rows, cols = matrix_shape(parameter.shape)
+        parts = GradientParts(
+            torch.empty((rows, cols), dtype=torch.uint8, device=parameter.device),
+            torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=parameter.device),
+            torch.ones((), device=parameter.device, dtype=torch.float32),
+        )
+        return Float8Grad(parts, parameter.shape, parameter.dtype, self._rounding(parameter))
 
 
 def _lay_out(pieces: Sequence[Tensor], target: Tensor) -> None:
@@ -137,21 +152,3 @@ def _take(source: Tensor, part: slice, target: Tensor, multiple: int) -> None:
     # (R, K rounded up)
     padded = source.reshape(-1)[part].view(rows, -(-cols // multiple) * multiple)
     target.copy_(padded[:, :cols])
-
-
-def _rounding(parameter: Tensor) -> Rounding:
-    grad = stored_grad(parameter)
-    if isinstance(grad, Float8Grad):
-        return grad.rounding
-    hook = hook_of(parameter)
-    return Rounding() if hook is None else hook.rounding(parameter)
-
-
-def _empty_gradient(parameter: Tensor) -> Float8Grad:
-    rows, cols = matrix_shape(parameter.shape)
-    parts = GradientParts(
-        torch.empty((rows, cols), dtype=torch.uint8, device=parameter.device),
-        torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=parameter.device),
-        torch.ones((), device=parameter.device, dtype=torch.float32),
-    )
-    return Float8Grad(parts, parameter.shape, parameter.dtype, _rounding(parameter))

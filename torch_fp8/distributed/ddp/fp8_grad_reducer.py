@@ -25,7 +25,7 @@ its dtype, and the average is quantized.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torch.autograd import Variable
 from torch_fp8.distributed.averaging import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.links import Exchanges
-from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.optim.gradient_slot import GradientSlot
 from torch_fp8.tensor.exchange import stored_grad
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.weight_half import gradient_dtype
@@ -51,10 +51,10 @@ buckets.
 
 
 class Float8GradReducer:
-    """Averages the gradients of some parameters; `GradientHook` calls it.
+    """Averages the gradients of some parameters; it is the exchange of their slots.
 
     Args:
-        parameters: the parameters, the same in the same order on all ranks.
+        slots: the slots of the parameters, the same in the same order on all ranks.
         group: DDP's process group.
         exchanges: the choice whether gradients travel in FP8 or in their dtype; None: in FP8.
     Attributes:
@@ -65,10 +65,13 @@ class Float8GradReducer:
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Any, exchanges: Exchanges | None = None
+        self,
+        slots: Mapping[Tensor, GradientSlot],
+        group: Any,
+        exchanges: Exchanges | None = None,
     ) -> None:
-        self._order = list(parameters)[::-1]
-        self.parameters = frozenset(self._order)
+        self._slots, self._order = slots, list(slots)[::-1]
+        self.parameters = frozenset(slots)
         self._group, self._exchanges = group, exchanges or Exchanges()
         self.rank = dist.get_rank(group)
         self._stream = CommunicationStream()
@@ -101,14 +104,12 @@ class Float8GradReducer:
             for tensor in tensors:
                 tensor.register_hook(self._begin)
 
-    def begun(self) -> bool:
-        """Return whether the running backward averages gradients."""
-        if self._without_output_hooks and not self._active:
+    def ready(self, parameter: Tensor) -> bool:
+        """Take ``parameter.grad``, complete on this rank; return whether this backward averages."""
+        if self._without_output_hooks:
             self._begin()
-        return self._active
-
-    def ready(self, parameter: Tensor) -> None:
-        """Take ``parameter.grad``, which is complete on this rank."""
+        if not self._active:
+            return False
         self._ready[parameter] = None
         if self._fp8:
             self._quantize(parameter)
@@ -116,6 +117,7 @@ class Float8GradReducer:
             if any(p.requires_grad and p not in self._ready for p in self._buckets[0]):
                 break
             self._send(self._buckets.popleft())
+        return True
 
     def goes_first(self, release: Callable[[], None], is_first: bool) -> bool:
         """Return whether a bucket of DDP has to wait for these collectives.
@@ -131,8 +133,7 @@ class Float8GradReducer:
             if is_first:
                 self.take_part()
             return False
-        if not self._active:
-            self._begin()
+        self._begin()
         if torch._C._current_graph_task_id() != self._task:
             self._is_nested = True
             return False
@@ -189,15 +190,17 @@ class Float8GradReducer:
         if not parameters:
             return
         if not self._fp8:
-            self._in_flight.append(_PlainGradient(parameters[0], self._group))
+            slot = self._slots[parameters[0]]
+            self._in_flight.append(_PlainGradient(parameters[0], slot, self._group))
             while sum(sent.nbytes for sent in self._in_flight) > _MAX_IN_FLIGHT:
                 self._in_flight.popleft().finish()
             return
         for parameter in parameters:
             if parameter not in self._ready:
                 self._quantize(parameter)
+        slots = {parameter: self._slots[parameter] for parameter in parameters}
         with self._stream.beside(parameters[0].device):
-            self._in_flight.append(GradientBucket(parameters, self._group))
+            self._in_flight.append(GradientBucket(slots, self._group))
             if self._overlaps:
                 if len(self._in_flight) > 1:
                     self._in_flight[-2].gather()
@@ -206,16 +209,12 @@ class Float8GradReducer:
 
     def _quantize(self, parameter: Tensor) -> None:
         """Quantize ``parameter.grad`` to the form that `GradientBucket` needs."""
-        grad, hook = stored_grad(parameter), hook_of(parameter)
-        if grad is None:
-            return
+        grad = stored_grad(parameter)
         if isinstance(grad, Float8Grad):
             if parameter not in self._ready:  # it may have been scaled after accumulation
                 grad.store(grad.dequantize(torch.float32))
-        elif hook is not None:
-            hook.to_float8(parameter)
-        else:
-            parameter.grad = Float8Grad.quantize(grad)
+        elif grad is not None:
+            self._slots[parameter].to_float8(parameter)
 
     def _learn_order(self) -> None:
         """Adopt the order in which rank 0's gradients became ready, for later steps."""
@@ -235,8 +234,8 @@ class Float8GradReducer:
 class _PlainGradient:
     """A gradient in flight in its own dtype: one all-reduce, after which `finish` quantizes it."""
 
-    def __init__(self, parameter: Tensor, group: Any) -> None:
-        self._parameter = parameter
+    def __init__(self, parameter: Tensor, slot: GradientSlot, group: Any) -> None:
+        self._parameter, self._slot = parameter, slot
         grad, dtype = stored_grad(parameter), gradient_dtype(parameter)
         self._missing = grad is None
         if grad is None:
@@ -263,9 +262,8 @@ class _PlainGradient:
             grad.store(average, exchanged=True)
             return
         parameter.grad = average
-        hook = hook_of(parameter)
-        if hook is not None and hook.quantize:
-            hook.to_float8(parameter, exchanged=True)
+        if self._slot.quantize:
+            self._slot.to_float8(parameter, exchanged=True)
 
     def wait(self) -> None:
         """Wait for the all-reduce without using its result."""

@@ -39,7 +39,7 @@ from torch_fp8.nn.class_swap import without_compiler
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.converted import ConvertedOptimizer
-from torch_fp8.optim.grad_hooks import attach_hooks
+from torch_fp8.optim.gradient_slot import GradientSlot, attach_slots, give_slot, slot_of
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import average_beside
@@ -166,8 +166,8 @@ def connect_ddp(
         connection.train_with(optimizers)
     if not exchanges["average"]:
         reason = exchanges.note("average") or "communication='off'"
-    averaged = {p for o in optimizers for p in getattr(o, "fp8_exchanges", ())}
-    averaged.intersection_update(ddp.module.parameters())
+    slots = [slot for p in ddp.module.parameters() if (slot := slot_of(p)) is not None]
+    averaged = [slot for slot in slots if slot.exchange is not None]
     note = exchanges.note("average")
     return DDPReport(num_ranks, reason, len(averaged), exchanges["average"], note)
 
@@ -197,20 +197,25 @@ def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
 def _connect_reducer(
     ddp: DistributedDataParallel,
     optimizers: list[Optimizer],
-    kept: list[Tensor],
+    ignored: list[Tensor],
     exchanges: Exchanges,
 ) -> Float8GradReducer | None:
     """Average the gradients that `ddp_options` excluded from DDP."""
-    reducer = None
-    if kept and dist.get_world_size(ddp.process_group) > 1:
-        reducer = Float8GradReducer(kept, ddp.process_group, exchanges)
-    parameters = frozenset(ddp.module.parameters())
-    for optimizer in optimizers:
-        if isinstance(optimizer, ConvertedOptimizer):
-            # Keep the exchanges of other modules: an optimizer may train several.
-            others = {p: e for p, e in optimizer.fp8_exchanges.items() if p not in parameters}
-            optimizer.fp8_exchanges = others | (dict.fromkeys(kept, reducer) if reducer else {})
-            attach_hooks(optimizer)
+    ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
+    wanted = set(ignored)
+    reducer, slots = None, {}
+    if ignored and dist.get_world_size(ddp.process_group) > 1:
+        for optimizer in ours:
+            for index, _, parameter in optimizer.indexed_parameters():
+                if parameter in wanted:
+                    give_slot(optimizer, index, parameter)
+        slots = {p: slot_of(p) or GradientSlot() for p in ignored}
+        reducer = Float8GradReducer(slots, ddp.process_group, exchanges)
+    for parameter in ddp.module.parameters():
+        if (slot := slot_of(parameter)) is not None:
+            slot.exchange = reducer if parameter in slots else None
+    for optimizer in ours:
+        attach_slots(optimizer)
     return reducer
 
 
@@ -227,7 +232,7 @@ def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str
     )
     if not optimizer.fp8_layers:
         optimizer.fp8_why_bf16_gradients = reason
-    attach_hooks(optimizer)
+    attach_slots(optimizer)
 
 
 def _averaged_beside(optimizers: list[ConvertedOptimizer], in_8_bits: bool) -> set[Tensor]:

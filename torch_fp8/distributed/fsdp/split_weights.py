@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.convert import OptimizerReport, convert_optimizer
 from torch_fp8.optim.converted import ConvertedOptimizer
-from torch_fp8.optim.grad_hooks import detach_hooks
+from torch_fp8.optim.gradient_slot import detach_slots
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.argument_types import check_arguments
 from torch_fp8.tensor.dtensor import local
@@ -146,7 +146,7 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
         if vars(param).pop("accumulate_unsharded_grad_if_needed", None) is not None:
             param.reduce_dtype = None
     for optimizer in optimizers:
-        detach_hooks(optimizer)
+        detach_slots(optimizer)
         if isinstance(optimizer, ConvertedOptimizer):
             optimizer.fp8_layers = ()
     return len(split)

@@ -17,10 +17,12 @@ from tests.comm_counter import count_communication
 from tests.internals import (
     Float8Grad,
     GradientBucket,
+    GradientSlot,
     averaging,
     fp8_grad_reducer,
     gradients_report,
     residual_of,
+    slot_of,
     stored_grad,
 )
 from tests.steps import adamw
@@ -48,6 +50,11 @@ class Branches(nn.Module):
     def forward(self, x, left, right):
         y = self.norm(x)
         return y + (self.left(y) if left else 0) + (self.right(y) if right else 0)
+
+
+def exchanges_of(model):
+    slots = map(slot_of, model.parameters())
+    return {slot.exchange for slot in slots if slot is not None and slot.exchange is not None}
 
 
 def model_of(rank, width=96):
@@ -310,7 +317,7 @@ def case_overlapped():
         torch.manual_seed(RANK)
         layers = [nn.Linear(96, 96) for _ in range(5)]
         ddp, optimizer, _ = wrapped(model=nn.Sequential(*layers, nn.LayerNorm(96)))
-        (reducer,) = {*optimizer.fp8_exchanges.values()}
+        (reducer,) = exchanges_of(ddp)
         reducer._overlaps = overlaps
         train(ddp, optimizer, 3, 2)
         made.append(merged_state_dict(ddp, optimizer))
@@ -323,7 +330,8 @@ def case_rounding():
 
     Each rank averages one of the gradients' two halves, which are the same.
     """
-    weight = nn.Parameter(torch.zeros(64, 96))
+    weight, slot = nn.Parameter(torch.zeros(64, 96)), GradientSlot()
+    slot.quantize = True
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(RANK))
     sent = Float8Grad.quantize(x)
     for part in (sent.qdata, sent.scale):
@@ -331,7 +339,7 @@ def case_rounding():
     exact, errors = torch.stack(gathered(sent)).mean(0), []
     for _ in range(32):
         weight.grad = copy.deepcopy(sent)
-        bucket = GradientBucket([weight], dist.group.WORLD)
+        bucket = GradientBucket({weight: slot}, dist.group.WORLD)
         bucket.gather()
         bucket.finish()
         errors.append(weight.grad.float() - exact)
@@ -653,14 +661,14 @@ def case_compiled():
         optimizer.step()
         optimizer.zero_grad()
     equal = equal_on_ranks(merged_state_dict(ddp, optimizer).values())
-    return [eight, equal, len({*optimizer.fp8_exchanges.values()}), len(ddp._forward_hooks)]
+    return [eight, equal, len(exchanges_of(ddp)), len(ddp._forward_hooks)]
 
 
 def case_copied():
     ddp, optimizer, _ = wrapped()
     train(ddp, optimizer, 1)
     twin = copy.deepcopy(ddp.module)
-    return [len(twin.state_dict()), "fp8_exchanges" in copy.deepcopy(optimizer).__dict__]
+    return [len(twin.state_dict()), bool(exchanges_of(twin))]
 
 
 def case_one_process():
@@ -675,4 +683,4 @@ def case_one_process():
         single.step()
         single.zero_grad()
     pairs = zip(model.parameters(), ddp.module.parameters(), strict=True)
-    return [optimizer.fp8_exchanges == {}, all(torch.equal(p, q) for p, q in pairs)]
+    return [exchanges_of(ddp) == set(), all(torch.equal(p, q) for p, q in pairs)]
