@@ -77,6 +77,7 @@ class LayerFP8:
         served: codes, scales and granularity of the weight, for graphs of torch.compile in a
             rollout.
         called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
+        group: weak reference to the `torch_fp8.nn.input_group.InputGroup` of the layer, or None.
         paused: whether the layer temporarily runs in high precision; see `nn.linear.pause`.
     """
 
@@ -96,6 +97,7 @@ class LayerFP8:
         self.payloads = PayloadCache(config.backend == "torch" and config.keep_eval_weights)
         self.channels = ChannelMaxima() if recipe.smooth else None
         self.observer: Any = None
+        self.group: Any = None
         self.served: tuple[Tensor, Tensor, str] | None = None
         self.called = self.paused = False
         self._quantizers: dict[bool, Quantizers] = {}
@@ -310,7 +312,9 @@ class LayerFP8:
         self.payloads.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
+        # A copy of the norm, which knows the group, links the copies of its layers.
+        fresh: dict[str, Any] = {"_quantizers": {}, "_options": {}, "group": None}
+        return {**self.__dict__, **fresh, "scaling": copy(self.scaling)}
 
 
 def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Size, torch.dtype]:

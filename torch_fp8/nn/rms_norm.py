@@ -99,7 +99,10 @@ class NormFP8:
     Attributes:
         casts: `quantizer` as a string constant for graphs of torch.compile.
         reader: with delayed scaling, quantizer of the layer that read the last output first.
+        groups: groups of layers that may read the output.
     """
+
+    groups: tuple[Any, ...] = ()
 
     def __init__(
         self,

@@ -1,0 +1,261 @@
+"""`InputGroup`: layers that read the same input share the two GEMMs of backward.
+
+q, k and v read the output of one norm. Each layer runs its own fprop,
+so that its output is a contiguous tensor of its own. Backward puts the gradients of the outputs
+side by side, casts them once, and runs
+
+    dgrad  dx = g w    contracts N1 + N2 + ...: the sum over the layers stays in float32
+    wgrad  dw = g^T x  has the rows of all weights, and each weight's gradient is some of its rows
+
+In autograd's graph, `Join` (`torch_fp8.nn.group_function`) takes the input and all weights and
+biases, and returns a stand-in without memory for each output. `Member` turns a stand-in into the
+output when its layer is called. So autograd waits for the gradients of all outputs before backward
+runs, and a layer that was not called has no gradient. The stand-ins belong to one alias of the
+input: they live as long as the graph of this forward, and a hook that replaces a layer's input
+takes the layer out of its group.
+
+A tensorwise scale serves all members: that of the largest gradient, and of the largest weight.
+
+Legend: M tokens, K in, N out.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.autograd.current_pass import output_dtype, running_backward
+from torch_fp8.autograd.function import only_shape_matters
+from torch_fp8.nn.class_swap import is_fsdp_class
+from torch_fp8.nn.group_function import Join, Member, Members
+from torch_fp8.nn.linear_function import LinearOptions, fprop, graph_options, linear_in_graph
+from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
+from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.quantizer import source_of
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import is_averaged_beside
+
+
+def can_group(recipe: Recipe, features: int) -> bool:
+    """Return whether a layer with this number of output features can be a member of a group.
+
+    Its scales must be those of whole, current tensors: one for a row of all weights would change
+    with the group, and blockwise casts have not shown parity in loss yet. One scale for all
+    gradients needs the range of E5M2, because those of values can be a hundred times those of
+    queries and keys.
+    """
+    if recipe.smooth or recipe.delayed or recipe.weight.granularity != "tensorwise":
+        return False
+    return recipe.grad_output.format == E5M2 and features % GEMM_ALIGNMENT == 0
+
+
+class InputGroup:
+    """Layers of one module that read the same input; see the module docstring.
+
+    The norm in front owns it. Its layers refer to it weakly, so that models have no cycles.
+
+    Args:
+        layers: at least two FP8 layers with one recipe.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.__setstate__({"layers": tuple(layers)})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.layers: tuple[Any, ...] = state["layers"]
+        for layer in self.layers:
+            layer.fp8.group = weakref.ref(self)
+
+    def members(self, options: LinearOptions) -> list[Any]:
+        """Return the layers that can share their backward in this forward.
+
+        Args:
+            options: options of the layer that is called first.
+        """
+        return [layer for layer in self.layers if _fits(layer, options)]
+
+
+def _fits(layer: Any, options: LinearOptions) -> bool:
+    fp8, weight = getattr(layer, "fp8", None), layer._parameters.get("weight")
+    if fp8 is None or fp8.frozen is not None or fp8.recipe != options.recipe:
+        return False
+    if not (isinstance(weight, SplitWeight) or type(weight) is nn.Parameter):
+        return False  # sharded, gathered in FP8, or computed by a hook
+    if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
+        return False
+    if is_averaged_beside(weight):
+        return False  # the reducer would take a layer without gradient for one that has arrived
+    if weight._backward_hooks and not isinstance(weight, SplitWeight):
+        return False  # a hook of a weight without gradient would be called with None
+    alike = layer.runs_fp8 and fp8.emulate == options.emulate
+    return alike and not options.recipe.bf16_forward and not is_fsdp_class(type(layer))
+
+
+class Reads:
+    """The stand-ins of the members of a group for one alias of their input.
+
+    Attributes:
+        members: arguments of `Join`.
+        stand_ins: stand-in of the output of each layer that was not called yet, with the tensors of
+            the layer, by the layer's index.
+        backward: backward that recomputes this forward, or -1.
+    """
+
+    def __init__(self, group: InputGroup, x: Tensor, shape: torch.Size, options: Any) -> None:
+        self.backward = running_backward()
+        layers = group.members(options)
+        sizes = [layer.out_features for layer in layers]
+        self.members = Members(options, sizes, [None] * len(layers), tuple(layers))
+        self.stand_ins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        if len(layers) < 2:
+            return
+        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
+        outputs = Join.apply(x, shape, self.members, *weights, *biases)
+        self.stand_ins = dict(enumerate(zip(outputs, weights, biases, strict=True)))
+
+    def index(self, layer: Any) -> int | None:
+        """Return the index of a layer; None: it is not a member."""
+        layers = self.members.layers
+        return next((i for i, member in enumerate(layers) if member is layer), None)
+
+    def is_over_for(self, layer: Any) -> bool:
+        """Return whether a layer is called again: by its module, or by a checkpoint."""
+        i = self.index(layer)
+        called = i is not None and len(self.members.sizes) > 1 and i not in self.stand_ins
+        return called or self.backward != running_backward()
+
+    def take(self, layer: Any, operands: Any, options: LinearOptions) -> tuple[int, Tensor] | None:
+        """Return a layer's index and its stand-in, which serves one call; None: it has none."""
+        i = self.index(layer)
+        if i is None or i not in self.stand_ins or not _fits(layer, self.members.options):
+            return None
+        output, weight, bias = self.stand_ins[i]
+        replaced = weight is not operands.weight or bias is not operands.bias
+        if replaced or options.out_dtype != self.members.options.out_dtype:
+            return None
+        del self.stand_ins[i]
+        return i, output
+
+
+def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor | None:
+    """Compute the output (..., N) of a layer as a member of its group; None: it is alone.
+
+    Args:
+        layer: the layer.
+        operands: `torch_fp8.nn.layer_fp8.Operands` of the layer.
+        options: options of the layer.
+    """
+    x, group = operands.input, layer.fp8.group()
+    # Without a gradient of the input, the readers' backwards may run one by one.
+    if operands.parts is not None or not (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    if group is None:  # the norm is gone
+        return None
+    if x.reads is None:
+        x.reads = {}
+    reads = x.reads[group]() if group in x.reads else None
+    if reads is None or reads.is_over_for(layer):
+        if not _fits(layer, options):
+            return None
+        reads = Reads(group, x, operands.shape, options)
+        # Not a strong reference: a leaf would hold itself through its gradient accumulator.
+        x.reads[group] = weakref.ref(reads)
+    taken = reads.take(layer, operands, options)
+    if taken is None:
+        return None
+    i, output = taken
+
+    return _output(output, i, reads.members, operands[:4], options, reads)
+
+
+def _output(
+    stand_in: Tensor,
+    i: int,
+    members: Members,
+    operands: tuple[Any, ...],
+    options: LinearOptions,
+    reads: Reads | None = None,
+) -> Tensor:
+    """Return the output of member `i`, with the path of its stand-in in autograd's graph.
+
+    Args:
+        stand_in, members: result and arguments of `Join`.
+        i: index of the member.
+        operands: first arguments of `torch_fp8.nn.linear_function.linear`.
+        options: options of the layer.
+        reads: object that has to live as long as the graph behind the output.
+    """
+
+    def compute() -> Tensor:
+        x, weight, bias, shape = operands
+        quantizers = options.quantizers
+        y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
+        members.scales[i] = cast_operands.weight_scale
+        return y
+
+    result: Tensor = Member.apply(stand_in, compute, reads)
+    return result
+
+
+# ---- in graphs of torch.compile ------------------------------------------------------------------
+
+
+def graph_operands(layer: Any) -> tuple[int, list[Tensor | None]]:
+    """Return a layer's index in its group, with weights and biases of all members, for a graph.
+
+    Dynamo traces this. There are no tensors if the layer is alone.
+    """
+    fp8, group = layer.fp8, layer.fp8.group()
+    if group is None or fp8.recipe.bf16_forward:
+        return 0, []
+    members = [m for m in group.layers if _fits_graph(m, fp8)]
+    for i, member in enumerate(members):
+        if member is layer and len(members) > 1:
+            return i, [*[m.weight for m in members], *[m.bias for m in members]]
+    return 0, []
+
+
+def _fits_graph(layer: Any, fp8: Any) -> bool:
+    other = getattr(layer, "fp8", None)
+    if other is None or other.casts != fp8.casts or other.frozen is not None:
+        return False
+    weight = layer.weight
+    split = isinstance(weight, SplitWeight)
+    if not split and isinstance(weight, (DTensor, QuantizableTensor)):
+        return False
+    return bool(weight.requires_grad and layer.runs_fp8 and layer.fp8_adds_bias)
+
+
+@torch.compiler.allow_in_graph
+def member_in_graph(
+    x: Tensor, i: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
+) -> Tensor:
+    """Compute the output of member `i` as a single node of Dynamo's graph.
+
+    Args:
+        x: input (..., K) of the layer. Members share their backward if it is the result of a norm
+            in the same graph.
+        casts: see `torch_fp8.nn.linear_function.linear_in_graph`.
+        tensors: weights (N, K) of all members, then their biases.
+    """
+    num = len(tensors) // 2
+    weights: Any = tensors[:num]
+    biases = tensors[num:]
+    source = source_of(x)
+    if only_shape_matters(x) or source is None:
+        return linear_in_graph(x, weights[i], biases[i], casts)
+    text, _, training = casts
+    options = graph_options(text, x.dtype, output_dtype(x), training, False)
+    key = tuple(id(weight) for weight in weights)
+    if source.reads is None:
+        source.reads = {}
+    if key not in source.reads or source.reads[key][0]() is not x:
+        members = Members(options, [weight.shape[0] for weight in weights], [None] * num)
+        joined = Join.apply(x, x.shape, members, *tensors)
+        source.reads[key] = weakref.ref(x), members, joined
+    _, members, stand_ins = source.reads[key]
+    return _output(stand_ins[i], i, members, (x, weights[i], biases[i], x.shape), options)
