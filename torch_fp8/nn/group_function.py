@@ -1,21 +1,35 @@
 """The autograd functions of an `torch_fp8.nn.input_group.InputGroup`, with its dgrad and wgrad.
 
+    x -> GroupInput -> Output 0 -> y0        one node takes the gradient of the input
+    w0 -> GroupWeight 0 -^                   each weight has its own, and so has each output
+    x -> GroupInput -> Output 1 -> y1
+    w1 -> GroupWeight 1 -^
+
+An `Output` hands its gradient to the `Exchange` of its group and returns none: it is connected to
+the other two by tokens without memory. `GroupInput` runs when the gradients of all called members
+have arrived, because it depends on them. Each `GroupWeight` depends on its own output alone, so
+that the weight of a member that was not called is out of reach. Autograd runs the node that was
+created last first, and these were created before the first output: so they find all gradients,
+too, and the first one multiplies for all. If others arrive later nevertheless, as from another
+device, they have a product of their own.
+
 Legend: M tokens, K in, N out.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import stand_in
+from torch_fp8.autograd.current_pass import running_backward
 from torch_fp8.autograd.function import (
     differentiable_by,
     is_asked_for,
     is_returned,
     refuse_derivatives,
+    will_run,
 )
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.linear_function import LinearOptions
@@ -23,137 +37,275 @@ from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.tensor.lazy_quantized import plain
-from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, quantize_input
+from torch_fp8.tensor.quantizer import InputPayloads, WeightQuantizer, matrix
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 _split: Any = torch.ops.aten.unsafe_split_with_sizes.default
 
 
-class Members(NamedTuple):
-    """The arguments of `Join` that are not tensors.
+class Exchange:
+    """What the functions of a group share in one forward, and in the backwards after it.
+
+    Args:
+        options: options of the first layer that was called.
+        sizes: output features of each member.
+        layers: all members; none in a graph.
 
     Attributes:
-        options: options of the first layer that was called.
-        sizes: output features of each layer.
-        scales: scale of each weight's payload, or None if the layer was not called.
-        layers: all layers; none in a graph.
+        scales: () scale of each weight's payload in fprop, or None if the member was not called.
+        passes: gradients of each backward that has begun, by its number.
     """
 
-    options: LinearOptions
-    sizes: list[int]
-    scales: list[Tensor | None]
-    layers: tuple[Any, ...] = ()
+    def __init__(
+        self, options: LinearOptions, sizes: Sequence[int], layers: tuple[Any, ...] = ()
+    ) -> None:
+        self.options, self.sizes, self.layers = options, sizes, layers
+        self.scales: list[Tensor | None] = [None] * len(sizes)
+        self.passes: dict[int, list[Gradients]] = {}
+
+    def arriving(self) -> "Gradients":
+        """Return the gradients to which another of the running backward can be added."""
+        arrived = self.passes.setdefault(running_backward(), [])
+        if not arrived or arrived[-1].is_cast:
+            arrived.append(Gradients(self))
+        return arrived[-1]
+
+    def arrived(self) -> "list[Gradients]":
+        """Return the gradients of the running backward."""
+        return self.passes.get(running_backward(), [])
+
+    def drop(self, gradients: "Gradients") -> None:
+        """Free gradients that all functions have used."""
+        number = running_backward()
+        if not gradients.readers:
+            self.passes[number].remove(gradients)
+            if not self.passes[number]:
+                del self.passes[number]
 
 
-class Member(torch.autograd.Function):
-    """Return the output of a layer, whose gradient goes to `Join`."""
+class Gradients:
+    """Gradients of outputs that are multiplied together.
+
+    Attributes:
+        outputs: gradient (..., N) of each output, by the index of its member.
+        dtypes: dtypes of the gradients of the weights, by index; those that are needed.
+        bias_dtypes: dtypes of the gradients of the biases that are needed, by index.
+        readers: indices of the weights that have yet to take their gradient; -1 is the input.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.outputs: dict[int, Tensor] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
+        self.bias_dtypes: dict[int, torch.dtype] = {}
+        self.readers: set[int] = set()
+        self._payloads: Any = None
+        self._rows: dict[int, Tensor] = {}
+
+    def add(self, i: int, grad: Tensor) -> None:
+        """Add the gradient (..., N) of output `i`; they lie side by side in the order of members."""
+        self.outputs = dict(sorted({**self.outputs, i: grad}.items()))
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the payloads exist, so that no gradient can be added."""
+        return self._payloads is not None
+
+    def payloads(self) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
+        """Return the gradients side by side, (M, N) and (N, M), and the sums of their rows (N,)."""
+        if self._payloads is None:
+            wgrad = self.exchange.options.recipe.wgrad is not None and bool(self.dtypes)
+            self._payloads = self.exchange.options.quantizers.grad_output(
+                self.dense(),
+                rowwise=-1 in self.readers,
+                columnwise=wgrad,
+                sum_dtype=torch.float32 if self.bias_dtypes else None,
+            )
+        payloads: tuple[Any, Any, Any] = self._payloads
+        return payloads
+
+    def dense(self) -> Tensor:
+        """Return the gradients side by side, (M, N1 + N2 + ...)."""
+        outputs = [matrix(plain(grad)) for grad in self.outputs.values()]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.exchange.sizes[i] for i in self.outputs]
+
+    def take(self, i: int, x: QuantizedTensor | Tensor, tokens: int) -> Any:
+        """Return the gradients (N, K) and (N,) of weight and bias of a member, or None.
+
+        Args:
+            i: index of the member.
+            x: (K, M), along M; or (M, K) in 16 bits, if wgrad is not in FP8.
+            tokens: M, without padding.
+        """
+        options, (_, g_t, sums) = self.exchange.options, self.payloads()
+        if not self._rows:
+            wgrad, dtypes = options.recipe.wgrad, set(self.dtypes.values())
+            out_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+            if isinstance(x, QuantizedTensor):
+                assert g_t is not None
+                assert wgrad is not None
+                emulate = options.emulate
+                rows = scaled_matmul(  # (N, M) @ (K, M)^T, over the tokens
+                    g_t, x, out_dtype, tokens, fast_accum=wgrad.fast_accum, emulate=emulate
+                )
+            else:
+                dense = self.dense()
+                rows = cast(dense.t() @ x.to(dense.dtype), out_dtype)
+            # No views, because the gradients are the users' to write to: (N1 + N2 + ..., K).
+            self._rows = dict(zip(self.outputs, _split(rows, self.sizes), strict=True))
+        grad_bias = None
+        if i in self.bias_dtypes:
+            assert sums is not None
+            parts = dict(zip(self.outputs, _split(sums, self.sizes), strict=True))
+            grad_bias = cast(parts[i], self.bias_dtypes[i])
+        return cast(self._rows[i], self.dtypes[i]), grad_bias
+
+    def is_read_by(self, i: int) -> None:
+        """Note that a function has used these gradients."""
+        self.readers.discard(i)
+        self.exchange.drop(self)
+
+
+class Output(torch.autograd.Function):
+    """Return the output (..., N) of a member, and hand its gradient to `Exchange`."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, compute: Callable[[], Tensor], reads: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        of_input: Tensor,
+        of_weight: Tensor,
+        i: int,
+        exchange: Exchange,
+        compute: Callable[[], Tensor],
+        reads: Any,
+    ) -> Tensor:
+        ctx.i, ctx.exchange = i, exchange
         ctx.reads = reads  # for the members that are called later
         return compute()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        return grad_output, None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
+        (of_input, _), (of_weight, _) = ctx.next_functions
+        i, gradients = ctx.i, ctx.exchange.arriving()
+        gradients.add(i, grad_output)
+        if will_run(of_input):
+            gradients.readers.add(-1)
+        if will_run(of_weight):
+            gradients.readers.add(i)
+            stored, whole = of_weight.dtypes
+            returned = stored != whole and is_returned(of_weight, 0)
+            gradients.dtypes[i] = whole if returned else stored
+            if of_weight.bias_dtype is not None:
+                gradients.bias_dtypes[i] = of_weight.bias_dtype
+        return None, None, None, None, None, None
 
 
-def _differentiable(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of input and biases in high precision, by torch's operators."""
-    num = len(grads)
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    if any(is_asked_for(ctx, 1 + i) for i in present):
-        refuse_derivatives(ctx)
+def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Compute the gradient of the input in high precision, by torch's operators."""
     saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-    grad_input, grad_biases = None, [None] * num
-    for i in present:
-        grad = plain(grads[i])
-        product = grad @ saved[f"weight{i}"].to(grad.dtype)  # (..., N) @ (N, K)
-        grad_input = product if grad_input is None else grad_input + product
-        if ctx.bias_dtypes[i] is not None:
-            grad_biases[i] = matrix(grad).sum(0, dtype=torch.float32).to(ctx.bias_dtypes[i])
-    if grad_input is not None:
-        grad_input = grad_input.to(ctx.members.options.dtype).view(ctx.input_shape)
-    return grad_input, None, None, *[None] * num, *grad_biases
+    total = None
+    for gradients in list(ctx.exchange.arrived()):
+        for i, grad in gradients.outputs.items():
+            grad = plain(grad)
+            product = grad @ saved[f"weight{i}"].to(grad.dtype)  # (..., N) @ (N, K)
+            total = product if total is None else total + product
+        gradients.is_read_by(-1)
+    if total is not None:
+        total = total.to(ctx.exchange.options.dtype).view(ctx.input_shape)
+    return total, None, None, None
 
 
-class Join(torch.autograd.Function):
-    """Map the input (..., K), weights (N, K) and biases to a stand-in (..., N) for each output."""
+class GroupInput(torch.autograd.Function):
+    """Return a token for the input (..., K); the gradient comes from `Exchange`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: torch.Size, members: Members, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        options, num = members.options, len(members.sizes)
-        weights, biases = tensors[:num], tensors[num:]
-        needs: dict[str, Any] = {"wgrad": True, "fp8_wgrad": options.recipe.wgrad is not None}
-        payloads = quantize_input(options.quantizers.input, x, **needs, dtype=options.out_dtype)
-        saved = {f"weight{i}": weight for i, weight in enumerate(weights)}
-        save_by_name(ctx, {**saved, "x": payloads.qdata, "x_scale": payloads.scale})
+        ctx: Any, x: Tensor, shape: torch.Size, exchange: Exchange, weights: Sequence[Tensor]
+    ) -> Tensor:
+        save_by_name(ctx, {f"weight{i}": weight for i, weight in enumerate(weights)})
         ctx.set_materialize_grads(False)
-        ctx.members, ctx.name, ctx.input_shape = members, options.name, shape
-        ctx.dtypes = [(gradient_dtype(w), w.dtype) for w in weights if w is not None]
-        wanted = ctx.needs_input_grad[3 + num :]
-        ctx.bias_dtypes = [
-            b.dtype if b is not None and wants else None
-            for b, wants in zip(biases, wanted, strict=True)
-        ]
-        return tuple(
-            stand_in((*shape[:-1], size), options.out_dtype, payloads.qdata)
-            for size in members.sizes
-        )
+        ctx.exchange, ctx.name, ctx.input_shape = exchange, exchange.options.name, shape
+        return _token(weights[0])
 
     @staticmethod
     @differentiable_by(_differentiable)
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        num, members = len(grads), ctx.members
-        present = [i for i, grad in enumerate(grads) if grad is not None]
-        grad_weights: list[Tensor | None] = [None] * num
-        grad_biases: list[Tensor | None] = [None] * num
-        if not present:
-            return None, None, None, *grad_weights, *grad_biases
-        saved, options = saved_by_name(ctx), members.options
-        recipe, emulate = options.recipe, options.emulate
-        sizes = [members.sizes[i] for i in present]
-        weights = [saved[f"weight{i}"] for i in present]
-        outputs = [matrix(plain(grads[i])) for i in present]
-        grad = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        has_bias = any(ctx.bias_dtypes[i] is not None for i in present)
-        g, g_t, sums = options.quantizers.grad_output(  # (M, N) along N, (N, M) along M, (N,)
-            grad,
-            rowwise=True,
-            columnwise=recipe.wgrad is not None,
-            sum_dtype=torch.float32 if has_bias else None,
-        )
-        assert g is not None
-        scales = [members.scales[i] for i in present]
-        w = _side_by_side(weights, options.quantizers.weight, scales)
-        grad_input = scaled_matmul(  # (M, N) @ (K, N)^T
-            g, w, options.dtype, fast_accum=recipe.dgrad.fast_accum, emulate=emulate
-        ).view(ctx.input_shape)
-        dtypes = [
-            whole if stored != whole and is_returned(ctx, 1 + i) else stored
-            for i, (stored, whole) in ((i, ctx.dtypes[i]) for i in present)
-        ]
-        out_dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float32
-        if g_t is not None and recipe.wgrad is not None:
-            x_t = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
-            tokens, fast_accum = math.prod(ctx.input_shape[:-1]), recipe.wgrad.fast_accum
-            rows = scaled_matmul(  # (N, M) @ (K, M)^T, over the tokens
-                g_t, x_t, out_dtype, tokens, fast_accum=fast_accum, emulate=emulate
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, exchange, options = saved_by_name(ctx), ctx.exchange, ctx.exchange.options
+        total = None
+        for gradients in list(exchange.arrived()):
+            g, g_t, _ = gradients.payloads()
+            assert g is not None
+            present = list(gradients.outputs)
+            weights = [saved[f"weight{i}"] for i in present]
+            scales = [exchange.scales[i] for i in present]
+            w = _side_by_side(weights, options.quantizers.weight, scales)
+            _observe(gradients, g, g_t, weights, w)
+            fast_accum, emulate = options.recipe.dgrad.fast_accum, options.emulate
+            product = scaled_matmul(  # (M, N) @ (K, N)^T
+                g, w, options.dtype, fast_accum=fast_accum, emulate=emulate
             )
-        else:
-            rows = cast(grad.t() @ saved["x"].to(grad.dtype), out_dtype)
-        _observe(members, present, grads, g, g_t, weights, w)
-        # Not views, because the gradients are the users' to write to: (N1 + N2 + ..., K) -> (N, K)
-        for i, dtype, part in zip(present, dtypes, _split(rows, sizes), strict=True):
-            grad_weights[i] = cast(part, dtype)
-        if sums is not None:
-            for i, part in zip(present, _split(sums, sizes), strict=True):
-                dtype = ctx.bias_dtypes[i]
-                grad_biases[i] = None if dtype is None else cast(part, dtype)
-        return grad_input, None, None, *grad_weights, *grad_biases
+            total = product if total is None else total + product
+            gradients.is_read_by(-1)
+        return None if total is None else total.view(ctx.input_shape), None, None, None
+
+
+def _differentiable_bias(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Compute the gradient of the bias in high precision; raise if that of the weight is needed."""
+    if is_asked_for(ctx, 0):
+        refuse_derivatives(ctx)
+    grad_bias = None
+    for gradients in list(ctx.exchange.arrived()):
+        if ctx.i in gradients.outputs:
+            grad = matrix(plain(gradients.outputs[ctx.i]))
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            gradients.is_read_by(ctx.i)
+    return None, grad_bias, None, None, None, None
+
+
+class GroupWeight(torch.autograd.Function):
+    """Return a token for a weight (N, K) and its bias; the gradients come from `Exchange`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        i: int,
+        exchange: Exchange,
+        shape: torch.Size,
+        payloads: InputPayloads,
+    ) -> Tensor:
+        save_by_name(ctx, {"x": payloads.qdata, "x_scale": payloads.scale})
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = gradient_dtype(weight), weight.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[1] else None
+        ctx.i, ctx.exchange, ctx.name = i, exchange, exchange.options.name
+        ctx.tokens = math.prod(shape[:-1])
+        return _token(weight)
+
+    @staticmethod
+    @differentiable_by(_differentiable_bias)
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        wgrad, grads = ctx.exchange.options.recipe.wgrad, (None, None)
+        for gradients in list(ctx.exchange.arrived()):
+            if ctx.i in gradients.outputs:
+                saved = saved_by_name(ctx)
+                x = saved["x"]
+                if wgrad is not None:
+                    x = QuantizedTensor(x, saved["x_scale"], wgrad.b.granularity)
+                grads = gradients.take(ctx.i, x, ctx.tokens)
+                gradients.is_read_by(ctx.i)
+        return *grads, None, None, None, None
+
+
+def _token(like: Tensor) -> Tensor:
+    """Return a tensor without elements that connects two functions."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)
 
 
 def _side_by_side(
@@ -181,22 +333,20 @@ def _side_by_side(
 
 
 def _observe(
-    members: Members,
-    present: Sequence[int],
-    grads: Sequence[Tensor | None],
+    gradients: Gradients,
     g: QuantizedTensor,
     g_t: QuantizedTensor | None,
     weights: Sequence[Tensor],
     w: QuantizedTensor,
 ) -> None:
     """Show the monitor of each layer its part of the operands of backward."""
-    start = 0
-    if not members.layers:
+    layers, start = gradients.exchange.layers, 0
+    if not layers:
         return
-    for i, weight in zip(present, weights, strict=True):
-        layer, end = members.layers[i], start + members.sizes[i]
+    for (i, grad), weight in zip(gradients.outputs.items(), weights, strict=True):
+        layer, end = layers[i], start + gradients.exchange.sizes[i]
         if layer.fp8.observer is not None:
             row, w_col = (x._replace(qdata=x.qdata[:, start:end]) for x in (g, w))
             col = None if g_t is None else g_t._replace(qdata=g_t.qdata[start:end])
-            layer.fp8.observer.backward(grads[i], row, col, weight, w_col)
+            layer.fp8.observer.backward(grad, row, col, weight, w_col)
         start = end

@@ -7,12 +7,10 @@ side by side, casts them once, and runs
     dgrad  dx = g w    contracts N1 + N2 + ...: the sum over the layers stays in float32
     wgrad  dw = g^T x  has the rows of all weights, and each weight's gradient is some of its rows
 
-In autograd's graph, `Join` (`torch_fp8.nn.group_function`) takes the input and all weights and
-biases, and returns a stand-in without memory for each output. `Member` turns a stand-in into the
-output when its layer is called. So autograd waits for the gradients of all outputs before backward
-runs, and a layer that was not called has no gradient. The stand-ins belong to one alias of the
-input: they live as long as the graph of this forward, and a hook that replaces a layer's input
-takes the layer out of its group.
+Each member keeps its own node in autograd's graph (`torch_fp8.nn.group_function`), so that a layer
+that was not called has no gradient. The nodes belong to one alias of the input: they live as long
+as the graph of this forward, and a hook that replaces a layer's input takes the layer out of its
+group.
 
 A tensorwise scale serves all members: that of the largest gradient, and of the largest weight.
 
@@ -30,14 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters
 from torch_fp8.nn.class_swap import is_fsdp_class
-from torch_fp8.nn.group_function import Join, Member, Members
+from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
 from torch_fp8.nn.linear_function import LinearOptions, fprop, graph_options, linear_in_graph
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.quantizer import source_of
+from torch_fp8.tensor.quantizer import quantize_input, source_of
 from torch_fp8.tensor.split_weight import SplitWeight
-from torch_fp8.tensor.weight_half import is_averaged_beside
 
 
 def can_group(recipe: Recipe, features: int) -> bool:
@@ -87,58 +84,75 @@ def _fits(layer: Any, options: LinearOptions) -> bool:
         return False  # sharded, gathered in FP8, or computed by a hook
     if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
         return False
-    if is_averaged_beside(weight):
-        return False  # the reducer would take a layer without gradient for one that has arrived
-    if weight._backward_hooks and not isinstance(weight, SplitWeight):
-        return False  # a hook of a weight without gradient would be called with None
     alike = layer.runs_fp8 and fp8.emulate == options.emulate
     return alike and not options.recipe.bf16_forward and not is_fsdp_class(type(layer))
 
 
 class Reads:
-    """The stand-ins of the members of a group for one alias of their input.
+    """The nodes of a group for one alias of their input.
 
     Attributes:
-        members: arguments of `Join`.
-        stand_ins: stand-in of the output of each layer that was not called yet, with the tensors of
-            the layer, by the layer's index.
         backward: backward that recomputes this forward, or -1.
+        waiting: token of each layer that was not called yet, with the weight and the bias that it
+            is for, by the layer's index.
     """
 
     def __init__(self, group: InputGroup, x: Tensor, shape: torch.Size, options: Any) -> None:
         self.backward = running_backward()
         layers = group.members(options)
-        sizes = [layer.out_features for layer in layers]
-        self.members = Members(options, sizes, [None] * len(layers), tuple(layers))
-        self.stand_ins: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self.exchange = Exchange(options, [m.out_features for m in layers], tuple(layers))
+        self.waiting: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         if len(layers) < 2:
             return
-        weights, biases = [m.weight for m in layers], [m.bias for m in layers]
-        outputs = Join.apply(x, shape, self.members, *weights, *biases)
-        self.stand_ins = dict(enumerate(zip(outputs, weights, biases, strict=True)))
+        parameters = [(m.weight, m.bias) for m in layers]
+        self.of_input, of_weights = connect(x, shape, self.exchange, parameters)
+        pairs = zip(of_weights, parameters, strict=True)
+        self.waiting = {i: (token, *pair) for i, (token, pair) in enumerate(pairs)}
 
     def index(self, layer: Any) -> int | None:
         """Return the index of a layer; None: it is not a member."""
-        layers = self.members.layers
+        layers = self.exchange.layers
         return next((i for i, member in enumerate(layers) if member is layer), None)
 
     def is_over_for(self, layer: Any) -> bool:
         """Return whether a layer is called again: by its module, or by a checkpoint."""
         i = self.index(layer)
-        called = i is not None and len(self.members.sizes) > 1 and i not in self.stand_ins
+        called = i is not None and len(self.exchange.sizes) > 1 and i not in self.waiting
         return called or self.backward != running_backward()
 
     def take(self, layer: Any, operands: Any, options: LinearOptions) -> tuple[int, Tensor] | None:
-        """Return a layer's index and its stand-in, which serves one call; None: it has none."""
-        i = self.index(layer)
-        if i is None or i not in self.stand_ins or not _fits(layer, self.members.options):
+        """Return a layer's index and its token, which serves one call; None: it has none."""
+        i, of_group = self.index(layer), self.exchange.options
+        if i is None or i not in self.waiting or not _fits(layer, of_group):
             return None
-        output, weight, bias = self.stand_ins[i]
+        token, weight, bias = self.waiting[i]
         replaced = weight is not operands.weight or bias is not operands.bias
-        if replaced or options.out_dtype != self.members.options.out_dtype:
+        if replaced or options.out_dtype != of_group.out_dtype:
             return None
-        del self.stand_ins[i]
-        return i, output
+        del self.waiting[i]
+        return i, token
+
+
+def connect(
+    x: Tensor,
+    shape: torch.Size,
+    exchange: Exchange,
+    parameters: Sequence[tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the token of the input (..., K), and those of the members' parameters.
+
+    They are all made before any output, see `torch_fp8.nn.group_function`.
+    """
+    options = exchange.options
+    needs: dict[str, Any] = {"wgrad": True, "fp8_wgrad": options.recipe.wgrad is not None}
+    payloads = quantize_input(options.quantizers.input, x, **needs, dtype=options.out_dtype)
+    of_weights = [
+        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)
+        for i, (weight, bias) in enumerate(parameters)
+    ]
+    weights = [weight for weight, _ in parameters]
+    of_input: Tensor = GroupInput.apply(x, shape, exchange, weights)
+    return of_input, of_weights
 
 
 def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor | None:
@@ -167,24 +181,24 @@ def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor |
     taken = reads.take(layer, operands, options)
     if taken is None:
         return None
-    i, output = taken
-
-    return _output(output, i, reads.members, operands[:4], options, reads)
+    i, token = taken
+    tokens = reads.of_input, token
+    return _output(tokens, i, reads.exchange, operands[:4], options, reads)
 
 
 def _output(
-    stand_in: Tensor,
+    tokens: tuple[Tensor, Tensor],
     i: int,
-    members: Members,
+    exchange: Exchange,
     operands: tuple[Any, ...],
     options: LinearOptions,
     reads: Reads | None = None,
 ) -> Tensor:
-    """Return the output of member `i`, with the path of its stand-in in autograd's graph.
+    """Return the output of member `i`.
 
     Args:
-        stand_in, members: result and arguments of `Join`.
-        i: index of the member.
+        tokens: tokens of the input and of the member's parameters.
+        i, exchange: index of the member; what the functions of its group share.
         operands: first arguments of `torch_fp8.nn.linear_function.linear`.
         options: options of the layer.
         reads: object that has to live as long as the graph behind the output.
@@ -194,10 +208,10 @@ def _output(
         x, weight, bias, shape = operands
         quantizers = options.quantizers
         y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
-        members.scales[i] = cast_operands.weight_scale
+        exchange.scales[i] = cast_operands.weight_scale
         return y
 
-    result: Tensor = Member.apply(stand_in, compute, reads)
+    result: Tensor = Output.apply(*tokens, i, exchange, compute, reads)
     return result
 
 
@@ -254,8 +268,9 @@ def member_in_graph(
     if source.reads is None:
         source.reads = {}
     if key not in source.reads or source.reads[key][0]() is not x:
-        members = Members(options, [weight.shape[0] for weight in weights], [None] * num)
-        joined = Join.apply(x, x.shape, members, *tensors)
-        source.reads[key] = weakref.ref(x), members, joined
-    _, members, stand_ins = source.reads[key]
-    return _output(stand_ins[i], i, members, (x, weights[i], biases[i], x.shape), options)
+        exchange = Exchange(options, [weight.shape[0] for weight in weights])
+        joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))
+        source.reads[key] = weakref.ref(x), exchange, joined
+    _, exchange, (of_input, of_weights) = source.reads[key]
+    operands = x, weights[i], biases[i], x.shape
+    return _output((of_input, of_weights[i]), i, exchange, operands, options)

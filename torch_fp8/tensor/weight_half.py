@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8.autograd.current_pass import running_backward
 from torch_fp8.autograd.function import is_returned
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -54,12 +53,7 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 def _repeats_among_ranks() -> bool:
     """Return whether a backward repeats a forward, in a process that is one of several ranks."""
     ranks = dist.is_available() and dist.is_initialized()
-    return ranks and running_backward() != -1
-
-
-def is_averaged_beside(weight: Tensor) -> bool:
-    """Return whether our reducer averages the gradient of this weight."""
-    return _BESIDE in vars(weight)
+    return ranks and torch._C._current_graph_task_id() != -1
 
 
 def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:

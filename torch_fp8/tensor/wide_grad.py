@@ -101,10 +101,8 @@ def _widen(stored: Tensor) -> None:
 
 
 @torch.utils.hooks.unserializable_hook
-def widen_sum(grad: Tensor | None) -> None:
+def widen_sum(grad: Tensor) -> None:
     """Turn a BF16 ``p.grad`` into float32, as autograd is about to add another gradient to it."""
-    if grad is None:  # of a layer of a group that was not called
-        return
     parameter = getattr(torch._C._current_autograd_node(), "variable", None)
     before = None if parameter is None else torch.Tensor.grad.__get__(parameter)
     if before is None or before.dtype != torch.bfloat16 or "halves" not in vars(parameter):
@@ -140,9 +138,7 @@ class WideHook:
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook
 
-    def __call__(self, grad: Tensor | None) -> Any:
-        if grad is None:  # a layer of a group that was not called
-            return None
+    def __call__(self, grad: Tensor) -> Any:
         narrow = grad.dtype == torch.bfloat16 and not isinstance(grad, Encoded)
         result = self.hook(WideGrad(grad) if narrow else grad)
         if isinstance(result, WideGrad):
