@@ -31,13 +31,13 @@ from torch_fp8.autograd.function import (
     refuse_derivatives,
     will_run,
 )
-from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.linear_function import LinearOptions
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
-from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
+from torch_fp8.ops.side_by_side import side_by_side
 from torch_fp8.tensor.lazy_quantized import plain
-from torch_fp8.tensor.quantizer import InputPayloads, WeightQuantizer, matrix
+from torch_fp8.tensor.quantizer import InputPayloads, matrix
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
@@ -48,7 +48,8 @@ class Exchange:
     """What the functions of a group share in one forward, and in the backwards after it.
 
     Args:
-        options: options of the first layer that was called.
+        options: options of the first layer that was called; in a graph with the scales and slots
+            of the first member's buffers, if there are any.
         sizes: output features of each member.
         layers: all members; none in a graph.
 
@@ -242,8 +243,11 @@ class GroupInput(torch.autograd.Function):
             assert g is not None
             present = list(gradients.outputs)
             weights = [saved[f"weight{i}"] for i in present]
-            scales = [exchange.scales[i] for i in present]
-            w = _side_by_side(weights, options.quantizers.weight, scales)
+            scales = [scale for i in present if (scale := exchange.scales[i]) is not None]
+            slot = options.quantizers.grad_output.source.slot
+            after = g.scale if slot is None else slot
+            stored_weights = [stored(weight) for weight in weights]
+            w = side_by_side(stored_weights, options.recipe.weight, scales, after)
             _observe(gradients, g, g_t, weights, w)
             fast_accum, emulate = options.recipe.dgrad.fast_accum, options.emulate
             product = scaled_matmul(  # (M, N) @ (K, N)^T
@@ -306,30 +310,6 @@ class GroupWeight(torch.autograd.Function):
 def _token(like: Tensor) -> Tensor:
     """Return a tensor without elements that connects two functions."""
     return torch.empty(0, dtype=torch.float32, device=like.device)
-
-
-def _side_by_side(
-    weights: Sequence[Tensor],
-    quantizer: WeightQuantizer,
-    scales: Sequence[Tensor | None],
-) -> QuantizedTensor:
-    """Return weights (N, K) as one payload (K, N1 + N2 + ...), quantized along N.
-
-    Args:
-        weights: weights that forward used.
-        quantizer: quantizer of the weights.
-        scales: () scale of each weight in fprop.
-    """
-    spec = quantizer.quantizer.spec
-    known = [s for s in scales if s is not None]
-    scale = known[0] if len(known) == 1 else torch.stack(known).amax()
-    options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
-    payloads: list[Any] = [quantize_layouts(stored(w), options)[1] for w in weights]
-    if len(payloads) == 1:
-        alone: QuantizedTensor = payloads[0]
-        return alone
-    codes = torch.cat([payload.qdata.view(torch.uint8) for payload in payloads], 1)
-    return QuantizedTensor(codes.view(payloads[0].qdata.dtype), scale, spec.granularity)
 
 
 def _observe(

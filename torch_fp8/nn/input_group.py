@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
-from torch_fp8.autograd.function import only_shape_matters
+from torch_fp8.autograd.function import only_shape_matters, written_in_backward
 from torch_fp8.nn.class_swap import is_fsdp_class
+from torch_fp8.nn.delayed_scaling import graph_buffers
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
 from torch_fp8.nn.linear_function import LinearOptions, fprop, graph_options, linear_in_graph
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
@@ -205,9 +206,7 @@ def _output(
     """
 
     def compute() -> Tensor:
-        x, weight, bias, shape = operands
-        quantizers = options.quantizers
-        y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
+        y, cast_operands = fprop(*operands, options, options.quantizers, gradients=True)
         exchange.scales[i] = cast_operands.weight_scale
         return y
 
@@ -218,24 +217,30 @@ def _output(
 # ---- in graphs of torch.compile ------------------------------------------------------------------
 
 
-def graph_operands(layer: Any) -> tuple[int, list[Tensor | None]]:
-    """Return a layer's index in its group, with weights and biases of all members, for a graph.
+def graph_operands(layer: Any) -> tuple[int, int, list[Tensor | None]]:
+    """Return a layer's index in its group, the number of members, and their tensors, for a graph.
 
+    The tensors are the weights and biases of all members, and the buffers of the first one, if it
+    has any: the members share an input and the cast of their gradients, which its slots record.
     Dynamo traces this. There are no tensors if the layer is alone.
     """
     fp8, group = layer.fp8, layer.fp8.group()
     if group is None or fp8.recipe.bf16_forward:
-        return 0, []
+        return 0, 0, []
     members = [m for m in group.layers if _fits_graph(m, fp8)]
+    buffers = [] if fp8.scaling is None or len(members) < 2 else graph_buffers(members[0])
     for i, member in enumerate(members):
         if member is layer and len(members) > 1:
-            return i, [*[m.weight for m in members], *[m.bias for m in members]]
-    return 0, []
+            tensors = *[m.weight for m in members], *[m.bias for m in members], *buffers
+            return i, len(members), [*tensors]
+    return 0, 0, []
 
 
 def _fits_graph(layer: Any, fp8: Any) -> bool:
     other = getattr(layer, "fp8", None)
     if other is None or other.casts != fp8.casts or other.frozen is not None:
+        return False
+    if other.scales_known != fp8.scales_known:
         return False
     weight = layer.weight
     split = isinstance(weight, SplitWeight)
@@ -246,31 +251,32 @@ def _fits_graph(layer: Any, fp8: Any) -> bool:
 
 @torch.compiler.allow_in_graph
 def member_in_graph(
-    x: Tensor, i: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
+    x: Tensor, i: int, num: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
 ) -> Tensor:
     """Compute the output of member `i` as a single node of Dynamo's graph.
 
     Args:
         x: input (..., K) of the layer. Members share their backward if it is the result of a norm
             in the same graph.
+        i, num, tensors: see `graph_operands`.
         casts: see `torch_fp8.nn.linear_function.linear_in_graph`.
-        tensors: weights (N, K) of all members, then their biases.
     """
-    num = len(tensors) // 2
     weights: Any = tensors[:num]
-    biases = tensors[num:]
+    biases, buffers = tensors[num : 2 * num], tensors[2 * num :]
     source = source_of(x)
     if only_shape_matters(x) or source is None:
-        return linear_in_graph(x, weights[i], biases[i], casts)
-    text, _, training = casts
-    options = graph_options(text, x.dtype, output_dtype(x), training, False)
+        return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
+    text, ready, training = casts
     key = tuple(id(weight) for weight in weights)
     if source.reads is None:
         source.reads = {}
     if key not in source.reads or source.reads[key][0]() is not x:
+        written_in_backward(buffers[-1:])
+        options = graph_options(text, x.dtype, output_dtype(x), training, ready)
+        options = options._replace(quantizers=options.quantizers_of(buffers))
         exchange = Exchange(options, [weight.shape[0] for weight in weights])
         joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))
         source.reads[key] = weakref.ref(x), exchange, joined
     _, exchange, (of_input, of_weights) = source.reads[key]
     operands = x, weights[i], biases[i], x.shape
-    return _output((of_input, of_weights[i]), i, exchange, operands, options)
+    return _output((of_input, of_weights[i]), i, exchange, operands, exchange.options)

@@ -282,9 +282,9 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         return served
     casts = fp8.casts, ready, layer.training
     if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
-        i, shared = graph_operands(layer)
+        i, num, shared = graph_operands(layer)
         if shared:
-            member: Tensor = member_in_graph(x, i, casts, *shared)
+            member: Tensor = member_in_graph(x, i, num, casts, *shared)
             return member
     output: Tensor = linear_in_graph(x, weight, bias, casts, *buffers)
     return output

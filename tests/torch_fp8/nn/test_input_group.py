@@ -14,12 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.steps import assert_equal, gaussian, train
 from tests.torch_fp8.block_models import Block, Norm
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, high_precision
-from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.nn.linear import Float8Linear
+from tests.internals import CastOptions, sqnr_db
+from torch_fp8 import (
+    Float8Linear,
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    high_precision,
+)
 from torch_fp8.ops import scaled_mm
 from torch_fp8.ops.quantize import dequantize, quantize_layouts
-from torch_fp8.quantization.metrics import sqnr_db
 
 SIZE = 128
 
