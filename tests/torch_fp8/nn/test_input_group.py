@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +24,7 @@ from torch_fp8 import (
     convert_to_float8,
     high_precision,
 )
+from torch_fp8.distributed import connect_ddp, ddp_options
 from torch_fp8.ops import scaled_mm
 from torch_fp8.ops.quantize import dequantize, quantize_layouts
 
@@ -280,9 +283,10 @@ def test_a_hook_of_a_weight_without_gradient_is_not_called(level):
         convert_optimizer(optimizer, config, model=model)
     for layer in model.readers.children():
         layer.weight.register_hook(lambda grad: seen.append(grad.shape))
+        layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
     normed = model.norm(gaussian(32, SIZE, dtype=torch.float32).requires_grad_())
     model.readers.query(normed).sum().backward()
-    assert seen == [model.readers.query.weight.shape]
+    assert seen == [model.readers.query.weight.shape] * 2
 
 
 def test_the_second_call_of_a_layer_has_a_backward_of_its_own():
@@ -502,19 +506,124 @@ def test_two_losses_of_one_graph_add_up():
     assert model.readers.key.weight.grad is not None
 
 
-def test_ddp_finds_layers_that_are_not_called(tmp_path):
-    class Choosing(Readers):
-        def forward(self, x):
-            return torch.cat([self.query(x), self.key(x)], -1)
+class Choosing(Readers):
+    def forward(self, x):
+        return torch.cat([self.query(x), self.key(x)], -1)
 
+
+@pytest.fixture
+def one_rank(tmp_path):
     store = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        model = _converted(readers=Choosing)
-        ranks = DistributedDataParallel(model, find_unused_parameters=True)
-        for _ in range(2):
-            ranks(gaussian(32, SIZE)).sum().backward()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_finds_layers_that_are_not_called():
+    model = _converted(readers=Choosing)
+    ranks = DistributedDataParallel(model, find_unused_parameters=True)
+    for _ in range(2):
+        ranks(gaussian(32, SIZE)).sum().backward()
+    assert model.readers.value.weight.grad is None
+    assert model.readers.key.weight.grad is not None
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_our_reducer_averages_layers_that_share_their_backward(level, products):
+    model, config = Model(Choosing, torch.float32), FP8Config(opt_level=level)
+    convert_to_float8(model, config)
+    model.readers.value.bias.requires_grad_(False)  # DDP would wait for it
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    ranks = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
+    connect_ddp(ranks, [optimizer], config)
+    for _ in range(2):
+        loss = ranks(gaussian(32, SIZE, dtype=torch.float32)).sum()
+        products.clear()
+        loss.backward()
+        assert len(products) == 2
         assert model.readers.value.weight.grad is None
         assert model.readers.key.weight.grad is not None
-    finally:
-        dist.destroy_process_group()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# The order in which gradients arrive.
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_gradients_that_arrive_late_have_products_of_their_own(late, products):
+    """Another device may be slower than the one that has multiplied the others' gradients."""
+    model = _converted()
+    x = gaussian(32, SIZE).requires_grad_()
+    want = torch.autograd.grad(_output_sum(model, x), [x, *model.parameters()])
+    outputs = [layer(normed) for normed in [model.norm(x)] for layer in model.readers.children()]
+    exchange = outputs[0].grad_fn.exchange
+
+    def multiply(grad):
+        for gradients in exchange.arrived():
+            gradients.payloads()
+
+    outputs[late].register_hook(multiply)
+    products.clear()
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    got = [x.grad, *(p.grad for p in model.parameters())]
+    assert len(products) == 4
+    assert all(sqnr_db(w, g) > 25 for w, g in zip(want, got, strict=True))
+    assert not exchange.passes
+
+
+def _output_sum(model, x):
+    return model(x).float().sum()
+
+
+def test_gradients_that_nobody_needs_are_not_computed(products):
+    model = _converted()
+    x = gaussian(32, SIZE).requires_grad_()
+    parts = [[x], [model.readers.key.weight], [model.readers.key.bias]]
+    for inputs, number in zip(parts, (1, 1, 1), strict=True):
+        y = _output_sum(model, x)
+        products.clear()
+        (got,) = torch.autograd.grad(y, inputs)
+        assert len(products) == number
+        assert got.any()
+
+
+# Graphs.
+
+
+@pytest.mark.parametrize("scales", ["current", "last_step"])
+def test_a_graph_shares_backward_products(scales):
+    """With the last step's scales, the first member's slots record the cast of all gradients."""
+    model = Model(dtype=torch.float32)
+    config = FP8Config(graph_scales=scales)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        names = [str(node.target) for node in graph.graph.nodes]
+        graphs.append(sum("scaled_mm" in name for name in names))
+        return make_boxed_func(graph)
+
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for _ in range(3):
+        x = gaussian(32, SIZE, dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = compiled(x)
+        y.float().square().sum().backward()
+        grads = {n: p.grad.float() for n, p in model.named_parameters()}
+        slots = [m.fp8_grad_amax for m in model.readers.children() if scales == "last_step"]
+        assert [bool(slot) for slot in slots] == [True, False, False][: len(slots)]
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).float().square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert sqnr_db(parameter.grad.float(), grads[name]) > 20, name
+        optimizer.step()
+        optimizer.zero_grad()
+    assert graphs[-2:] == [3, 2]
