@@ -30,19 +30,16 @@ def cast_side_by_side_kernel(
     rows_b,
     rows_c,
     cols,
-    THREE: tl.constexpr,  # whether there is a matrix c
     E5M2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Cast one tile of a, b or c (R, C), contiguous, into its columns of out (C, Ra + Rb + Rc).
 
-    Tiles are counted along the rows of a, then of b and c; all sizes are multiples of 16.
+    Tiles are counted along the rows of a, then of b and c, of which c may have no rows. All sizes
+    are multiples of 16.
     """
     scale = tl.maximum(tl.load(scale_a_ptr), tl.load(scale_b_ptr))
-    total = rows_a + rows_b
-    if THREE:
-        scale = tl.maximum(scale, tl.load(scale_c_ptr))
-        total += rows_c
+    scale = tl.maximum(scale, tl.load(scale_c_ptr))
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
     tiles_c = tl.cdiv(cols, BLOCK)
@@ -51,15 +48,14 @@ def cast_side_by_side_kernel(
     if tile_r >= tl.cdiv(rows_a, BLOCK):
         tile_r -= tl.cdiv(rows_a, BLOCK)
         x_ptr, rows, start = b_ptr, rows_b, rows_a
-        if THREE:
-            if tile_r >= tl.cdiv(rows_b, BLOCK):
-                tile_r -= tl.cdiv(rows_b, BLOCK)
-                x_ptr, rows, start = c_ptr, rows_c, rows_a + rows_b
+        if tile_r >= tl.cdiv(rows_b, BLOCK):
+            tile_r -= tl.cdiv(rows_b, BLOCK)
+            x_ptr, rows, start = c_ptr, rows_c, rows_a + rows_b
     r = tl.max_contiguous(tl.multiple_of(positions(tile_r, BLOCK), 16), 16)
     c = tl.max_contiguous(tl.multiple_of(positions(tile_c, BLOCK), 16), 16)
     mask = (r[:, None] < rows) & (c[None, :] < cols)
     q = cast_saturating(load_tile(x_ptr, cols, 1, r, c, mask), scale, E5M2)
-    # q (BLOCK, BLOCK) goes to out (C, Ra + Rb + Rc).
+    total = rows_a + rows_b + rows_c
     tl.store(out_ptr + c[None, :] * total + (start + r)[:, None], q, mask=mask)
 
 
@@ -88,9 +84,8 @@ def cast_side_by_side(
         out,
         scale,
         *rows,
-        *rows[: 3 - len(rows)],
+        *[0] * (3 - len(rows)),
         cols,
-        THREE=c is not None,
         E5M2=format_of(dtype).has_inf,
         BLOCK=BLOCK,
         num_warps=TILE_WARPS,

@@ -105,7 +105,7 @@ class Gradients:
         self._rows: dict[int, Tensor] = {}
 
     def add(self, i: int, grad: Tensor) -> None:
-        """Add the gradient (..., N) of output `i`; they lie side by side in the order of members."""
+        """Add the gradient (..., N) of output `i`; they lie in the order of the members."""
         self.outputs = dict(sorted({**self.outputs, i: grad}.items()))
 
     @property

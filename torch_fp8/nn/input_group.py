@@ -206,7 +206,9 @@ def _output(
     """
 
     def compute() -> Tensor:
-        y, cast_operands = fprop(*operands, options, options.quantizers, gradients=True)
+        x, weight, bias, shape = operands
+        quantizers = options.quantizers
+        y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
         exchange.scales[i] = cast_operands.weight_scale
         return y
 

@@ -3,9 +3,8 @@
 It holds the layer's configuration, recipe, quantizers, cached payload and delayed scaling, and
 `torch_fp8.revert` deletes it. Methods take the layer if they need its tensors or its mode.
 
-**The repeated forward.** For one token Python's time to decide how to multiply dominates. If the
-weight's payload is cached (`torch_fp8.tensor.payload_cache`), an earlier forward has made these
-decisions, and `repeated` only casts the input and multiplies.
+**The repeated forward.** For one token Python's decisions how to multiply dominate. If the weight's
+payload is cached (`torch_fp8.tensor.payload_cache`), `repeated` reuses those of an earlier forward.
 
 Legend: M tokens, K in, N out.
 """
@@ -69,13 +68,11 @@ class LayerFP8:
 
     Attributes:
         casts: recipe, `transposed` and `emulate` as a string constant for graphs of torch.compile.
-        scaling: state of delayed scaling; None: scales come from the current tensors, or
-            Transformer Engine computes them.
+        scaling: state of delayed scaling; None: each cast computes its scale.
         payloads: cache of the weight's payload.
         channels: channel maxima of the last forward, if the recipe is smooth; else None.
         observer: monitor that sees the operands of the GEMMs; see `observe`.
-        served: codes, scales and granularity of the weight, for graphs of torch.compile in a
-            rollout.
+        served: codes, scales and granularity of the weight, for graphs in a rollout.
         called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
         group: weak reference to the `torch_fp8.nn.input_group.InputGroup` of the layer, or None.
         paused: whether the layer temporarily runs in high precision; see `nn.linear.pause`.
@@ -312,9 +309,8 @@ class LayerFP8:
         self.payloads.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the norm, which knows the group, links the copies of its layers.
-        fresh: dict[str, Any] = {"_quantizers": {}, "_options": {}, "group": None}
-        return {**self.__dict__, **fresh, "scaling": copy(self.scaling)}
+        fresh = {"_quantizers": {}, "_options": {}, "scaling": copy(self.scaling)}
+        return {**self.__dict__, **fresh, "group": None}  # the copy of the norm sets its group
 
 
 def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -102,8 +102,6 @@ class NormFP8:
         groups: groups of layers that may read the output.
     """
 
-    groups: tuple[Any, ...] = ()
-
     def __init__(
         self,
         name: str,
@@ -115,6 +113,7 @@ class NormFP8:
         self.name, self.config, self.spec, self.reads = name, config, spec, reads
         self.quantizer = quantizer
         self.casts = as_text(quantizer)
+        self.groups: tuple[Any, ...] = ()
         self.reader: Quantizer | None = None
 
     def note_reader(self, quantizer: Quantizer) -> None:
@@ -191,10 +190,7 @@ class Float8RMSNorm(RunsFP8):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; plain in a compiled graph.
-
-    In a compiled graph, casts find this producer on the plain tensor (`with_source`).
-    """
+    """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; in a graph see `with_source`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, options: _Options) -> Tensor:

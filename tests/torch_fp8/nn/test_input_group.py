@@ -14,9 +14,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tests.internals import CastOptions, sqnr_db
 from tests.steps import assert_equal, gaussian, train
 from tests.torch_fp8.block_models import Block, Norm
-from tests.internals import CastOptions, sqnr_db
 from torch_fp8 import (
     Float8Linear,
     FP8Config,
