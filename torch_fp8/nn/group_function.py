@@ -41,8 +41,6 @@ from torch_fp8.tensor.quantizer import InputPayloads, matrix
 from torch_fp8.tensor.split_weight import stored
 from torch_fp8.tensor.weight_half import gradient_dtype
 
-_split: Any = torch.ops.aten.unsafe_split_with_sizes.default
-
 
 class Exchange:
     """What the functions of a group share in one forward, and in the backwards after it.
@@ -158,11 +156,13 @@ class Gradients:
                 dense = self.dense()
                 rows = cast(dense.t() @ x.to(dense.dtype), out_dtype)
             # No views, because the gradients are the users' to write to: (N1 + N2 + ..., K).
-            self._rows = dict(zip(self.outputs, _split(rows, self.sizes), strict=True))
+            self._rows = dict(
+                zip(self.outputs, rows.unsafe_split_with_sizes(self.sizes), strict=True)
+            )
         grad_bias = None
         if i in self.bias_dtypes:
             assert sums is not None
-            parts = dict(zip(self.outputs, _split(sums, self.sizes), strict=True))
+            parts = dict(zip(self.outputs, sums.unsafe_split_with_sizes(self.sizes), strict=True))
             grad_bias = cast(parts[i], self.bias_dtypes[i])
         return cast(self._rows[i], self.dtypes[i]), grad_bias
 

@@ -309,8 +309,8 @@ class LayerFP8:
         self.payloads.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_quantizers": {}, "_options": {}, "scaling": copy(self.scaling)}
-        return {**self.__dict__, **fresh, "group": None}  # the copy of the norm sets its group
+        state = {**self.__dict__, "group": None}  # the copy of the norm sets its group
+        return {**state, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
 
 
 def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Size, torch.dtype]:

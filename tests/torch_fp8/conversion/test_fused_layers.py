@@ -138,8 +138,10 @@ def test_an_input_is_cast_once_for_all_that_share_it(recipe):
     grouped = recipe == "tensorwise"  # blocks do not divide these layers
     assert count("swiglu_backward_quantize") == 1  # both gradients
     # o_proj's input; gradients of q, k and v, together or apart, of o and down
-    weights, others = 2 * 7, 1 + (3 if grouped else 5)
+    others = 1 + (3 if grouped else 5)
+    weights = 7 + (4 if grouped else 7)  # those of q, k and v are cast together for backward
     assert count("quantize_2d") == weights + others
+    assert count("cast_side_by_side") == grouped
     dense = ("rms_norm", "swiglu", "swiglu_backward")
     assert not any(name in calls.names for name in dense)
 
