@@ -208,6 +208,17 @@ FAULTS = [
         f"{_TESTS}/test_input_group.py",
     ),
     Fault(
+        "weights of a group are younger than their input, and stepped before dgrad reads them",
+        "torch_fp8/nn/input_group.py",
+        "    return of_input, of_weights\n",
+        "    weights = [\n"
+        "        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)\n"
+        "        for i, (weight, bias) in enumerate(parameters)\n"
+        "    ]\n"
+        "    return of_input, weights\n",
+        f"{_TESTS}/test_input_group.py",
+    ),
+    Fault(
         "second derivatives of a group's weights are missing",
         "torch_fp8/nn/group_function.py",
         "    if is_asked_for(ctx, 0):\n",

@@ -43,9 +43,8 @@ NO_PRODUCERS = Producers((), ())
 _OUTPUT = re.compile(r"(o|wo|out|output|dense|proj|c_proj|to_out)(_proj|_lin)?|\d+")
 """Names of the layers that read the result of a block, not its input, although their sizes fit.
 
-Numbered layers read one another's results. A reader of the input that is left out runs alone. A
-layer that does not read it has no gradient in its group, but its hooks on accumulated gradients
-run, which in a checkpoint with ``use_reentrant=True`` is too early.
+Numbered layers read one another's results. A reader of the input that is left out runs alone, and a
+layer in a group that does not read its input runs alone, too, but the summary counts it.
 """
 
 

@@ -627,3 +627,37 @@ def test_a_graph_shares_backward_products(scales):
         optimizer.step()
         optimizer.zero_grad()
     assert graphs[-2:] == [3, 2]
+
+
+# Levels and optimizers.
+
+
+def _trained(grouped, seed=3, **options):
+    model, config = Model(dtype=torch.float32), FP8Config(**options)
+    convert_to_float8(model, config)
+    if not grouped:
+        _separate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, config, model=model)
+    inputs = []
+    for step in range(3):
+        x = gaussian(64, SIZE, dtype=torch.float32, seed=seed + step).requires_grad_()
+        for part in x.split(32):  # two micro-batches
+            model(part).square().mean().backward()
+            if options.get("gradient_release"):
+                break
+        inputs.append(x.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*inputs, *(p.detach().float() for p in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"opt_level": "O2"}, {"opt_level": "O3"}, {"opt_level": "O3", "gradient_release": True}],
+    ids=["O2", "O3", "release"],
+)
+def test_optimizers_step_as_on_layers_apart(options):
+    """Also in backward: dgrad reads the weights before the first of them is stepped."""
+    for apart, grouped in zip(_trained(False, **options), _trained(True, **options), strict=True):
+        assert sqnr_db(apart, grouped) > 20
