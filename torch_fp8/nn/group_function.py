@@ -5,8 +5,8 @@
     x -> GroupInput -> Output 1 -> y1
     w1 -> GroupWeight 1 -^
 
-An `Output` hands its gradient to the `Exchange` of its group and returns none: it is connected to
-the other two by tokens without memory. `GroupInput` runs when the gradients of all called members
+An `Output` hands its gradient, and what its `GroupWeight` has saved, to the `Exchange` of its group
+and returns none: it is connected to the other two by tokens without memory. `GroupInput` runs when the gradients of all called members
 have arrived, because it depends on them. Each `GroupWeight` depends on its own output alone, so
 that the weight of a member that was not called is out of reach. Autograd runs the node that was
 created last first, and these were created before the first output: so they find all gradients,
@@ -88,6 +88,7 @@ class Gradients:
 
     Attributes:
         outputs: gradient (..., N) of each output, by the index of its member.
+        saved: tensors that `GroupWeight` has saved, by index.
         dtypes: dtypes of the gradients of the weights, by index; those that are needed.
         bias_dtypes: dtypes of the gradients of the biases that are needed, by index.
         readers: indices of the weights that have yet to take their gradient; -1 is the input.
@@ -96,6 +97,7 @@ class Gradients:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.outputs: dict[int, Tensor] = {}
+        self.saved: dict[int, dict[str, Tensor]] = {}
         self.dtypes: dict[int, torch.dtype] = {}
         self.bias_dtypes: dict[int, torch.dtype] = {}
         self.readers: set[int] = set()
@@ -133,24 +135,25 @@ class Gradients:
     def sizes(self) -> list[int]:
         return [self.exchange.sizes[i] for i in self.outputs]
 
-    def take(self, i: int, x: QuantizedTensor | Tensor, tokens: int) -> Any:
-        """Return the gradients (N, K) and (N,) of weight and bias of a member, or None.
+    def take(self, i: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients (N, K) of a member's weight, and (N,) of its bias, or None.
 
         Args:
             i: index of the member.
-            x: (K, M), along M; or (M, K) in 16 bits, if wgrad is not in FP8.
             tokens: M, without padding.
         """
         options, (_, g_t, sums) = self.exchange.options, self.payloads()
         if not self._rows:
             wgrad, dtypes = options.recipe.wgrad, set(self.dtypes.values())
             out_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-            if isinstance(x, QuantizedTensor):
+            x, scale = self.saved[i]["x"], self.saved[i].get("x_scale")
+            if wgrad is not None:
                 assert g_t is not None
-                assert wgrad is not None
+                assert scale is not None
+                x_t = QuantizedTensor(x, scale, wgrad.b.granularity)
                 emulate = options.emulate
                 rows = scaled_matmul(  # (N, M) @ (K, M)^T, over the tokens
-                    g_t, x, out_dtype, tokens, fast_accum=wgrad.fast_accum, emulate=emulate
+                    g_t, x_t, out_dtype, tokens, fast_accum=wgrad.fast_accum, emulate=emulate
                 )
             else:
                 dense = self.dense()
@@ -193,6 +196,11 @@ class Output(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
         (of_input, _), (of_weight, _) = ctx.next_functions
         i, gradients = ctx.i, ctx.exchange.arriving()
+        if torch.is_grad_enabled():  # derivatives need the weight itself
+            saved = dict(zip(of_weight.saved_names, of_weight.saved_tensors, strict=True))
+        else:
+            saved = saved_by_name(of_weight)
+        gradients.saved[i] = saved
         gradients.add(i, grad_output)
         if will_run(of_input):
             gradients.readers.add(-1)
@@ -208,12 +216,11 @@ class Output(torch.autograd.Function):
 
 def _differentiable(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradient of the input in high precision, by torch's operators."""
-    saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
     total = None
     for gradients in list(ctx.exchange.arrived()):
         for i, grad in gradients.outputs.items():
             grad = plain(grad)
-            product = grad @ saved[f"weight{i}"].to(grad.dtype)  # (..., N) @ (N, K)
+            product = grad @ gradients.saved[i]["weight"].to(grad.dtype)  # (..., N) @ (N, K)
             total = product if total is None else total + product
         gradients.is_read_by(-1)
     if total is not None:
@@ -226,23 +233,21 @@ class GroupInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: torch.Size, exchange: Exchange, weights: Sequence[Tensor]
+        ctx: Any, x: Tensor, shape: torch.Size, exchange: Exchange, device: torch.device
     ) -> Tensor:
-        save_by_name(ctx, {f"weight{i}": weight for i, weight in enumerate(weights)})
         ctx.set_materialize_grads(False)
         ctx.exchange, ctx.name, ctx.input_shape = exchange, exchange.options.name, shape
-        return _token(weights[0])
+        return _token(device)
 
     @staticmethod
     @differentiable_by(_differentiable)
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, exchange, options = saved_by_name(ctx), ctx.exchange, ctx.exchange.options
-        total = None
+        exchange, options, total = ctx.exchange, ctx.exchange.options, None
         for gradients in list(exchange.arrived()):
             g, g_t, _ = gradients.payloads()
             assert g is not None
             present = list(gradients.outputs)
-            weights = [saved[f"weight{i}"] for i in present]
+            weights = [gradients.saved[i]["weight"] for i in present]
             scales = [scale for i in present if (scale := exchange.scales[i]) is not None]
             slot = options.quantizers.grad_output.source.slot
             after = g.scale if slot is None else slot
@@ -284,32 +289,28 @@ class GroupWeight(torch.autograd.Function):
         shape: torch.Size,
         payloads: InputPayloads,
     ) -> Tensor:
-        save_by_name(ctx, {"x": payloads.qdata, "x_scale": payloads.scale})
+        save_by_name(ctx, {"weight": weight, "x": payloads.qdata, "x_scale": payloads.scale})
         ctx.set_materialize_grads(False)
         ctx.dtypes = gradient_dtype(weight), weight.dtype
         ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[1] else None
         ctx.i, ctx.exchange, ctx.name = i, exchange, exchange.options.name
         ctx.tokens = math.prod(shape[:-1])
-        return _token(weight)
+        return _token(weight.device)
 
     @staticmethod
     @differentiable_by(_differentiable_bias)
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        wgrad, grads = ctx.exchange.options.recipe.wgrad, (None, None)
+        grads: tuple[Tensor | None, ...] = (None, None)
         for gradients in list(ctx.exchange.arrived()):
             if ctx.i in gradients.outputs:
-                saved = saved_by_name(ctx)
-                x = saved["x"]
-                if wgrad is not None:
-                    x = QuantizedTensor(x, saved["x_scale"], wgrad.b.granularity)
-                grads = gradients.take(ctx.i, x, ctx.tokens)
+                grads = gradients.take(ctx.i, ctx.tokens)
                 gradients.is_read_by(ctx.i)
         return *grads, None, None, None, None
 
 
-def _token(like: Tensor) -> Tensor:
+def _token(device: torch.device) -> Tensor:
     """Return a tensor without elements that connects two functions."""
-    return torch.empty(0, dtype=torch.float32, device=like.device)
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def _observe(

@@ -151,8 +151,7 @@ def connect(
         GroupWeight.apply(weight, bias, i, exchange, shape, payloads)
         for i, (weight, bias) in enumerate(parameters)
     ]
-    weights = [weight for weight, _ in parameters]
-    of_input: Tensor = GroupInput.apply(x, shape, exchange, weights)
+    of_input: Tensor = GroupInput.apply(x, shape, exchange, parameters[0][0].device)
     return of_input, of_weights
 
 

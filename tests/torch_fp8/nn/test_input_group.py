@@ -275,6 +275,24 @@ def test_a_layer_that_is_not_called_has_no_gradient(products):
     assert model.readers.value.weight.grad is None
 
 
+def test_a_layer_that_is_not_called_may_be_written_to():
+    """Backward does not read it, and would refuse what has changed since forward."""
+    model = _converted()
+    normed = model.norm(gaussian(32, SIZE).requires_grad_())
+    outputs = model.readers.query(normed), model.readers.key(normed)
+    model.readers.value.weight.data.zero_()
+    with torch.no_grad():
+        model.readers.value.weight.add_(1)
+    torch.autograd.backward(outputs, _gradients(outputs))
+    assert model.readers.key.weight.grad is not None
+    model.readers.key.weight.grad = None
+    outputs = [layer(model.norm(gaussian(32, SIZE))) for layer in model.readers.children()]
+    with torch.no_grad():
+        model.readers.value.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(outputs, _gradients(outputs))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_hook_of_a_weight_without_gradient_is_not_called(level):
     model, config, seen = Model(dtype=torch.float32), FP8Config(opt_level=level), []
