@@ -5,13 +5,13 @@
     x -> GroupInput -> Output 1 -> y1
     w1 -> GroupWeight 1 -^
 
-An `Output` hands its gradient, and what its `GroupWeight` has saved, to the `Exchange` of its group
-and returns none: it is connected to the other two by tokens without memory. `GroupInput` runs when the gradients of all called members
-have arrived, because it depends on them. Each `GroupWeight` depends on its own output alone, so
-that the weight of a member that was not called is out of reach. Autograd runs the node that was
-created last first, and these were created before the first output: so they find all gradients,
-too, and the first one multiplies for all. If others arrive later nevertheless, as from another
-device, they have a product of their own.
+An `Output` hands its gradient, and what its `GroupWeight` has saved, to the `Exchange` of its group.
+It returns no gradient: tokens without memory connect it to the other two. `GroupInput` runs when
+the gradients of all called members have arrived, because it depends on them. Each `GroupWeight`
+depends on its own output alone, so backward never reaches the weight of a member that was not
+called. Autograd first runs the node that was created last, and these are older than all outputs:
+they find all gradients, too, and the first one multiplies for all. If others arrive later
+nevertheless, as from another device, they have a product of their own.
 
 Legend: M tokens, K in, N out.
 """
