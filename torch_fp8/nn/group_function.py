@@ -5,8 +5,8 @@
     x -> GroupInput -> Output 1 -> y1
     w1 -> GroupWeight 1 -^
 
-An `Output` hands its gradient, and what its `GroupWeight` has saved, to the `Exchange` of its group.
-It returns no gradient: tokens without memory connect it to the other two. `GroupInput` runs when
+An `Output` hands its gradient, and what its `GroupWeight` has saved, to the `Exchange`. It returns
+no gradient: tokens without memory connect it to the other two. `GroupInput` runs when
 the gradients of all called members have arrived, because it depends on them. Each `GroupWeight`
 depends on its own output alone, so backward never reaches the weight of a member that was not
 called. Autograd first runs the node that was created last, and these are older than all outputs:
