@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import output_dtype, running_backward
 from torch_fp8.autograd.function import only_shape_matters, written_in_backward
+from torch_fp8.nn import linear_function
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.nn.delayed_scaling import graph_buffers
 from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
-from torch_fp8.nn.linear_function import LinearOptions, fprop, graph_options, linear_in_graph
+from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
 from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
@@ -207,6 +208,7 @@ def _output(
     def compute() -> Tensor:
         x, weight, bias, shape = operands
         quantizers = options.quantizers
+        fprop = linear_function.fprop
         y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
         exchange.scales[i] = cast_operands.weight_scale
         return y
