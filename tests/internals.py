@@ -225,6 +225,7 @@ _MODULES = {
     "kernels_moe_rows": "torch_fp8.kernels.moe_rows",
     "kernels_quantize": "torch_fp8.kernels.quantize",
     "kernels_rms_norm": "torch_fp8.kernels.rms_norm",
+    "kernels_side_by_side": "torch_fp8.kernels.side_by_side",
     "kernels_smooth": "torch_fp8.kernels.smooth",
     "kernels_swiglu": "torch_fp8.kernels.swiglu",
     "kernels_swiglu_backward": "torch_fp8.kernels.swiglu_backward",

@@ -164,18 +164,18 @@ def equal_weights(model: nn.Module, path: Path) -> int:
 def weights_of_a_forward(model: Any) -> dict[str, Tensor]:
     """Return the float32 values of the weights that a forward in training mode multiplies by."""
     seen: dict[str, Tensor] = {}
-    original = linear_function._fprop
+    original = linear_function.fprop
 
     def spy(*arguments: Any, **needs: Any) -> Any:
         y, operands = original(*arguments, **needs)
         seen[arguments[4].name] = dequantize(operands.weight)
         return y, operands
 
-    linear_function._fprop = spy
+    linear_function.fprop = spy
     try:
         pretraining.loss_of(model.train(), torch.arange(64).reshape(1, -1))
     finally:
-        linear_function._fprop = original
+        linear_function.fprop = original
     return seen
 
 

@@ -132,7 +132,7 @@ def test_the_tokens_are_those_of_the_training_forward(monkeypatch, way, recipe):
     """
     model = policy(recipe)
     used: dict[str, list[tuple[Any, Any]]] = {}
-    original = linear_function._fprop
+    original = linear_function.fprop
 
     def spy(*arguments, **needs):
         y, operands = original(*arguments, **needs)
@@ -140,7 +140,7 @@ def test_the_tokens_are_those_of_the_training_forward(monkeypatch, way, recipe):
         used.setdefault(options.name, []).append((operands.weight, granularity))
         return y, operands
 
-    monkeypatch.setattr(linear_function, "_fprop", spy)
+    monkeypatch.setattr(linear_function, "fprop", spy)
     model(IDS)
     trained = {name: seen[-1] for name, seen in used.items()}
     used.clear()

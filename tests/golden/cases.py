@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.golden.training import SAVED_AFTER, STEPS, Run, adamw, digests, llama
+from tests.golden.training import SAVED_AFTER, STEPS, Run, adamw, digests, leave_groups, llama
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
@@ -59,6 +59,7 @@ def run_of(case: Case, seed: int = 0) -> Run:
     model = llama(seed)
     optimizer = adamw(model)
     convert_to_float8(model, case.config)
+    leave_groups(model)
     convert_optimizer(optimizer, case.config, model=model)
     if case.checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=case.checkpointing)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from tests.golden.training import SAVED_AFTER, STEPS, Run, adamw, digests, llama
+from tests.golden.training import SAVED_AFTER, STEPS, Run, adamw, digests, leave_groups, llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
@@ -39,6 +39,7 @@ class OfDDP(Run):
         model, config = llama(seed), FP8Config(recipe="tensorwise", opt_level=level)
         optimizer = adamw(model)
         convert_to_float8(model, config)
+        leave_groups(model)
         convert_optimizer(optimizer, config, model=model)
         ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
         connect_ddp(ddp, [optimizer], config)
@@ -70,6 +71,7 @@ class OfFSDP(Run):
     def __init__(self, level: str, seed: int) -> None:
         model, config = llama(seed), FP8Config(recipe="tensorwise", opt_level=level)
         convert_to_float8(model, config)
+        leave_groups(model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (RANKS,)), "mp_policy": policy}
         for layer in model.model.layers:

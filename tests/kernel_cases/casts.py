@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.internals import E4M3, CastOptions, Granularity, Layouts, tensor_amax
 from tests.kernel_cases.comparison import require, same_bits, same_values
 from torch_fp8.ops.quantize import quantize_2d, quantize_layouts_and_sum
+from torch_fp8.ops.side_by_side import cast_side_by_side
 from torch_fp8.ops.transpose import transposed_bytes
 
 CastKernel = Callable[..., Any]
@@ -57,6 +58,13 @@ def transpose_kernel() -> CastKernel:
     from tests.internals import transpose
 
     return transpose.transposed_bytes
+
+
+def side_by_side_kernel() -> CastKernel:
+    """Return the kernel that casts weights into one transposed payload."""
+    from tests.internals import kernels_side_by_side
+
+    return kernels_side_by_side.cast_side_by_side
 
 
 def beside_kernel() -> CastKernel:
@@ -145,6 +153,21 @@ def check_transpose(transpose: CastKernel, device: str, shapes: Iterable[Shape] 
 
 BESIDE = ((144, 272, 160), (137, 272, 160), (16, 48, 400), (37, 131, 16), (16, 16, 24))
 """Rows and columns of a gradient, and of columns of the weight: one launch, or two of odd sizes."""
+
+
+def check_side_by_side(cast: CastKernel, device: str) -> None:
+    """Check two and three matrices of other sizes, whichever of them has the largest scale."""
+    sizes = (144, 128, 16)
+    for number, dtype, first in itertools.product((2, 3), FORMATS, range(3)):
+        weights = [matrix("range", (rows, 272), torch.bfloat16) for rows in sizes[:number]]
+        scales = [torch.tensor(0.37 + (i == first)) for i in range(number)]
+        more = [None] * (3 - number)
+        arguments = [*weights, *more, *scales, *more]
+        want, scale = cast_side_by_side.reference(*arguments, dtype, None)
+        moved = [None if t is None else t.to(device) for t in arguments]
+        got, used = cast(*moved, dtype, None)
+        same_bits(used, scale, f"scale of {number}")
+        same_bits(got, want, f"{dtype} of {number} matrices")
 
 
 def check_beside(beside: CastKernel, device: str) -> None:

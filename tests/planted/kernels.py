@@ -4,6 +4,7 @@ from tests.planted.fault import Fault
 
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
 _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
+_SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
 _GRAPHS = "tests/emulator/test_graphs.py"
 FAULTS = [
     Fault(
@@ -68,6 +69,27 @@ FAULTS = [
         "        AMAX=slot is not None,\n",
         "        AMAX=False,\n",
         _BESIDE,
+    ),
+    Fault(
+        "the third weight of a payload lies where the second one is",
+        "torch_fp8/kernels/side_by_side.py",
+        "c_ptr, rows_c, rows_a + rows_b",
+        "c_ptr, rows_c, rows_a",
+        _SIDE_BY_SIDE,
+    ),
+    Fault(
+        "the last tiles of weights side by side are not cast",
+        "torch_fp8/kernels/side_by_side.py",
+        "sum(cdiv(n, BLOCK) for n in rows)",
+        "cdiv(sum(rows), BLOCK)",
+        _SIDE_BY_SIDE,
+    ),
+    Fault(
+        "weights side by side are cast with the scale of the first two",
+        "torch_fp8/kernels/side_by_side.py",
+        "scale = tl.maximum(scale, tl.load(scale_c_ptr))",
+        "scale = tl.maximum(scale, scale)",
+        _SIDE_BY_SIDE,
     ),
     Fault(
         "partial sums behind the first block are left out",

@@ -198,6 +198,12 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
+def running_backward() -> int:
+    """Return the number of the backward that this code runs in, as a checkpoint's; -1: in none."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def saves_nothing() -> bool:
     """Return whether autograd drops what is saved now, as in the first pass of a checkpoint.
 

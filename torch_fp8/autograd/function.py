@@ -72,7 +72,13 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     ``needs_input_grad`` only tells what requires a gradient; ``autograd.grad`` may need fewer.
     """
     node = ctx.next_functions[i][0]
-    return node is not None and (is_returned(ctx, i) or torch._C._will_engine_execute_node(node))
+    return node is not None and (is_returned(ctx, i) or will_run(node))
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the running backward runs this node, which is no leaf that it returns."""
+    runs: bool = torch._C._will_engine_execute_node(node)
+    return runs
 
 
 def is_returned(ctx: Any, i: int) -> bool:
@@ -86,7 +92,7 @@ def is_returned(ctx: Any, i: int) -> bool:
     if node is None:
         return False
     try:
-        torch._C._will_engine_execute_node(node)
+        will_run(node)
     except RuntimeError:  # torch raises it in exactly this case
         return True
     return False

@@ -116,6 +116,7 @@ def convert_to_float8(
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
         flops=matmul_flops(model),
         producers=fused.converted,
+        groups=fused.groups,
         choice=choice,
         frozen=frozen,
         num_liger=sum(map(is_ligers, model.modules())),

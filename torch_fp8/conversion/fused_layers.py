@@ -1,5 +1,6 @@
 """Conversion of the modules between FP8 layers: RMSNorms and gated MLPs, which then emit FP8."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch_fp8.conversion.detect_rms_norm import find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
+from torch_fp8.nn.input_group import InputGroup, can_group
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
@@ -28,13 +30,22 @@ class Producers(NamedTuple):
     Attributes:
         converted: modules that return FP8.
         unfused: modules that return plain tensors because the next layers cast differently.
+        groups: layers of each group that shares the products of backward.
     """
 
     converted: tuple[str, ...]
     unfused: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
 
 
 NO_PRODUCERS = Producers((), ())
+
+_OUTPUT = re.compile(r"(o|wo|out|output|dense|proj|c_proj|to_out)(_proj|_lin)?|\d+")
+"""Names of the layers that read the result of a block, not its input, although their sizes fit.
+
+Numbered layers read one another's results. A reader of the input that is left out runs alone, and a
+layer in a group that does not read its input runs alone, too, but the summary counts it.
+"""
 
 
 def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
@@ -51,7 +62,11 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
     """
     converted: list[str] = []
     unfused: list[str] = []
+    norms: dict[str, list[list[Float8Layer]]] = {}
     modules = dict(model.named_modules())
+    for module in modules.values():
+        if isinstance(module, Float8Layer):
+            module.fp8.group = None
     for name, module in modules.items():
         if any(matches(pattern, name) for pattern in config.skip) or (
             config.overrides and high_precision_pattern(name, config) is not None
@@ -61,12 +76,15 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
         parent = modules.get(name.rpartition(".")[0])
         groups = _layers_beside(module, parent)
         alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
-        if alike and any(len(group) > 1 for group in groups) and share_output(module, name):
+        several = alike and any(len(group) > 1 for group in groups)
+        if several and share_output(module, name):
+            norms[name] = groups
             continue
         if not alike and isinstance(module, SharedOutput):
             _revert(module)
         quantizer = _reading_quantizer(groups) if alike else None
         if convert_rms_norm(module, name, config, quantizer):
+            norms[name] = groups if alike else []
             (converted if alike else unfused).append(name)
         elif any(isinstance(m, Float8Layer) for m in module.modules()):
             of_mlp = (m for child in module.children() for m in _layers_in(child))
@@ -76,7 +94,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
             elif isinstance(module, Float8GatedMLP) or find_gated_mlp(module) is not None:
                 _revert(module)
                 unfused.append(name)
-    return Producers(tuple(converted), tuple(unfused))
+    return Producers(tuple(converted), tuple(unfused), _group(modules, norms))
 
 
 def revert_producers(model: nn.Module) -> None:
@@ -109,6 +127,45 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
         options = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
         recipes.add((replace(recipe, smooth=False), *options))
     return len(recipes) <= 1
+
+
+def _group(
+    modules: dict[str, nn.Module], norms: dict[str, list[list[Float8Layer]]]
+) -> tuple[tuple[str, ...], ...]:
+    """Group the layers that read one input, and return the names of each group's layers.
+
+    gate and up of a converted MLP stay apart, because SwiGLU's backward casts their gradients into
+    two payloads.
+
+    Args:
+        modules: all modules by name.
+        norms: result of `_layers_beside` for each norm whose output is shared, by name.
+    """
+    mlps = [m for m in modules.values() if isinstance(m, Float8GatedMLP)]
+    apart = {id(getattr(mlp, name)) for mlp in mlps for name in mlp.fp8.spec.inputs}
+    known: dict[tuple[int, ...], InputGroup] = {}
+    for name, beside in norms.items():
+        groups = []
+        for layers in beside:
+            readers = [layer for layer in layers if id(layer) not in apart and _reads(layer)]
+            if len(readers) > 1:
+                key = tuple(map(id, readers))
+                groups.append(known.get(key) or InputGroup(readers))
+                known[key] = groups[-1]
+        norm: Any = modules[name]
+        if isinstance(norm, SharedOutput):
+            norm.fp8 = norm.fp8._replace(groups=tuple(groups))
+        else:
+            norm.fp8.groups = tuple(groups)
+    return tuple(tuple(m.fp8.name for m in group.layers) for group in known.values())
+
+
+def _reads(layer: Float8Layer) -> bool:
+    """Return whether a layer behind a norm seems to read the norm's output, and can be grouped."""
+    if layer.fp8_transposed or layer.fp8.frozen is not None:
+        return False
+    is_output = _OUTPUT.fullmatch(layer.fp8.name.rpartition(".")[2])
+    return can_group(layer.fp8.recipe, layer.out_features) and is_output is None
 
 
 def _layers_in(child: nn.Module) -> list[Float8Layer]:

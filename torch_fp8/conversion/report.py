@@ -125,6 +125,8 @@ class ConversionReport:
         were_eager: whether these experts ran as a Python loop before the conversion.
         loss_heads: what computes the loss of output layers without logits in memory, ``bf16``,
             ``fp8`` or ``liger`` (Liger Kernel), by qualified name.
+        groups: qualified names of the layers that read one input and share the products of their
+            backward, one tuple for each group.
     """
 
     converted: tuple[str, ...]
@@ -146,6 +148,7 @@ class ConversionReport:
     experts: tuple[str, ...] = ()
     were_eager: bool = False
     loss_heads: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -252,6 +255,12 @@ class ConversionReport:
                 f"  fused     {number} {noun} with FP8 outputs; tensors for backward are saved "
                 f"{storage}"
             )
+        if self.groups:
+            sizes = Counter(map(len, self.groups))
+            groups = ", ".join(
+                f"{counted(number, 'group')} of {size}" for size, number in sorted(sizes.items())
+            )
+            yield f"  grouped   {groups} layers that read one input: one dgrad, one wgrad each"
         if self.unfused:
             yield (
                 f"  not fused {first_of(self.unfused)}: the layers that read it have different "

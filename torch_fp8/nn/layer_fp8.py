@@ -3,9 +3,8 @@
 It holds the layer's configuration, recipe, quantizers, cached payload and delayed scaling, and
 `torch_fp8.revert` deletes it. Methods take the layer if they need its tensors or its mode.
 
-**The repeated forward.** For one token Python's time to decide how to multiply dominates. If the
-weight's payload is cached (`torch_fp8.tensor.payload_cache`), an earlier forward has made these
-decisions, and `repeated` only casts the input and multiplies.
+**The repeated forward.** For one token Python's decisions how to multiply dominate. If the weight's
+payload is cached (`torch_fp8.tensor.payload_cache`), `repeated` reuses those of an earlier forward.
 
 Legend: M tokens, K in, N out.
 """
@@ -69,14 +68,13 @@ class LayerFP8:
 
     Attributes:
         casts: recipe, `transposed` and `emulate` as a string constant for graphs of torch.compile.
-        scaling: state of delayed scaling; None: scales come from the current tensors, or
-            Transformer Engine computes them.
+        scaling: state of delayed scaling; None: each cast computes its scale.
         payloads: cache of the weight's payload.
         channels: channel maxima of the last forward, if the recipe is smooth; else None.
         observer: monitor that sees the operands of the GEMMs; see `observe`.
-        served: codes, scales and granularity of the weight, for graphs of torch.compile in a
-            rollout.
+        served: codes, scales and granularity of the weight, for graphs in a rollout.
         called: whether the layer has run in eager code; see `torch_fp8.nn.optimizer_checks`.
+        group: weak reference to the `torch_fp8.nn.input_group.InputGroup` of the layer, or None.
         paused: whether the layer temporarily runs in high precision; see `nn.linear.pause`.
     """
 
@@ -96,6 +94,7 @@ class LayerFP8:
         self.payloads = PayloadCache(config.backend == "torch" and config.keep_eval_weights)
         self.channels = ChannelMaxima() if recipe.smooth else None
         self.observer: Any = None
+        self.group: Any = None
         self.served: tuple[Tensor, Tensor, str] | None = None
         self.called = self.paused = False
         self._quantizers: dict[bool, Quantizers] = {}
@@ -310,7 +309,8 @@ class LayerFP8:
         self.payloads.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
+        state = {**self.__dict__, "group": None}  # the copy of the norm sets its group
+        return {**state, "scaling": copy(self.scaling), "_quantizers": {}, "_options": {}}
 
 
 def check_input(fp8: LayerFP8, input: Tensor, weight: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -16,9 +16,15 @@ from torch_fp8.tensor.producer import LazySource, Producer
 
 
 class SharedFP8(NamedTuple):
-    """State that conversion adds to such a norm: its qualified name, for errors."""
+    """State that conversion adds to such a norm.
+
+    Attributes:
+        name: qualified name, for errors.
+        groups: groups of layers that may read the output.
+    """
 
     name: str
+    groups: tuple[Any, ...] = ()
 
 
 class SharedOutput(nn.Module):

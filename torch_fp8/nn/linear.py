@@ -52,11 +52,13 @@ from torch_fp8.nn.delayed_scaling import (
     scaling_buffers,
 )
 from torch_fp8.nn.frozen_storage import FrozenStorage
+from torch_fp8.nn.input_group import graph_operands, member_in_graph, member_output
 from torch_fp8.nn.layer_fp8 import LayerFP8, check_input
 from torch_fp8.nn.linear_function import linear, linear_in_graph, served_in_graph
 from torch_fp8.nn.scaling_rule import scales_of
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.split_weight import SplitWeight
 
@@ -116,7 +118,12 @@ class Float8Layer(FrozenStorage):
             if output is not None:
                 return output
         operands = self.fp8.operands(self, input)
-        return operands.output(linear(*operands[:4], self.fp8.options(self, operands)))
+        options = self.fp8.options(self, operands)
+        is_shared = self.fp8.group is not None and type(input) is LazyQuantizedTensor
+        output = member_output(self, operands, options) if is_shared else None
+        if output is None:
+            output = linear(*operands[:4], options)
+        return operands.output(output)
 
     def __prepare_scriptable__(self) -> Any:
         raise RuntimeError(
@@ -274,6 +281,11 @@ def _in_graph(layer: Float8Layer, x: Tensor) -> Tensor:
         served: Tensor = served_in_graph(x, *fp8.served, bias, (fp8.casts, ready), *buffers)
         return served
     casts = fp8.casts, ready, layer.training
+    if fp8.group is not None and torch.is_grad_enabled() and x.requires_grad:
+        i, num, shared = graph_operands(layer)
+        if shared:
+            member: Tensor = member_in_graph(x, i, num, casts, *shared)
+            return member
     output: Tensor = linear_in_graph(x, weight, bias, casts, *buffers)
     return output
 

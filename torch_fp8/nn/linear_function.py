@@ -96,15 +96,16 @@ def linear(
         if quantizers.observer is not None:
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
-        return _fprop(x, weight, bias, shape, options, quantizers)[0]
+        return fprop(x, weight, bias, shape, options, quantizers)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
 
 @functools.cache
-def _options(
+def graph_options(
     text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool, ready: bool
 ) -> LinearOptions:
+    """Return the options of a layer in a graph; `text`: see `LayerFP8.casts`."""
     recipe, transposed, emulate = of_text(text)
     quantizers = Quantizers(
         Quantizer(recipe.input, OF_TENSOR),
@@ -124,7 +125,7 @@ def known_quantizers(
         x, training: tensor of the input's dtype; whether the layer is in training mode.
         buffers: see `torch_fp8.nn.delayed_scaling.graph_buffers`.
     """
-    return _options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
+    return graph_options(casts, x.dtype, x.dtype, training, True).quantizers_of(buffers)
 
 
 @torch.compiler.allow_in_graph
@@ -146,7 +147,7 @@ def linear_in_graph(
         warn_of_decoding()
     out_dtype = output_dtype(x)
     text, ready, training = casts
-    options = _options(text, x.dtype, out_dtype, training, ready)
+    options = graph_options(text, x.dtype, out_dtype, training, ready)
     if only_shape_matters(x):
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
@@ -174,7 +175,7 @@ def served_in_graph(
     if only_shape_matters(x):
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
     text, ready = casts
-    options = _options(text, x.dtype, out_dtype, False, ready)
+    options = graph_options(text, x.dtype, out_dtype, False, ready)
     a, _, _ = options.quantizers_of(buffers).input(x, rowwise=True, columnwise=False)
     assert a is not None
     b, fast_accum = QuantizedTensor(qdata, scale, granularity), options.recipe.fprop.fast_accum
@@ -182,7 +183,7 @@ def served_in_graph(
     return y.reshape(*x.shape[:-1], y.shape[-1])  # (M, N) -> (..., N)
 
 
-def _fprop(
+def fprop(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -274,7 +275,7 @@ class LinearFunction(torch.autograd.Function):
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
         quantizers = options.quantizers_of(buffers)
         needs = {"gradients": True, "wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
-        y, operands = _fprop(x, weight, bias, shape, options, quantizers, **needs)
+        y, operands = fprop(x, weight, bias, shape, options, quantizers, **needs)
         payloads = operands.input
         saved = {
             "weight": weight if wants_dgrad else None,

@@ -99,6 +99,7 @@ class NormFP8:
     Attributes:
         casts: `quantizer` as a string constant for graphs of torch.compile.
         reader: with delayed scaling, quantizer of the layer that read the last output first.
+        groups: groups of layers that may read the output.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class NormFP8:
         self.name, self.config, self.spec, self.reads = name, config, spec, reads
         self.quantizer = quantizer
         self.casts = as_text(quantizer)
+        self.groups: tuple[Any, ...] = ()
         self.reader: Quantizer | None = None
 
     def note_reader(self, quantizer: Quantizer) -> None:
@@ -188,10 +190,7 @@ class Float8RMSNorm(RunsFP8):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; plain in a compiled graph.
-
-    In a compiled graph, casts find this producer on the plain tensor (`with_source`).
-    """
+    """Map x (..., C) and weight (C,) to a `LazyQuantizedTensor`; in a graph see `with_source`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, options: _Options) -> Tensor:

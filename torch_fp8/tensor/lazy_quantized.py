@@ -41,12 +41,15 @@ class LazyQuantizedTensor(QuantizableTensor):
         outer_shape, outer_dtype: shape and dtype, which are faster to read than ``x.shape``.
         connected: plain tensor with a path to the producer in autograd's graph; each alias has its
             own.
+        reads: weak references to reads by groups of layers (`torch_fp8.nn.input_group`), by group;
+            each alias has its own.
     """
 
     production: LazySource
     outer_shape: torch.Size
     outer_dtype: torch.dtype
     connected: Tensor | None = None
+    reads: dict[Any, Any] | None = None
     # Every layer reads these; class attributes avoid __torch_function__.
     is_nested = is_quantized = False
     layout = torch.strided

@@ -49,7 +49,7 @@ def test_the_list_of_casts_is_complete():
     }
     backward = {name for name in ours if "backward" in name}
     others = {"rms_norm", "swiglu", "scaled_mm", "scaled_grouped_mm"}
-    others |= {"transposed_bytes", "quantize_2d_beside"}  # in backward
+    others |= {"transposed_bytes", "quantize_2d_beside", "cast_side_by_side"}  # in backward
     others |= {"gather_payload", "transpose_payload", "combine_rows", "expert_gate_quantize"}
     others |= {"transpose_experts"}
     others |= {"linear_softmax_loss", "cross_entropy_rows", "cross_entropy_quantize"}  # the loss

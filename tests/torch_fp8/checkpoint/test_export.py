@@ -35,7 +35,7 @@ def _loss(model, seed=0):
 
 def _multiplied(monkeypatch, model, training=True):
     """The values of weights and the scales of inputs of the next forward, by layer."""
-    seen, original = {}, linear_function._fprop
+    seen, original = {}, linear_function.fprop
 
     def spy(x, weight, bias, shape, options, *others, **needs):
         y, operands = original(x, weight, bias, shape, options, *others, **needs)
@@ -44,7 +44,7 @@ def _multiplied(monkeypatch, model, training=True):
         seen[options.name] = _values(w.qdata, w.scale), a.scale.clone()
         return y, operands
 
-    monkeypatch.setattr(linear_function, "_fprop", spy)
+    monkeypatch.setattr(linear_function, "fprop", spy)
     model.train(training)
     with torch.set_grad_enabled(training):
         _loss(model, seed=7)

@@ -31,14 +31,14 @@ def _adapted(**changes):
 
 
 def _multiplied(monkeypatch, model):
-    seen, original = {}, linear_function._fprop
+    seen, original = {}, linear_function.fprop
 
     def spy(x, weight, bias, shape, options, *others, **needs):
         y, operands = original(x, weight, bias, shape, options, *others, **needs)
         seen[f"{options.name}.weight"] = dequantize(operands.weight)
         return y, operands
 
-    monkeypatch.setattr(linear_function, "_fprop", spy)
+    monkeypatch.setattr(linear_function, "fprop", spy)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.arange(32).reshape(1, -1))
     monkeypatch.undo()

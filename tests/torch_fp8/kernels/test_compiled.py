@@ -8,7 +8,14 @@ import itertools
 import pytest
 import torch
 
-from tests.internals import CastOptions, TileSums, quantize_beside, quantize_kernels, transpose
+from tests.internals import (
+    CastOptions,
+    TileSums,
+    kernels_side_by_side,
+    quantize_beside,
+    quantize_kernels,
+    transpose,
+)
 from tests.internals import kernels_quantize as quantize
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -104,6 +111,19 @@ def test_transposes_compile_without_spills(rows, cols, record_launches, compile_
     (ptx,) = compile_all(launches)
     whole = "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     assert whole == (cols % 16 == 0), "lines of 16 bytes, where none is cut"
+
+
+@pytest.mark.long
+def test_weights_side_by_side_compile_without_spills(record_launches, compile_all):
+    weights, one = (
+        [torch.empty(n, 4096, dtype=torch.bfloat16) for n in (4096, 1024)],
+        torch.ones(()),
+    )
+    with record_launches(kernels_side_by_side) as launches:
+        for last, scale in ((weights[1], one), (None, None)):
+            arguments = *weights, last, one, one, scale, FORMATS[0], one
+            kernels_side_by_side.cast_side_by_side(*arguments)
+    _compile(launches, compile_all)
 
 
 @pytest.mark.long

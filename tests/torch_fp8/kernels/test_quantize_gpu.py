@@ -33,6 +33,10 @@ def test_casts_beside_transposes():
     casts.check_beside(casts.beside_kernel(), "cuda")
 
 
+def test_weights_are_cast_side_by_side():
+    casts.check_side_by_side(casts.side_by_side_kernel(), "cuda")
+
+
 def test_bytes_are_transposed():
     casts.check_transpose(casts.transpose_kernel(), "cuda", (*casts.SHAPES, (4096, 14336)))
 

@@ -48,6 +48,9 @@ def test_operators_that_cast(granularity, layouts):
         check("swiglu_backward_quantize", (*backward, *cast, scale, amaxes, of_dup, None))
     given = one if by_tensor else None, None
     check("rms_norm_quantize_once", (x, weight, EPS, *norm, *cast, *given, save))
+    for c, scale in ((x.clone(), one.clone()), (None, None)):
+        pair = x.clone(), x.clone(), c, one.clone(), one.clone(), scale
+        check("cast_side_by_side", (*pair, cast[0], None))
 
 
 @pytest.mark.parametrize("smooth", [True, False])

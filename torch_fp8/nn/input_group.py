@@ -1,0 +1,285 @@
+"""`InputGroup`: layers that read the same input share the two GEMMs of backward.
+
+q, k and v read the output of one norm. Each layer runs its own fprop,
+so that its output is a contiguous tensor of its own. Backward puts the gradients of the outputs
+side by side, casts them once, and runs
+
+    dgrad  dx = g w    contracts N1 + N2 + ...: the sum over the layers stays in float32
+    wgrad  dw = g^T x  has the rows of all weights, and each weight's gradient is some of its rows
+
+Each member keeps its own node in autograd's graph (`torch_fp8.nn.group_function`), so that a layer
+that was not called has no gradient. The nodes belong to one alias of the input: they live as long
+as the graph of this forward, and a hook that replaces a layer's input takes the layer out of its
+group.
+
+A tensorwise scale serves all members: that of the largest gradient, and of the largest weight.
+
+Legend: M tokens, K in, N out.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.autograd.current_pass import output_dtype, running_backward
+from torch_fp8.autograd.function import only_shape_matters, written_in_backward
+from torch_fp8.nn import linear_function
+from torch_fp8.nn.class_swap import is_fsdp_class
+from torch_fp8.nn.delayed_scaling import graph_buffers
+from torch_fp8.nn.group_function import Exchange, GroupInput, GroupWeight, Output
+from torch_fp8.nn.linear_function import LinearOptions, graph_options, linear_in_graph
+from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
+from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.quantizer import quantize_input, source_of
+from torch_fp8.tensor.split_weight import SplitWeight
+
+
+def can_group(recipe: Recipe, features: int) -> bool:
+    """Return whether a layer with this number of output features can be a member of a group.
+
+    Its scales must be those of whole, current tensors: one for a row of all weights would change
+    with the group, and blockwise casts have not shown parity in loss yet. One scale for all
+    gradients needs the range of E5M2, because those of values can be a hundred times those of
+    queries and keys.
+    """
+    if recipe.smooth or recipe.delayed or recipe.weight.granularity != "tensorwise":
+        return False
+    return recipe.grad_output.format == E5M2 and features % GEMM_ALIGNMENT == 0
+
+
+class InputGroup:
+    """Layers of one module that read the same input; see the module docstring.
+
+    The norm in front owns it. Its layers refer to it weakly, so that models have no cycles.
+
+    Args:
+        layers: at least two FP8 layers with one recipe.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.__setstate__({"layers": tuple(layers)})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.layers: tuple[Any, ...] = state["layers"]
+        for layer in self.layers:
+            layer.fp8.group = weakref.ref(self)
+
+    def members(self, options: LinearOptions) -> list[Any]:
+        """Return the layers that can share their backward in this forward.
+
+        Args:
+            options: options of the layer that is called first.
+        """
+        return [layer for layer in self.layers if _fits(layer, options)]
+
+
+def _fits(layer: Any, options: LinearOptions) -> bool:
+    fp8, weight = getattr(layer, "fp8", None), layer._parameters.get("weight")
+    if fp8 is None or fp8.frozen is not None or fp8.recipe != options.recipe:
+        return False
+    if not (isinstance(weight, SplitWeight) or type(weight) is nn.Parameter):
+        return False  # sharded, gathered in FP8, or computed by a hook
+    if not weight.requires_grad or weight.is_inference() or not layer.fp8_adds_bias:
+        return False
+    alike = layer.runs_fp8 and fp8.emulate == options.emulate
+    return alike and not options.recipe.bf16_forward and not is_fsdp_class(type(layer))
+
+
+class Reads:
+    """The nodes of a group for one alias of their input.
+
+    Attributes:
+        backward: backward that recomputes this forward, or -1.
+        waiting: token of each layer that was not called yet, with the weight and the bias that it
+            is for, by the layer's index.
+    """
+
+    def __init__(self, group: InputGroup, x: Tensor, shape: torch.Size, options: Any) -> None:
+        self.backward = running_backward()
+        layers = group.members(options)
+        self.exchange = Exchange(options, [m.out_features for m in layers], tuple(layers))
+        self.waiting: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        if len(layers) < 2:
+            return
+        parameters = [(m.weight, m.bias) for m in layers]
+        self.of_input, of_weights = connect(x, shape, self.exchange, parameters)
+        pairs = zip(of_weights, parameters, strict=True)
+        self.waiting = {i: (token, *pair) for i, (token, pair) in enumerate(pairs)}
+
+    def index(self, layer: Any) -> int | None:
+        """Return the index of a layer; None: it is not a member."""
+        layers = self.exchange.layers
+        return next((i for i, member in enumerate(layers) if member is layer), None)
+
+    def is_over_for(self, layer: Any) -> bool:
+        """Return whether a layer is called again: by its module, or by a checkpoint."""
+        i = self.index(layer)
+        called = i is not None and len(self.exchange.sizes) > 1 and i not in self.waiting
+        return called or self.backward != running_backward()
+
+    def take(self, layer: Any, operands: Any, options: LinearOptions) -> tuple[int, Tensor] | None:
+        """Return a layer's index and its token, which serves one call; None: it has none."""
+        i, of_group = self.index(layer), self.exchange.options
+        if i is None or i not in self.waiting or not _fits(layer, of_group):
+            return None
+        token, weight, bias = self.waiting[i]
+        replaced = weight is not operands.weight or bias is not operands.bias
+        if replaced or options.out_dtype != of_group.out_dtype:
+            return None
+        del self.waiting[i]
+        return i, token
+
+
+def connect(
+    x: Tensor,
+    shape: torch.Size,
+    exchange: Exchange,
+    parameters: Sequence[tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the token of the input (..., K), and those of the members' parameters.
+
+    They are all made before any output, see `torch_fp8.nn.group_function`.
+    """
+    options = exchange.options
+    needs: dict[str, Any] = {"wgrad": True, "fp8_wgrad": options.recipe.wgrad is not None}
+    payloads = quantize_input(options.quantizers.input, x, **needs, dtype=options.out_dtype)
+    of_weights = [
+        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)
+        for i, (weight, bias) in enumerate(parameters)
+    ]
+    of_input: Tensor = GroupInput.apply(x, shape, exchange, parameters[0][0].device)
+    return of_input, of_weights
+
+
+def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor | None:
+    """Compute the output (..., N) of a layer as a member of its group; None: it is alone.
+
+    Args:
+        layer: the layer.
+        operands: `torch_fp8.nn.layer_fp8.Operands` of the layer.
+        options: options of the layer.
+    """
+    x, group = operands.input, layer.fp8.group()
+    # Without a gradient of the input, the readers' backwards may run one by one.
+    if operands.parts is not None or not (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    if group is None:  # the norm is gone
+        return None
+    if x.reads is None:
+        x.reads = {}
+    reads = x.reads[group]() if group in x.reads else None
+    if reads is None or reads.is_over_for(layer):
+        if not _fits(layer, options):
+            return None
+        reads = Reads(group, x, operands.shape, options)
+        # Not a strong reference: a leaf would hold itself through its gradient accumulator.
+        x.reads[group] = weakref.ref(reads)
+    taken = reads.take(layer, operands, options)
+    if taken is None:
+        return None
+    i, token = taken
+    tokens = reads.of_input, token
+    return _output(tokens, i, reads.exchange, operands[:4], options, reads)
+
+
+def _output(
+    tokens: tuple[Tensor, Tensor],
+    i: int,
+    exchange: Exchange,
+    operands: tuple[Any, ...],
+    options: LinearOptions,
+    reads: Reads | None = None,
+) -> Tensor:
+    """Return the output of member `i`.
+
+    Args:
+        tokens: tokens of the input and of the member's parameters.
+        i, exchange: index of the member; what the functions of its group share.
+        operands: first arguments of `torch_fp8.nn.linear_function.linear`.
+        options: options of the layer.
+        reads: object that has to live as long as the graph behind the output.
+    """
+
+    def compute() -> Tensor:
+        x, weight, bias, shape = operands
+        quantizers = options.quantizers
+        fprop = linear_function.fprop
+        y, cast_operands = fprop(x, weight, bias, shape, options, quantizers, gradients=True)
+        exchange.scales[i] = cast_operands.weight_scale
+        return y
+
+    result: Tensor = Output.apply(*tokens, i, exchange, compute, reads)
+    return result
+
+
+# ---- in graphs of torch.compile ------------------------------------------------------------------
+
+
+def graph_operands(layer: Any) -> tuple[int, int, list[Tensor | None]]:
+    """Return a layer's index in its group, the number of members, and their tensors, for a graph.
+
+    The tensors are the weights and biases of all members, and the buffers of the first one, if it
+    has any: the members share an input and the cast of their gradients, which its slots record.
+    Dynamo traces this. There are no tensors if the layer is alone.
+    """
+    fp8, group = layer.fp8, layer.fp8.group()
+    if group is None or fp8.recipe.bf16_forward:
+        return 0, 0, []
+    members = [m for m in group.layers if _fits_graph(m, fp8)]
+    buffers = [] if fp8.scaling is None or len(members) < 2 else graph_buffers(members[0])
+    for i, member in enumerate(members):
+        if member is layer and len(members) > 1:
+            tensors = *[m.weight for m in members], *[m.bias for m in members], *buffers
+            return i, len(members), [*tensors]
+    return 0, 0, []
+
+
+def _fits_graph(layer: Any, fp8: Any) -> bool:
+    other = getattr(layer, "fp8", None)
+    if other is None or other.casts != fp8.casts or other.frozen is not None:
+        return False
+    if other.scales_known != fp8.scales_known:
+        return False
+    weight = layer.weight
+    split = isinstance(weight, SplitWeight)
+    if not split and isinstance(weight, (DTensor, QuantizableTensor)):
+        return False
+    return bool(weight.requires_grad and layer.runs_fp8 and layer.fp8_adds_bias)
+
+
+@torch.compiler.allow_in_graph
+def member_in_graph(
+    x: Tensor, i: int, num: int, casts: tuple[str, bool, bool], *tensors: Tensor | None
+) -> Tensor:
+    """Compute the output of member `i` as a single node of Dynamo's graph.
+
+    Args:
+        x: input (..., K) of the layer. Members share their backward if it is the result of a norm
+            in the same graph.
+        i, num, tensors: see `graph_operands`.
+        casts: see `torch_fp8.nn.linear_function.linear_in_graph`.
+    """
+    weights: Any = tensors[:num]
+    biases, buffers = tensors[num : 2 * num], tensors[2 * num :]
+    source = source_of(x)
+    if only_shape_matters(x) or source is None:
+        return linear_in_graph(x, weights[i], biases[i], casts, *buffers)
+    text, ready, training = casts
+    key = tuple(id(weight) for weight in weights)
+    if source.reads is None:
+        source.reads = {}
+    if key not in source.reads or source.reads[key][0]() is not x:
+        written_in_backward(buffers[-1:])
+        options = graph_options(text, x.dtype, output_dtype(x), training, ready)
+        options = options._replace(quantizers=options.quantizers_of(buffers))
+        exchange = Exchange(options, [weight.shape[0] for weight in weights])
+        joined = connect(x, x.shape, exchange, list(zip(weights, biases, strict=True)))
+        source.reads[key] = weakref.ref(x), exchange, joined
+    _, exchange, (of_input, of_weights) = source.reads[key]
+    operands = x, weights[i], biases[i], x.shape
+    return _output((of_input, of_weights[i]), i, exchange, operands, exchange.options)

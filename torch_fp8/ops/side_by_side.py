@@ -1,0 +1,84 @@
+"""Weights that one product multiplies by, as one payload: each is cast where it belongs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize_layouts
+from torch_fp8.ops.registry import operator
+from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.recipe import CastSpec
+
+MOST = 3
+"""Weights that the operator takes."""
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_c: Tensor | None,
+    dtype: torch.dtype,
+    after: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rows = sum(x.shape[0] for x in (a, b, c) if x is not None)
+    return a.new_empty((a.shape[1], rows), dtype=dtype), a.new_empty((), dtype=torch.float32)
+
+
+@operator(_fake)
+def cast_side_by_side(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scale_c: Tensor | None,
+    dtype: torch.dtype,
+    after: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Cast two or three matrices (N, K) with the largest of their scales, and transpose them.
+
+    Args:
+        a, b, c: matrices in float32, bfloat16 or float16; c may be None.
+        scale_a, scale_b, scale_c: () float32 dequantization scale of each.
+        dtype: dtype of the payload.
+        after: see `torch_fp8.ops.transpose.transposed_bytes`.
+    Returns:
+        The payload (K, N1 + N2 + ...), contiguous, and its scale.
+    """
+    scale = torch.stack([s for s in (scale_a, scale_b, scale_c) if s is not None]).amax()
+    weights = [x.float() for x in (a, b, c) if x is not None]
+    codes = cast_saturating(torch.cat(weights), scale, format_of(dtype))
+    return codes.t().contiguous(), scale
+
+
+def side_by_side(
+    weights: Sequence[Tensor], spec: CastSpec, scales: Sequence[Tensor], after: Tensor
+) -> QuantizedTensor:
+    """Return weights (N, K) as one payload (K, N1 + N2 + ...), quantized along N.
+
+    Args:
+        weights: one weight or more.
+        spec: format; tensorwise.
+        scales: () scale of each weight in fprop. The largest serves all.
+        after: see `torch_fp8.ops.transpose.transposed_bytes`.
+    """
+    if 1 < len(weights) <= MOST:
+        (a, b, *c), (scale_a, scale_b, *scale_c) = weights, scales
+        last = (c[0], scale_c[0]) if c else (None, None)
+        arguments = a, b, last[0], scale_a, scale_b, last[1]
+        codes, scale = cast_side_by_side(*arguments, spec.format.dtype, after)
+        return QuantizedTensor(codes, scale, spec.granularity)
+    scale = scales[0] if len(scales) == 1 else torch.stack(list(scales)).amax()
+    options = CastOptions.of(spec, scale, rowwise=False, columnwise=True)
+    parts = []
+    for weight in weights:
+        _, part = quantize_layouts(weight, options)
+        assert part is not None
+        parts.append(part.qdata.view(torch.uint8))
+    codes = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return QuantizedTensor(codes.view(spec.format.dtype), scale, spec.granularity)
