@@ -35,6 +35,10 @@ NEW_ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "bf16_last": ("torch_fp8/nn/bf16_forward.py", "torch_fp8/conversion/forward_precision.py"),
     "compare": ("torch_fp8_tools/compare/",),
+    "shared inputs": (
+        *(f"torch_fp8/nn/{n}.py" for n in ("group_function", "input_group")),
+        *(f"torch_fp8/{room}/side_by_side.py" for room in ("kernels", "ops")),
+    ),
 }
 """Rooms that came after the bounds of the house were set, and are counted apart: their files."""
 NEW_TESTS: dict[str, tuple[str, ...]] = {
@@ -48,6 +52,7 @@ NEW_TESTS: dict[str, tuple[str, ...]] = {
         *(f"tests/{host}_fp8/test_last_steps.py" for host in ("accelerate", "lightning")),
     ),
     "compare": ("tests/torch_fp8_tools/compare/", "tests/planted/compare.py"),
+    "shared inputs": ("tests/torch_fp8/nn/test_input_group.py",),
 }
 """The files of the tests of `NEW_ROOMS`."""
 _BY_NAME = ("getattr", "hasattr", "setattr")

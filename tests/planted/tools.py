@@ -133,13 +133,6 @@ FAULTS = [
         f"{_TESTS}/plan/test_loops.py::test_layouts_that_are_planned",
     ),
     Fault(
-        "a function that is followed once keeps its memory until the step ends",
-        "torch_fp8_tools/plan/kernel_functions.py",
-        "        step.free(held)\n",
-        "",
-        f"{_TESTS}/plan/test_loops.py::test_functions_with_kernels_are_followed_once",
-    ),
-    Fault(
         "the backward of a function that is followed once has no peak",
         "torch_fp8_tools/plan/kernel_functions.py",
         "        step.add_call(*known.backward)\n",

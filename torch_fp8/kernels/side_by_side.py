@@ -10,6 +10,7 @@ from torch_fp8.kernels.fp8_cast import cast_saturating
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import load_tile, positions
 from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.payload_shape import new_scale
 
 
 @quick
@@ -73,7 +74,7 @@ def cast_side_by_side(
     weights = [x.contiguous() for x in (a, b, c) if x is not None]
     rows, cols = [x.shape[0] for x in weights], a.shape[1]
     out = a.new_empty((cols, sum(rows)), dtype=torch.uint8)
-    scale = a.new_empty((), dtype=torch.float32)
+    scale = new_scale(a)
     tiles = sum(cdiv(n, BLOCK) for n in rows) * cdiv(cols, BLOCK)
     cast_side_by_side_kernel[(tiles,)](
         *weights,

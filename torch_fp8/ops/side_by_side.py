@@ -9,6 +9,7 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize_layouts
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.payload_shape import new_scale
 from torch_fp8.quantization.recipe import CastSpec
 
 MOST = 3
@@ -26,7 +27,7 @@ def _fake(
     after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     rows = sum(x.shape[0] for x in (a, b, c) if x is not None)
-    return a.new_empty((a.shape[1], rows), dtype=dtype), a.new_empty((), dtype=torch.float32)
+    return a.new_empty((a.shape[1], rows), dtype=dtype), new_scale(a)
 
 
 @operator(_fake)

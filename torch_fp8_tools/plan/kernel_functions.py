@@ -175,7 +175,6 @@ class _SameBytes(torch.autograd.Function):
         step, known = ctx.step, ctx.known
         held = ctx.saved_tensors[0]
         step.add_call(*known.backward)
-        step.free(held)
         number = len(step.moments)  # torch frees inputs and gradients of outputs at the call's end
         gradients = [each and step.new(held, each) for each in known.gradients]
         step.drop(number)
