@@ -3,6 +3,11 @@
 from tests.planted.fault import Fault
 
 _TESTS = "tests/torch_fp8/nn"
+_PLAN = (
+    "tests/torch_fp8_tools/plan/test_plan.py::"
+    "test_predicted_bytes_are_those_of_a_trained_model[O2-llama]"
+)
+_MEMORY = f"{_TESTS}/test_input_group.py::test_gradients_take_the_memory_of_layers_apart"
 FAULTS = [
     Fault(
         "a gradient that is differentiated comes without that of the bias",
@@ -322,5 +327,26 @@ FAULTS = [
         "key = tuple(map(id, readers))",
         "key = (len(readers),)",
         f"{_TESTS}/test_input_group.py",
+    ),
+    Fault(
+        "autograd copies the gradients of a group",
+        "torch_fp8/nn/group_function.py",
+        "rows = self._rows.pop(i)",
+        "rows = self._rows[i]",
+        _MEMORY,
+    ),
+    Fault(
+        "one gradient of a group keeps the memory of all",
+        "torch_fp8/nn/group_function.py",
+        "alone = len(set(self.dtypes.values())) > 1",
+        "alone = False",
+        _PLAN,
+    ),
+    Fault(
+        "gradients of a group stay in 16 bits at O3",
+        "torch_fp8/optim/gradient_slot.py",
+        "_is_part(grad) and grad._version:",
+        "_is_part(grad):",
+        _MEMORY,
     ),
 ]

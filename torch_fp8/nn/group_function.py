@@ -165,9 +165,11 @@ class Gradients:
         grad_bias = None
         if i in self.bias_dtypes:
             assert sums is not None
-            parts = dict(zip(self.outputs, sums.unsafe_split_with_sizes(self.sizes), strict=True))
-            grad_bias = cast(parts[i], self.bias_dtypes[i])
-        return cast(self._rows[i], self.dtypes[i]), grad_bias
+            parts = dict(zip(self.outputs, sums.split(self.sizes), strict=True))
+            grad_bias = parts[i].to(self.bias_dtypes[i], copy=True)
+        rows = self._rows.pop(i)  # autograd copies a gradient that something else holds
+        alone = len(set(self.dtypes.values())) > 1  # else a part would keep the memory of all
+        return rows.to(self.dtypes[i], copy=alone), grad_bias
 
     def is_read_by(self, i: int) -> None:
         """Note that a function has used these gradients."""

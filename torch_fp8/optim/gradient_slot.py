@@ -143,8 +143,8 @@ class GradientSlot:
         shard = local(grad)
         if isinstance(shard, Float8Grad) or _is_partial(grad):
             return
-        if not exchanged and type(grad) is Tensor and _is_part(grad):
-            return  # a view of the user's flat buffer, which has to see the gradient
+        if not exchanged and type(grad) is Tensor and _is_part(grad) and grad._version:
+            return  # added in place to a view of the user's flat buffer, which has to see it
         rounding, dtype = self.rounding(parameter), local(parameter).dtype
         quantized = Float8Grad.quantize(shard, rounding, dtype, exchanged=exchanged)
         parameter.grad = with_data(grad, quantized)

@@ -145,13 +145,6 @@ class MemoryTracker(TorchDispatchMode):
         category, num_bytes = self._known.pop(key)
         self.current[category] -= num_bytes
 
-    def free(self, tensor: Tensor) -> None:
-        """Count a tensor's storage as freed, though it is still there."""
-        key = id(tensor.untyped_storage())
-        category, num_bytes = self._known[key]
-        self._known[key] = category, 0
-        self.current[category] -= num_bytes
-
     def saves(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is saved for backward."""
         return self._known[id(tensor.untyped_storage())][0] == "saved activations"

@@ -23,6 +23,7 @@ from torch_fp8 import (
     convert_optimizer,
     convert_to_float8,
     high_precision,
+    memory_report,
 )
 from torch_fp8.distributed import connect_ddp, ddp_options
 from torch_fp8.ops import scaled_mm
@@ -682,3 +683,19 @@ def test_optimizers_step_as_on_layers_apart(options):
     """Also in backward: dgrad reads the weights before the first of them is stepped."""
     for apart, grouped in zip(_trained(False, **options), _trained(True, **options), strict=True):
         assert sqnr_db(apart, grouped) > 20
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_take_the_memory_of_layers_apart(level):
+    def gradients(grouped):
+        model, config = Model(dtype=torch.float32), FP8Config(opt_level=level)
+        convert_to_float8(model, config)
+        if not grouped:
+            _separate(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if level != "O1":
+            convert_optimizer(optimizer, config, model=model)
+        model(gaussian(64, SIZE, dtype=torch.float32)).sum().backward()
+        return memory_report(model, optimizer).gradients
+
+    assert gradients(True) == gradients(False)
