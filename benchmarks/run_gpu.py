@@ -46,7 +46,7 @@ from benchmarks.measurement import (
 )
 from benchmarks.plot import draw
 from benchmarks.rows import OUTPUT
-from torch_fp8_tools.env.command import SUBJECTS
+from torch_fp8_tools.env.result import SUBJECTS
 
 SECONDS = 540.0
 """The seconds of the whole, so that ten minutes also hold the start of Python and the results."""

@@ -1,7 +1,7 @@
 """What the design forbids: imports against the order of the rooms, and effects of importing."""
 
 import ast
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -386,6 +386,18 @@ def test_files_are_short_and_typed(package):
     for path in _sources(package):
         lines = len(path.read_text().splitlines())
         assert lines <= 350, f"{path}: {lines} lines"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts"])
+def test_what_programs_import_of_the_packages_exists(folder):
+    pytest.importorskip("triton")
+    for path in _sources(folder):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in PACKAGES:
+                module = importlib.import_module(node.module)
+                for name in (alias.name for alias in node.names):
+                    if not hasattr(module, name):  # a module of its own
+                        assert importlib.util.find_spec(f"{node.module}.{name}"), path
 
 
 @pytest.mark.parametrize("package", PACKAGES)
