@@ -13,6 +13,7 @@ say what it adds to BF16's bytes (`benchmarks.evidence.block_bytes`).
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.evidence import block_bytes  # before torch_fp8
 from benchmarks.evidence.launches import Launch, count_launches
@@ -28,7 +29,6 @@ from torch_fp8.kernels.adamw import adamw_step
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix, WeightPayload
 from torch_fp8.nn.delayed_scaling import renew_scales
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.optim.state import moment
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.tensor.split_weight import SplitWeight, halves_of, stored
 
@@ -140,7 +140,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
     return launches, operands
 
 
-def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
+def count_step(linear: Float8Linear, state: dict[str, Any]) -> list[Launch]:
     """Return what the step of a layer's weight launches, its payload included."""
     weight, spec = linear.weight, linear.fp8.recipe.weight
     assert isinstance(weight, SplitWeight)
@@ -155,8 +155,8 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
         halves.high,
         halves.residual,
         torch.randn_like(halves.high),
-        moment(state, "exp_avg"),
-        moment(state, "exp_avg_sq"),
+        state["exp_avg"].codes,
+        state["exp_avg_sq"].codes,
         row=0,
         col=0,
         row_length=weight.shape[1],
