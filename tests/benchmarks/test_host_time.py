@@ -111,7 +111,7 @@ def test_eager_calls_nothing_that_it_can_do_without(run, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_of_a_block(rows, recipe):
-    most = {"tensorwise": 4100, "delayed": 4100, "rowwise": 4700, "blockwise": 4300}
+    most = {"tensorwise": 4150, "delayed": 4100, "rowwise": 4700, "blockwise": 4300}
     assert rows["training", recipe]["calls"] <= most[recipe]
     assert rows["inference", recipe]["calls"] <= 6 * rows["inference", "BF16"]["calls"]
 

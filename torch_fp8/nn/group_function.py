@@ -159,17 +159,18 @@ class Gradients:
                 dense = self.dense()
                 rows = cast(dense.t() @ x.to(dense.dtype), out_dtype)
             # No views, because the gradients are the users' to write to: (N1 + N2 + ..., K).
-            self._rows = dict(
-                zip(self.outputs, rows.unsafe_split_with_sizes(self.sizes), strict=True)
-            )
+            parts = rows.unsafe_split_with_sizes(self.sizes)
+            self._rows = dict(zip(self.outputs, parts, strict=True))
+            if dtypes:  # several: a part without a copy would keep the memory of all
+                self._rows |= {
+                    i: self._rows[i].to(dtype, copy=True) for i, dtype in self.dtypes.items()
+                }
         grad_bias = None
         if i in self.bias_dtypes:
             assert sums is not None
             parts = dict(zip(self.outputs, sums.split(self.sizes), strict=True))
             grad_bias = parts[i].to(self.bias_dtypes[i], copy=True)
-        rows = self._rows.pop(i)  # autograd copies a gradient that something else holds
-        alone = len(set(self.dtypes.values())) > 1  # else a part would keep the memory of all
-        return rows.to(self.dtypes[i], copy=alone), grad_bias
+        return self._rows.pop(i), grad_bias  # autograd copies what something else holds
 
     def is_read_by(self, i: int) -> None:
         """Note that a function has used these gradients."""

@@ -85,7 +85,7 @@ def check_type(place: str, value: object, hint: Any) -> None:
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return get_args(hint) if get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
 def _fits(value: object, member: Any) -> bool:
