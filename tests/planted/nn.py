@@ -329,6 +329,13 @@ FAULTS = [
         f"{_TESTS}/test_input_group.py",
     ),
     Fault(
+        "a group keeps a layer that was replaced",
+        "torch_fp8/nn/input_group.py",
+        'weakref.ref(layer) for layer in state["layers"]',
+        'lambda layer=layer: layer for layer in state["layers"]',
+        f"{_TESTS}/test_input_group.py::test_a_layer_that_was_replaced_is_freed",
+    ),
+    Fault(
         "autograd copies the gradients of a group",
         "torch_fp8/nn/group_function.py",
         "return self._rows.pop(i), grad_bias",

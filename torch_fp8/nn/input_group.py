@@ -55,19 +55,28 @@ def can_group(recipe: Recipe, features: int) -> bool:
 class InputGroup:
     """Layers of one module that read the same input; see the module docstring.
 
-    The norm in front owns it. Its layers refer to it weakly, so that models have no cycles.
+    The norm in front owns it. It and its layers refer to each other weakly, so that models have no
+    cycles, and a layer that was replaced is freed.
 
     Args:
         layers: at least two FP8 layers with one recipe.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self.__setstate__({"layers": tuple(layers)})
+        self.__setstate__({"layers": layers})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.layers: tuple[Any, ...] = state["layers"]
-        for layer in self.layers:
+        self._layers = [weakref.ref(layer) for layer in state["layers"]]
+        for layer in state["layers"]:
             layer.fp8.group = weakref.ref(self)
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """The layers that still exist."""
+        return tuple([layer for layer in [ref() for ref in self._layers] if layer is not None])
 
     def members(self, options: LinearOptions) -> list[Any]:
         """Return the layers that can share their backward in this forward.

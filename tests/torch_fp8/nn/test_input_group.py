@@ -699,3 +699,12 @@ def test_gradients_take_the_memory_of_layers_apart(level):
         return memory_report(model, optimizer).gradients
 
     assert gradients(True) == gradients(False)
+
+
+def test_a_layer_that_was_replaced_is_freed():
+    model = _converted()
+    replaced = weakref.ref(model.readers.key)
+    model.readers.key = nn.Linear(SIZE, SIZE).bfloat16()
+    assert replaced() is None
+    model(gaussian(32, SIZE).requires_grad_()).sum().backward()
+    assert model.readers.query.weight.grad is not None
