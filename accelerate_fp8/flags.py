@@ -76,7 +76,7 @@ class _Meaning(NamedTuple):
         flag: the user's name for it.
         default: the launcher's default, parsed.
         parse: the function from text to value.
-        field: the field of FP8Config; None: not supported.
+        field: the field of FP8Config, or None if not supported.
         to_option: the function from the parsed value to the field's value.
         refusal: the reason why it is not supported.
     """

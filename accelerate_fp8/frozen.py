@@ -69,7 +69,7 @@ class EvaluationModels:
         Args:
             trained: the models that were prepared for training.
         Returns:
-            A line with the number of weights that share memory; None if there are no new ones.
+            A line with the number of weights that share memory, or None if there are no new ones.
         """
         if not self._frozen:
             return None

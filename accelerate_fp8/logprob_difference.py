@@ -89,7 +89,7 @@ class SampledLogprobs:
         return chosen - logits.logsumexp(-1)
 
     def of(self, completions: list[list[int]]) -> Logprobs | None:
-        """Return the log-probabilities of these completions; None if they cannot be determined.
+        """Return the log-probabilities of these completions, or None if they cannot be determined.
 
         Forwards before the first sampled token (chunks of a prompt) and after the last one (ranks
         that wait for others) are recognized by their input tokens.

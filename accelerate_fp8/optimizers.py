@@ -140,7 +140,7 @@ class PreparedOptimizers:
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Return the DistributedDataParallel around a model; None if there is none."""
+        """Return the DistributedDataParallel around a model, or None if there is none."""
         ddp = self.ddps.get(model)
         return None if ddp is None else ddp()
 
@@ -272,7 +272,7 @@ def connect_engine(
         prepared: Accelerate's wrapper of `model`.
         optimizers: see `engine_options`.
     Returns:
-        A report on how gradients travel; None if `model` was not wrapped.
+        A report on how gradients travel, or None if `model` was not wrapped.
     """
     ddp = without_compiler(prepared)
     if not isinstance(ddp, DistributedDataParallel):

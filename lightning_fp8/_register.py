@@ -162,7 +162,7 @@ def _for_host(plugin_module: str, given: Any) -> Any:
 
 
 def _class_of_ours(given: Any) -> str | None:
-    """Return the public class of which `given` is an instance; None if it is not ours."""
+    """Return the public class of which `given` is an instance, or None if it is not ours."""
     for name, defined_in in REQUESTS.items():
         cls = getattr(sys.modules.get(defined_in), name, None)
         if cls is not None and isinstance(given, cls):

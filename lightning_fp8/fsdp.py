@@ -48,8 +48,8 @@ class FP8FSDPStrategy(Request):
     tensor parallelism use ``ModelParallelStrategy``.
 
     Args:
-        blocks: classes or their names, each of whose modules is sharded as a unit; None: blocks are
-            found by structure, see `lightning_fp8.blocks.find_blocks`.
+        blocks: classes or their names, each of whose modules is sharded as a unit, or None if
+            blocks are found by structure, see `lightning_fp8.blocks.find_blocks`.
         reshard_after_forward: whether a block is freed after forward and gathered again in
             backward. False needs memory for the whole BF16 or FP8 model, and saves a gather.
         cpu_offload: whether shards, gradients and optimizer states are kept in CPU memory.

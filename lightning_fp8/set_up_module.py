@@ -24,7 +24,7 @@ class SetUpModule:
     wrapped: weakref.ref[nn.Module] | None = None
     announced: bool = False
     communication: object | None = None
-    """The report on how gradients and weights travel; None until the model is wrapped or
+    """The report on how gradients and weights travel, or None until the model is wrapped or
     sharded.
     """
     history: dict[str, Tensor] = field(default_factory=dict)

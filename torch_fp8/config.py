@@ -276,7 +276,7 @@ class FP8Config:
 
     @classmethod
     def from_env(cls) -> "FP8Config | None":
-        """Read the environment variable ``TORCH_FP8_CONFIG`` as `from_json` does; None: unset."""
+        """Read the variable ``TORCH_FP8_CONFIG`` as `from_json` does, or return None if unset."""
         source = os.environ.get(ENV_VAR, "").strip()
         if not source:
             return None

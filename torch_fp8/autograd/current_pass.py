@@ -257,7 +257,7 @@ def output_dtype(input: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast; None if it is off, or on the meta device."""
+    """Return the dtype of autocast, or None if it is off, or on the meta device."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -49,7 +49,7 @@ def take_over(
 
 
 def folder_of(config: Any) -> Path | None:
-    """Return the local folder that a host's model was loaded from; None if there is none."""
+    """Return the local folder that a host's model was loaded from, or None if there is none."""
     name = getattr(config, "name_or_path", None)
     if not isinstance(name, str) or not name:
         return None

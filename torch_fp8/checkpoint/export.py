@@ -113,8 +113,8 @@ def export(
         path: a folder that does not exist yet; its parent must exist.
         format: ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
             blockwise, mxfp8) or ``modelopt`` (delayed).
-        tokenizer: an object with ``save_pretrained``; None: the tokenizer files of the folder that
-            the model was loaded from, if there are any.
+        tokenizer: an object with ``save_pretrained``, or None for the tokenizer files of the folder
+            that the model was loaded from, if there are any.
         adapters: the treatment of PEFT adapters, required if the model has any. ``merge`` casts
             ``W + delta`` in BF16, as ``merge_and_unload`` computes it; parts of a small delta below
             FP8's resolution are lost. ``apart`` writes only the base; save the adapter with

@@ -283,7 +283,7 @@ def plan_export(
         fold: the adapters to fold into weights or to leave out.
         source: the source of the tensors' values, or None for the model.
         in_bf16: the form of the weights that the format holds, for an engine that casts them to it
-            itself, and experts in its own way; None: FP8.
+            itself, and experts in its own way, or None for FP8.
         paused: whether paused layers count as FP8, as they must for an engine that stays up.
     Raises:
         ValueError: the format cannot hold a layer or express the recipe; the error names both and a

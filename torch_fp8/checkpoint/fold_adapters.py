@@ -46,7 +46,7 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 
 def why_not_folded(model: nn.Module) -> str | None:
-    """Return why a model's adapters are not matrices added to weights; None if they are."""
+    """Return why a model's adapters are not matrices added to weights, or None if they are."""
     for name, module in model.named_modules():
         if own_child(module, "base_layer") is None:
             continue

@@ -95,7 +95,7 @@ class CheckpointFormat:
 
 
 def read_format(path: str | Path) -> CheckpointFormat | None:
-    """Return the FP8 format of a checkpoint; None if it is not quantized.
+    """Return the FP8 format of a checkpoint, or None if it is not quantized.
 
     Args:
         path: the folder of the checkpoint.
@@ -246,7 +246,7 @@ class ExportFormat:
         return self.name == "modelopt"
 
     def refusal(self, rows: int, cols: int) -> str | None:
-        """Return why a weight (rows, cols) cannot be stored in FP8; None if it can.
+        """Return why a weight (rows, cols) cannot be stored in FP8, or None if it can.
 
         transformers derives the blocks from the shape of the scales, so blocks must divide the
         weight.

@@ -108,7 +108,7 @@ def load_frozen(
 
     Args:
         cls, path: see `load_trainable`.
-        config: the configuration for the layers; None: as in `torch_fp8.convert_to_float8`.
+        config: the configuration for the layers, or None as in `torch_fp8.convert_to_float8`.
         device: the model's device, or None for the CPU.
     Returns:
         The model in evaluation mode; no parameter requires gradients.

@@ -172,7 +172,8 @@ def _swap(
 
     Args:
         own: configurations of the layers that have an override.
-        choice: result of ``auto``, with the layers that are slower in FP8; None: a named recipe.
+        choice: result of ``auto``, with the layers that are slower in FP8, or None for a named
+            recipe.
     """
     slower = {} if choice is None else choice.left
     downs = down_projections(model, (config, *own.values()))

@@ -182,7 +182,7 @@ def frozen_payload(
         name: qualified name, for errors.
         dtype: dtype of the weight when it is thawed.
     Returns:
-        A payload that shares memory with `weight`; None if its blocks do not fit `spec`.
+        A payload that shares memory with `weight`, or None if its blocks do not fit `spec`.
     """
     (rows, cols), scale = weight.qdata.shape, weight.scale
     if spec.granularity == "tensorwise":

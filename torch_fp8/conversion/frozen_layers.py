@@ -102,7 +102,7 @@ def by_hand(module: RunsFP8) -> bool:
 
 
 def option_that_keeps(config: FP8Config) -> str | None:
-    """Return the option of `config` that keeps frozen weights in their dtype; None: no option."""
+    """Return the option of `config` that keeps frozen weights in their dtype, or None."""
     options = {
         "opt_level='O1'": config.opt_level == "O1",
         "frozen_weights='keep'": config.frozen_weights == "keep",

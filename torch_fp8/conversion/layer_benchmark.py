@@ -52,7 +52,7 @@ Kept = bool | None
 
 
 def kept_weights(config: FP8Config) -> Kept:
-    """Return what layers cache of float32 weights under `config`; None if weights stay plain."""
+    """Return what layers cache of float32 weights under `config`, or None if weights stay plain."""
     return config.cache_weights is True if config.keeps_residuals else None
 
 

@@ -68,7 +68,7 @@ def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe
 
 
 def high_precision_pattern(name: str, config: FP8Config) -> str | None:
-    """Return the override that keeps a module in high precision, in words; None: no override."""
+    """Return the override that keeps a module in high precision, in words, or None."""
     matching = [p for p in config.overrides if matches(p, name)]
     if matching and is_high_precision(config.overrides[matching[-1]]):
         return f"overrides={{{matching[-1]!r}: bf16}}"

@@ -242,7 +242,7 @@ def _num_scales(shard: Tensor, group: int = GROUP_SIZE) -> int:
 
 
 def _num_moments(optimizer: Any) -> int | None:
-    """Return the number of states of a parameter's size that an optimizer keeps; None: unknown."""
+    """Return how many states of a parameter's size an optimizer keeps, or None if unknown."""
     for cls in type(optimizer).__mro__:
         if cls.__module__.startswith("torch.optim") and cls.__name__ in _NUM_MOMENTS:
             amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)

@@ -113,7 +113,7 @@ class ConversionReport:
         unused_skip: patterns of `config.skip` that match no module.
         flops: multiply-adds of the model's GEMMs, per token.
         producers: qualified names of the norms and gated MLPs that emit FP8.
-        choice: measurement behind the recipe of ``auto``; None for a named recipe.
+        choice: measurement behind the recipe of ``auto``, or None for a named recipe.
         frozen: layers whose weights are stored as FP8 only.
         num_liger: number of modules that Liger Kernel computes, such as norms and MLPs.
         overridden: recipes of the layers with `config.overrides`, by qualified name.
@@ -186,12 +186,12 @@ class ConversionReport:
         """Return the start-up summary, a text of several lines.
 
         Args:
-            model: model for the line about bytes per parameter; None: no such line.
+            model: model for the line about bytes per parameter, or None without such a line.
             optimizers: optimizers that train it, as far as they are known.
             optimizer_reports: reports of `torch_fp8.convert_optimizer`. None: it was not called
                 yet, which the summary mentions at O2 and O3.
-            communication: report about traffic between ranks, from `torch_fp8.distributed`; None in
-                a single process.
+            communication: report about traffic between ranks, from `torch_fp8.distributed`, or None
+                in a single process.
         """
         lines = list(self._lines())
         if self.config.opt_level != "O1":

@@ -145,7 +145,7 @@ def _poll(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def store_timeout() -> float | None:
-    """Return the timeout of the default process group's store in seconds; None without a store."""
+    """Return the timeout in seconds of the default process group's store, if it has one."""
     store = default_store()
     return None if store is None else store.timeout.total_seconds()
 

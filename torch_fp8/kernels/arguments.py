@@ -74,7 +74,7 @@ class CastOptions(NamedTuple):
 
         Args:
             x: (R, C), on the device of the result.
-            cols: number of columns of the result; None: C.
+            cols: number of columns of the result, or None for C.
         """
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
         by_row: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -164,7 +164,7 @@ class WeightMatrix(NamedTuple):
 
     Attributes:
         weight: (R, K) contiguous; bfloat16, or float32 without residual.
-        residual: (R, K) int8, as from `torch_fp8.quantization.split_float.split`; None for a
+        residual: (R, K) int8, as from `torch_fp8.quantization.split_float.split`, or None for a
             float32 weight, and a BF16 weight without residual.
         grad: (R, K) bfloat16 or float32 contiguous, or `GradientParts`.
         exp_avg, exp_avg_sq: moments, `MOMENT1` and `MOMENT2`.
@@ -172,7 +172,7 @@ class WeightMatrix(NamedTuple):
         row_length: columns of the whole matrix.
         amax: () float32 that the step raises to the amax of the new weights for their next cast;
             NaN if a weight is NaN. None: not computed.
-        payload: FP8 payload that kernels write; None: none. The reference does not write it, so its
+        payload: FP8 payload that kernels write, or None. The reference does not write it, so its
             caller has to cast the weight.
         memo: list in which kernels keep what follows from the fields but `grad`, or None.
     """

@@ -78,7 +78,7 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
 
     Args:
         offset: (G, 32) uint32 < 2 ** (23 - mantissa bits), added below the last kept bit for
-            stochastic rounding; None: round to nearest, ties to the even code.
+            stochastic rounding, or None to round to nearest, ties to the even code.
     """
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     UNBIAS: tl.constexpr = 2.0 ** (FORMAT.value.bias - 127)

@@ -125,7 +125,7 @@ def fused_flags(
     """Return the compile-time arguments of a kernel that computes and casts its result.
 
     Args:
-        options: the cast; None: the first of `layouts` gets the plain result, if it exists.
+        options: the cast, or None if the first of `layouts` gets the plain result, if it exists.
         layouts: the layouts to fill.
         whole: whether one tile holds the whole result; required if the amax is not known.
     """

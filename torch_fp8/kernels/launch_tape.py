@@ -164,8 +164,8 @@ class Recording(TorchDispatchMode):
         Args:
             kernel: Triton kernel that was launched.
             args: tensors and numbers of the launch.
-            runner: function that runs the binary, and the constants that follow `args`; None if the
-                binary is not known.
+            runner: function that runs the binary, and the constants that follow `args`, or None if
+                the binary is not known.
         """
         if runner is None:
             self._fits = False

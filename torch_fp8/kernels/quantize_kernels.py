@@ -277,7 +277,7 @@ class TileSums:
 
     Attributes:
         axis: 0 to sum over rows, 1 to sum over columns.
-        partial: (tiles, columns or rows) float32; None before a cast has allocated it.
+        partial: (tiles, columns or rows) float32, or None before a cast has allocated it.
     """
 
     axis: int = 0

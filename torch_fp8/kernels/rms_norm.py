@@ -64,7 +64,7 @@ def rms_norm_statistics(
     """See `torch_fp8.ops.rms_norm.rms_norm_statistics`.
 
     Args:
-        slot: () int32 bits of an amax to raise and return; None: a new one from 0.
+        slot: () int32 bits of an amax to raise and return, or None for a new one from 0.
     """
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape

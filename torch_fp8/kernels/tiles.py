@@ -87,8 +87,8 @@ def store_layouts(
     With both layouts, the kernel reads the stored row layout back to store the column layout;
     otherwise Triton would cast every element twice, once per store. Rows beyond the last one are
     zeros; with PLAIN_PADS, for a scale per column, they keep the cast's result.
-    width: number of columns of the tile's part of the matrix, if a row of `cols` has more; None:
-    all. LINES: whether a thread moves a LINE at once.
+    width: number of columns of the tile's part of the matrix, if a row of `cols` has more, or None
+    for all. LINES: whether a thread moves a LINE at once.
     """
     _, _, r, c, mask = tile
     if ROW:

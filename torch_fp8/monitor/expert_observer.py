@@ -154,7 +154,7 @@ class TokenCounter:
         self.decisions = both if self.decisions is None else self.decisions + both
 
     def taken_share(self) -> Tensor | None:
-        """Return the share (1,) of changed decisions, and reset it; None without a replay."""
+        """Return the share (1,) of changed decisions, and reset it, or None without a replay."""
         both, self.decisions = self.decisions, None
         return None if both is None else (both[0] / both[1].clamp(min=1))[None]
 
@@ -196,7 +196,7 @@ class ExpertModules:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the weights; None without experts."""
+        """The device of the weights, or None without experts."""
         return self.weights[0][1].weight.device if self.weights else None
 
     def kinds(self) -> dict[str, tuple[str, ...]]:

@@ -58,7 +58,7 @@ class LayerObserver:
         self._idle: LayerObserver | None = None
 
     def without_gradients(self, training: bool) -> "LayerObserver | None":
-        """Return the observer for a forward without gradients; None if that is not part of a step.
+        """Return the observer of a forward without gradients, or None if no step contains it.
 
         Args:
             training: whether the layer is in training mode.

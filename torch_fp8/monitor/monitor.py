@@ -56,7 +56,7 @@ class Monitor:
         optimizers: the model's optimizer, or several; the one with the most elements shows where a
             step ends.
         config: the configuration, with ``monitor`` and the options that belong to it.
-        folder: the folder in which rank zero writes `fp8_monitor.jsonl`; None: no file.
+        folder: the folder in which rank zero writes `fp8_monitor.jsonl`, or None for no file.
         log: a function called on every rank with a dict from name to number, and the step.
         say: a function called on every rank with the text of an event.
         ddp: a function that returns the DistributedDataParallel around the model, or None if there

@@ -144,7 +144,7 @@ def look_at_gated_mlps(mlps: GatedMLPs) -> Iterator[tuple[str, Tensor]]:
 
 
 def _aligned(module: nn.Module, spec: GatedMLPSpec) -> tuple[Tensor, Tensor] | None:
-    """Return gate's and up's weights with a row for each channel; None if unavailable."""
+    """Return gate's and up's weights with a row for each channel, or None if unavailable."""
     layers = [getattr(module, name) for name in spec.inputs]
     weights = [getattr(layer, "weight", None) for layer in layers]
     if not all(isinstance(w, nn.Parameter) and w.requires_grad for w in weights):

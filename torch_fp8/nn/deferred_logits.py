@@ -109,7 +109,7 @@ def fuses(step: tuple[str, str] | None) -> bool:
 
     Args:
         step: file and name of a function whose graphs return no logits, with or without a rest of
-            it after a graph break; None: no such function is known.
+            it after a graph break, or None if no such function is known.
     """
     return _frames_from(*DEFERRING) > 0 or (step is not None and _is_within(*step))
 

@@ -85,8 +85,8 @@ class LayerScaling:
         saturation: what the layers of a model share if eager code casts with current scales.
         recorded: whether an eager forward in training mode has recorded amaxes since the last step
             of an optimizer.
-        number: place of the layer in an order that is equal on all ranks; None: steps do not renew
-            its scales.
+        number: place of the layer in an order that is equal on all ranks, or None if steps do not
+            renew its scales.
     """
 
     def __init__(self, rule: ScalingRule) -> None:
@@ -294,7 +294,7 @@ def _renew(layers: Sequence[Any], mesh: Any) -> None:
 
     Args:
         layers: layers of one kind, see `_by_kind`.
-        mesh: mesh of the ranks that agree on scales; None: each rank has its own.
+        mesh: mesh of the ranks that agree on scales, or None if each rank has its own.
     """
     buffers = [scaling_buffers(layer) for layer in layers]
     histories = [history for history, _, _ in buffers]

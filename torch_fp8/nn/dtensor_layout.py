@@ -57,7 +57,7 @@ def local_operands(
         fp8: `torch_fp8.nn.layer_fp8.LayerFP8` of the layer, for errors.
         input: (..., K); it or the weight is a DTensor.
         weight: (N, K).
-        bias: (N,); None: there is none, or the parallel style adds it.
+        bias: (N,), or None if there is none, or the parallel style adds it.
     Raises:
         ValueError: only one of input and weight is a DTensor, the mesh has several dimensions, or
             the weight is stored transposed.

@@ -20,7 +20,7 @@ class FoundGate(NamedTuple):
 
 
 def find_gate(module: Any) -> FoundGate | None:
-    """Return a module's gated activation; None: it is unknown, or not gated.
+    """Return a module's gated activation, or None if it is unknown, or not gated.
 
     Args:
         module: module of experts whose `_apply_gate` maps (R, 2I) to (R, I).

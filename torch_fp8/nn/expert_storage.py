@@ -82,9 +82,9 @@ class ExpertsFP8:
         config: configuration of the model, or of this module.
         recipe: recipe of the experts.
         emulate: whether the GEMMs run through the reference path.
-        frozen: state of weights that are stored as FP8 only; None: they are not.
+        frozen: state of weights that are stored as FP8 only, or None if they are not.
         observers: monitors that see the operands of the GEMMs, by the name of the weight
-            (`torch_fp8.monitor.expert_observer.ExpertObserver`); None: no monitor.
+            (`torch_fp8.monitor.expert_observer.ExpertObserver`), or None without a monitor.
         tokens: monitor's counter of each expert's tokens, or None.
         caches: caches of FP8 payloads, by the name of the weight.
     """

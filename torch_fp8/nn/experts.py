@@ -86,7 +86,7 @@ class Float8Experts(FrozenStorage):
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
     """Adapters that are active in this forward, by the name of the weight."""
     fp8_gate: GateForm | None = None
-    """Gated activation, if kernels compute it; None: the module computes its own."""
+    """Gated activation, if kernels compute it, or None if the module computes its own."""
     fp8_gate_reads: TrialReads
     """Attributes with which the module has this activation."""
 
@@ -130,7 +130,7 @@ class Float8Experts(FrozenStorage):
     def fp8_experts_forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor | None:
-        """Return the output (T, H); None: this forward does not run in FP8."""
+        """Return the output (T, H), or None if this forward does not run in FP8."""
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             return None
         if self._counts():

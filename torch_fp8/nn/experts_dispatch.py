@@ -23,7 +23,7 @@ _converted: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def functions() -> Any:
-    """Return transformers' mapping of expert functions; None: it is not imported."""
+    """Return transformers' mapping of expert functions, or None if it is not imported."""
     return getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
 
 

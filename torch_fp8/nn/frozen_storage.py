@@ -115,7 +115,8 @@ class FrozenStorage(RunsFP8):
             recipe: recipe of the frozen module; a layer's weight gets block scales or a single one.
             emulate: whether GEMMs run through the reference path.
             notice: warning flags for all weights that are frozen together.
-            payload: bytes of the module's only weight, if it is already quantized; None: quantize.
+            payload: bytes of the module's only weight, if it is already quantized, or None to
+                quantize.
         """
         for name in self.fp8_weight_names:
             weight = self._parameters.get(name)
@@ -224,8 +225,8 @@ class FrozenStorage(RunsFP8):
         Args:
             merged: whether an adapter is merged into the weight now; False: restore the bytes.
             name: name of the weight.
-            values: dtype to which the values are rounded first; None: that of the weight before it
-                was frozen, which the result has.
+            values: dtype to which the values are rounded first, or None for that of the weight
+                before it was frozen, which the result has.
         """
         if merged:
             dtype = self.fp8.frozen.unmerged[name].thawed_dtype

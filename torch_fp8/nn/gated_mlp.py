@@ -178,7 +178,7 @@ class Float8GatedMLP(RunsFP8):
         return product
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
-        """Return the gradients' quantizers of two layers with known scales; None: cast later."""
+        """Return the quantizers of two gradients whose scales are known, or None to cast later."""
         layers = [getattr(self, name) for name in self.fp8.spec.inputs]
         if len(layers) < 2 or not all(map(_in_fp8, layers)):
             return None

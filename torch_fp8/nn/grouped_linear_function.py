@@ -70,7 +70,7 @@ def grouped_linear(
         x: (T, K), if `route` gathers its tokens; else (R, K).
         weight: (E, N, K), or (E, K, N) if transposed.
         offs: ends of the groups (E,) int32, see `Route`.
-        route: map from rows to tokens; None: x already has one row per token and expert.
+        route: map from rows to tokens, or None if x already has one row per token and expert.
         options: options of the GEMMs.
     """
     token, row = (None, None) if route is None else (route.token, route.row)

@@ -34,7 +34,7 @@ class HeadCall:
             freed, and `note`, which gets the bytes of logits that were computed, 0 if a loss was
             fused, and the name of the function that read them.
         linear: function of input, weight and bias that returns the layer's plain output.
-        autocast: state of the call, see `autocast_state`; None: the current one.
+        autocast: state of the call, see `autocast_state`, or None for the current one.
 
     Attributes:
         dtype: dtype of the logits.

@@ -121,7 +121,7 @@ class Reads:
         self.waiting = {i: (token, *pair) for i, (token, pair) in enumerate(pairs)}
 
     def index(self, layer: Any) -> int | None:
-        """Return the index of a layer; None: it is not a member."""
+        """Return the index of a layer, or None if it is not a member."""
         layers = self.exchange.layers
         return next((i for i, member in enumerate(layers) if member is layer), None)
 
@@ -132,7 +132,7 @@ class Reads:
         return called or self.backward != running_backward()
 
     def take(self, layer: Any, operands: Any, options: LinearOptions) -> tuple[int, Tensor] | None:
-        """Return a layer's index and its token, which serves one call; None: it has none."""
+        """Return a layer's index and its token, which serves one call, or None if it has none."""
         i, of_group = self.index(layer), self.exchange.options
         if i is None or i not in self.waiting or not _fits(layer, of_group):
             return None
@@ -166,7 +166,7 @@ def connect(
 
 
 def member_output(layer: Any, operands: Any, options: LinearOptions) -> Tensor | None:
-    """Compute the output (..., N) of a layer as a member of its group; None: it is alone.
+    """Compute the output (..., N) of a layer as a member of its group, or None if it is alone.
 
     Args:
         layer: the layer.

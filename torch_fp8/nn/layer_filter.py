@@ -121,7 +121,7 @@ def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.M
 
 
 def output_layer(module: nn.Module) -> nn.Module | None:
-    """Return the result of a model's ``get_output_embeddings``; None: it has no output layer."""
+    """Return the result of a model's ``get_output_embeddings``, or None without an output layer."""
     ask = getattr(module, "get_output_embeddings", None)
     try:
         return ask() if callable(ask) else None
@@ -132,7 +132,7 @@ def output_layer(module: nn.Module) -> nn.Module | None:
 def skip_reason(
     name: str, module: nn.Module, skip: tuple[str, ...], kept_high: dict[nn.Module, str]
 ) -> str | None:
-    """Return why a linear layer stays in high precision; None: it is converted."""
+    """Return why a linear layer stays in high precision, or None if it is converted."""
     library = quantized_by(module)
     if library is not None:
         return f"{QUANTIZED}{library}"
@@ -198,7 +198,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _class_reason(module: nn.Module) -> str | None:
-    """Return why a layer's class cannot be converted, such as another formula; None: it can."""
+    """Return why a layer's class cannot be converted (another formula, say), or None if it can."""
     cls: Any = stock_class(type(module))
     if cls is nn.Linear:
         return None
@@ -212,7 +212,7 @@ def _class_reason(module: nn.Module) -> str | None:
 
 
 def weight_reason(weight: Any) -> str | None:
-    """Return why a weight cannot be cast to FP8, apart from its size; None: it can."""
+    """Return why a weight cannot be cast to FP8, apart from its size, or None if it can."""
     if is_lazy(weight):
         return UNINITIALIZED
     if weight.dtype not in CAST_DTYPES:
@@ -258,7 +258,7 @@ _LIBRARIES = {
 
 
 def quantized_by(module: nn.Module) -> str | None:
-    """Return the library that has quantized the weight of a layer; None: no library has.
+    """Return the library that has quantized the weight of a layer, or None if no library has.
 
     Args:
         module: any module; only its own parameters and buffers count.

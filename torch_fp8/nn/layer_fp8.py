@@ -40,7 +40,7 @@ class Operands(NamedTuple):
     Attributes:
         input, weight, bias: (..., K), (N, K) and (N,), or this rank's parts of them.
         shape, dtype: shape and dtype of the input, read once: tensor subclasses answer slowly.
-        parts: distribution of the output over tensor-parallel ranks; None: not sharded.
+        parts: distribution of the output over tensor-parallel ranks, or None if not sharded.
     """
 
     input: Tensor
@@ -64,11 +64,11 @@ class LayerFP8:
         recipe: recipe that `config` resolves to on this device.
         emulate: whether GEMMs run through the reference path.
         transposed: whether the weight is stored as (K, N).
-        frozen: state of a weight that is stored as FP8 only; None: it is not.
+        frozen: state of a weight that is stored as FP8 only, or None if it is not.
 
     Attributes:
         casts: recipe, `transposed` and `emulate` as a string constant for graphs of torch.compile.
-        scaling: state of delayed scaling; None: each cast computes its scale.
+        scaling: state of delayed scaling, or None if each cast computes its scale.
         payloads: cache of the weight's payload.
         channels: channel maxima of the last forward, if the recipe is smooth; else None.
         observer: monitor that sees the operands of the GEMMs; see `observe`.
@@ -124,7 +124,7 @@ class LayerFP8:
 
         Args:
             layer: layer to which this state belongs.
-            group: process group of ranks with other parts of the operands; None: not sharded.
+            group: process group of ranks with other parts of the operands, or None if not sharded.
         """
         compiling = torch.compiler.is_compiling()
         steady = group is None and not compiling
@@ -237,7 +237,7 @@ class LayerFP8:
         """Run a forward without gradients with the decisions of an earlier one.
 
         Returns:
-            The output (..., N); None: something has changed, and a full forward has to run.
+            The output (..., N), or None if something has changed, and a full forward has to run.
         """
         cache, weight = self.payloads, layer._parameters.get("weight")
         if weight is None or cache.payload is None or self.emulate:

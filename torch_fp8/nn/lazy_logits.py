@@ -48,7 +48,7 @@ class Recorded:
         hidden: hidden states of the rows, with H in place of V.
         shape_of: empty meta tensor with the shape, strides and dtype of the logits.
         class_dim: dimension of V.
-        parent: logits to which `func` was applied; None: these are the layer's output.
+        parent: logits to which `func` was applied, or None if these are the layer's output.
         step: function, further positional arguments, and keyword arguments.
         scales: factors of the logits so far, and None for each tanh.
         is_detached: whether an operation has cut the graph.

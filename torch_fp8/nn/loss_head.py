@@ -77,7 +77,7 @@ def linear_cross_entropy(
         num_items_in_batch: divisor of the sum instead of this batch's number of tokens.
         precision: ``"bf16"``, the products in the dtype of `hidden` or of autocast; ``"fp8"``, all
             three in FP8.
-        chunk: tokens that have logits at the same time; None: 2,048 to 4,096, by memory.
+        chunk: tokens that have logits at the same time, or None for 2,048 to 4,096, by memory.
     Returns:
         () float32, or (...) float32 for ``"none"``.
     Raises:
@@ -212,7 +212,7 @@ def _options(hidden: Tensor, precision: str, chunk: int | None) -> HeadOptions:
 def _reason_for_stock(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions
 ) -> str | None:
-    """Return why only stock can compute a loss; "" if it needs no reason; None: ours can.
+    """Return why only stock can compute a loss; "" if it needs no reason, or None if ours can.
 
     Raises:
         ValueError: a tensor is sharded.

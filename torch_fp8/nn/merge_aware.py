@@ -258,7 +258,7 @@ def _dropout(module: Any, adapter: str) -> float:
 
 
 def _why_not(module: Any, base: Float8Layer) -> str | None:
-    """Return why adapter and base cannot be merged into one FP8 weight, with advice; None: can."""
+    """Return why adapter and base cannot be one FP8 weight, with advice, or None if they can."""
     kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
     if not all(isinstance(kind, nn.ModuleDict) and len(kind) for kind in kinds):
         return f"is a {type(module).__name__}, not LoRA; use LoraConfig"

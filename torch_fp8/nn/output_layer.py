@@ -111,7 +111,7 @@ class OutputLayer(nn.Module):
         return super().forward(input) if logits is None else logits
 
     def _uncomputed(self, input: Tensor) -> Any:
-        """Return logits that are not computed yet; None: this forward computes them."""
+        """Return logits that are not computed yet, or None if this forward computes them."""
         head, in_graph = self.loss_head, torch.compiler.is_compiling()
         waits = fuses(head.step) if in_graph else head.waits
         if not (self.training and torch.is_grad_enabled() and waits):
@@ -152,7 +152,7 @@ class OutputLayer(nn.Module):
         """Return the logits of x (..., H), outside of a graph uncomputed.
 
         Args:
-            autocast: state of autocast, see `autocast_state`; None: the current one.
+            autocast: state of autocast, see `autocast_state`, or None for the current one.
         """
         if torch.compiler.is_compiling():
             with torch.autocast(**(autocast or autocast_state(x.device.type))):

@@ -79,11 +79,11 @@ class _Options(NamedTuple):
     keep: bool
     save_fp8: bool
     quantizer: Quantizer | None
-    """Quantizer of the layers that read the result; None: return a plain tensor."""
+    """Quantizer of the layers that read the result, or None to return a plain tensor."""
     reader: Quantizer | None
     """Quantizer of the expected reader, if its scale is known and the result can be cast now."""
     on_read: Callable[[Quantizer], None] | None
-    """Function that notes the first reader; None: compute the result at once, as a tensor."""
+    """Function that notes the first reader, or None to compute the result at once, as a tensor."""
 
 
 class NormFP8:
@@ -94,7 +94,7 @@ class NormFP8:
         config: configuration of the norm.
         spec: formula of the norm.
         reads: attributes with which the norm has this formula.
-        quantizer: quantizer of the FP8 layers that read the output; None: there are none.
+        quantizer: quantizer of the FP8 layers that read the output, or None if there are none.
 
     Attributes:
         casts: `quantizer` as a string constant for graphs of torch.compile.

@@ -71,7 +71,7 @@ class Saturation:
             scaling.ready = scaling.known and not self.returns
 
     def state(self, number: int | None) -> Tensor | None:
-        """Return what a group does in the next two steps, (2,) float32; None for other layers."""
+        """Return what a group does in the next two steps, (2,) float32, or None for others."""
         if number is None or number not in self._pending:
             return None
         later = self._read(number)

@@ -32,10 +32,10 @@ class CastOperands(NamedTuple):
 
     Attributes:
         input: payloads of the input for fprop and wgrad; with Smooth-SwiGLU, of ``x s``.
-        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``; None: fprop runs in
-            BF16.
-        weight_scale: () scale of w itself, for dgrad; None: the cast in dgrad computes it.
-        inverse: (K,) float32, 1 / s; None: without Smooth-SwiGLU.
+        weight: payload (N, K) of the weight; with Smooth-SwiGLU, of ``w / s``, or None if fprop
+            runs in BF16.
+        weight_scale: () scale of w itself, for dgrad, or None if the cast in dgrad computes it.
+        inverse: (K,) float32, 1 / s, or None without Smooth-SwiGLU.
     """
 
     input: InputPayloads

@@ -30,7 +30,7 @@ class Product(Producer):
 
     Args:
         gate, up: (R, C).
-        amax: float32 amax of the product, (), or of its channels, (C,); None: not known.
+        amax: float32 amax of the product, (), or of its channels, (C,), or None if not known.
     """
 
     def __init__(self, gate: Tensor, up: Tensor, amax: Tensor | None = None) -> None:

@@ -117,7 +117,7 @@ def alignment(recipe: Recipe) -> int:
 
 
 def unaligned(module: nn.Linear, recipe: Recipe) -> str | None:
-    """Return why Transformer Engine cannot run this layer; None: it can."""
+    """Return why Transformer Engine cannot run this layer, or None if it can."""
     multiple = alignment(recipe)
     if not isinstance(module, nn.Linear):
         return f"Transformer Engine does not support transposed weights ({type(module).__name__})"
@@ -204,7 +204,7 @@ class EngineFP8(LayerFP8):
     """The `LayerFP8` of a layer whose GEMMs run in Transformer Engine."""
 
     engine: Engine | None = None
-    """Transformer Engine's layer; None: the next forward makes one."""
+    """Transformer Engine's layer, or None until the next forward makes one."""
     pending_scaling: tuple[Tensor, Tensor] | None = None
     """Delayed scaling's state from a checkpoint or a copied module, for the next engine."""
 

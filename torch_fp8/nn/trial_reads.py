@@ -49,7 +49,7 @@ class TrialReads:
         return tuple([(name, getattr(self.cls, name, Absent)) for name in names])
 
     def change(self, module: nn.Module) -> str | None:
-        """Return what is not as in the trial, in words that follow "its attribute"; None: nothing.
+        """Return what is not as in the trial, in words that follow "its attribute", or None.
 
         Args:
             module: module with which the trial was made, or one of the same class.
@@ -129,7 +129,7 @@ class Recorder:
         object.__getattribute__(self.twin, "__dict__")[name] = value
 
     def reads(self) -> TrialReads | None:
-        """Return what the code has read; None: a value that cannot be compared is among it."""
+        """Return what the code has read, or None if a value among it cannot be compared."""
         own: dict[str, Any] = {}
         children: dict[str, TrialReads] = {}
         for name in sorted(self._names - {"__class__"}):

@@ -43,7 +43,7 @@ def adamw_step_reference(
         matrix: the weight and its states, updated in place.
         scalars: the scalars of this step.
         lr_multiplier: () float32, a factor of the learning rate in ``step_size`` and ``decay``, for
-            example that of update clipping, which is computed on the device; None: 1.
+            example that of update clipping, which is computed on the device, or None for 1.
     """
     for part in _parts(matrix):
         _step_part(part, scalars, lr_multiplier)

@@ -139,7 +139,7 @@ def cross_entropy_rows(
         gradient: whether to write the gradient.
         wants_entropy: whether to compute entropies.
     Returns:
-        loss (M,), lse (M,) and entropy (M,) float32; None: not computed.
+        loss (M,), lse (M,) and entropy (M,) float32, or None if not computed.
     """
     results: list[list[Tensor]] = [[], [], []]
     for rows in _parts(logits):

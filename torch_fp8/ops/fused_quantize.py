@@ -61,7 +61,7 @@ def cast_result_fake(y: Tensor, options: CastOptions, finds_amax: bool = False) 
 
 
 def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
-    """Return x as saved for backward: E4M3 (R, C) and scale (R, ceil(C / 128)); None if not
+    """Return x as saved for backward: E4M3 (R, C) and scale (R, ceil(C / 128)), or None if not
     wanted.
     """
     q, s, *_ = cast_result(x, CastOptions(E4M3.dtype, SAVED, True, wanted, False))

@@ -91,7 +91,7 @@ def with_columns(qdata: Tensor, cols: int) -> Tensor:
 
 
 def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
-    """Return x extended to `rows` rows over the memory after it; None without memory.
+    """Return x extended to `rows` rows over the memory after it, or None without memory.
 
     The contents of that memory only affect rows of the product that are cut off. Scales are
     allocated with this additional room wherever such a payload is created.

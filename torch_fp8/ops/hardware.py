@@ -98,7 +98,7 @@ def card_name(device: torch.device) -> str:
 
 
 def reason_not_native(device: torch.device, name: str) -> str | None:
-    """Return why `device` cannot run the GEMMs of the recipe; None if it can."""
+    """Return why `device` cannot run the GEMMs of the recipe, or None if it can."""
     capability = torch.cuda.get_device_capability(device)
     return _unsupported(name, capability, card_name(device), _cuda_version())
 
@@ -106,7 +106,7 @@ def reason_not_native(device: torch.device, name: str) -> str | None:
 def _unsupported(
     name: str, capability: tuple[int, int], card: str, cuda: tuple[int, ...]
 ) -> str | None:
-    """Return why a GPU of this capability cannot run the GEMMs of the recipe; None if it can."""
+    """Return why a GPU of this capability cannot run the GEMMs of the recipe, or None if it can."""
     recipe = make_recipe(name)
     for cast in (recipe.input, recipe.weight, recipe.grad_output):
         least, most = _CAPABILITIES[cast.granularity]

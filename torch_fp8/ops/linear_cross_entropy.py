@@ -82,7 +82,8 @@ def linear_softmax_loss(
     Args:
         hidden: (T, H) float32, bfloat16 or float16.
         weight: (V, H) of a floating dtype, or E4M3 with `weight_scale`.
-        weight_scale: () float32 dequantization scale of a tensorwise payload; None: not a payload.
+        weight_scale: () float32 dequantization scale of a tensorwise payload, or None if not a
+            payload.
         bias: (V,), or None.
         terms: factors of each token's loss; with lse, only the gradients are computed.
         form: logits as a function of the product.

@@ -105,12 +105,12 @@ def pack_flat(
 
     Args:
         values: (E,) bfloat16 or float32, contiguous; E at most ``num_messages * 32 * G``.
-        plain: (F,), any floating-point dtype, F at most ``num_messages * P``; None: no plain
+        plain: (F,), any floating-point dtype, F at most ``num_messages * P``, or None without plain
             values.
         layout: the layout of each message.
         num_messages: the number of messages, N.
         keys: the keys of the random bits for stochastic rounding, one word for each value by its
-            index in the messages; None: round to nearest even.
+            index in the messages, or None to round to nearest even.
     Returns:
         (N, B) uint8.
     """
@@ -147,7 +147,7 @@ def unpack_sum(
         layout: the layout of each message.
         out_groups: (32 * G,) bfloat16 or float32, contiguous; receives the result, rounded to
             nearest.
-        out_plain: (P,), the same for plain values; None if P is 0.
+        out_plain: (P,), the same for plain values, or None if P is 0.
         scale: the factor of the sum, for example 1 / N.
     """
     assert out_groups.numel() == layout.num_values
@@ -206,7 +206,7 @@ def unpack_flat(
         messages: (N, B) uint8.
         layout: the layout of each message.
         out_values: (E,) bfloat16 or float32, contiguous; E at most ``N * 32 * G``.
-        out_plain: (F,), any floating-point dtype, F at most ``N * P``; None: not needed.
+        out_plain: (F,), any floating-point dtype, F at most ``N * P``, or None if not needed.
     """
     _check_buffers(out_values, out_plain, layout, messages.shape[0])
     if messages.is_cuda:

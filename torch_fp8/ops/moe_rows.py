@@ -105,7 +105,7 @@ def transpose_groups(
     Args:
         x: (R, K) with a scale (R, 1); (T, K) with (T, 1) if `token` is given.
         offs: the ends of the groups, see `torch_fp8.ops.moe_rows.Route`; multiples of 16 on CUDA.
-        token: the tokens of the rows, gathered in the same pass; None: x consists of rows.
+        token: the tokens of the rows, gathered in the same pass, or None if x consists of rows.
     Returns:
         (K, R) with a scale (E, K), one for each group; zeros after the last group.
     """

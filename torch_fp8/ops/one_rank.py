@@ -53,6 +53,6 @@ def can_ask() -> bool:
 
 
 def default_store() -> Any:
-    """Return the default process group's store; None if its backend (MPI) has none."""
+    """Return the default process group's store, or None if its backend (MPI) has none."""
     world = dist.group.WORLD
     return None if world is None else world.get_group_store()

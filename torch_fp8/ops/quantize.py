@@ -61,7 +61,7 @@ class QuantizedTensor(NamedTuple):
 
 
 Payloads = tuple[QuantizedTensor | None, QuantizedTensor | None]
-"""A matrix (R, C) quantized along C, and its transpose (C, R) quantized along R; None: not
+"""A matrix (R, C) quantized along C, and its transpose (C, R) quantized along R, or None if not
 computed.
 """
 
@@ -76,7 +76,8 @@ def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> Quantize
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides.
         spec: format and granularity.
-        scale: () float32 dequantization scale for tensorwise; None: computed from the amax of x.
+        scale: () float32 dequantization scale for tensorwise, or None to compute it from the amax
+            of x.
     """
     rowwise, _ = quantize_layouts(x, CastOptions.of(spec, scale, rowwise=True, columnwise=False))
     assert rowwise is not None
@@ -146,7 +147,7 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def transposed(x: QuantizedTensor, after: Tensor | None = None) -> QuantizedTensor | None:
-    """Return x^T, (C, R) contiguous, with the same codes; None if its scales would differ.
+    """Return x^T, (C, R) contiguous, with the same codes, or None if its scales would differ.
 
     The scales are the same if each covers as many rows as columns.
 

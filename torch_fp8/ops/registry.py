@@ -125,7 +125,7 @@ def define(
         eager: a function that replaces the CUDA one in calls that bypass the dispatcher; it accepts
             tuples of arguments.
         traced: a function that launches the kernels, whose nodes replace the operator in graphs for
-            CUDA; None: graphs keep the operator.
+            CUDA, or None if graphs keep the operator.
     """
     name, (cpu, cuda, fake) = schema.partition("(")[0], implementations
     _LIBRARY.define(schema)

@@ -31,7 +31,7 @@ _CAPABILITIES = ((9, 0), (10, 0))
 
 
 def reason_not_grouped(device: torch.device, emulate: bool) -> str | None:
-    """Return why `device` has no FP8 grouped GEMM; None if it has one, or emulates it."""
+    """Return why `device` has no FP8 grouped GEMM, or None if it has one, or emulates it."""
     if device.type != "cuda" or emulate:
         return None
     if not hasattr(torch, "_scaled_grouped_mm"):

@@ -72,7 +72,7 @@ def scaled_matmul(
         a: (R, C), possibly with additional columns of zeros.
         b: (S, C), possibly with additional columns of zeros. At most one of a and b is E5M2.
         out_dtype: float32, bfloat16 or float16.
-        contracted: C; None: the number of columns of the narrower operand.
+        contracted: C, or None for the number of columns of the narrower operand.
         bias: (S,) of any floating dtype, rounded to `out_dtype`; or None.
         fast_accum: whether the tensor core accumulates in its own, narrower format.
         emulate: whether to run the reference instead of torch's operator. The CPU always uses the

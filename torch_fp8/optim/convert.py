@@ -69,8 +69,8 @@ def convert_optimizer(
 
     Args:
         optimizer: Adam, AdamW, a subclass that inherits their ``step``, or any other optimizer.
-        config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. Level O1
-            changes nothing.
+        config: a configuration, or the name of a recipe, or None as in `convert_to_float8`. Level
+            O1 changes nothing.
         model: the converted model that the optimizer trains. It determines which weights can be
             split (`torch_fp8.optim.arguments`); without it no weight is split, and the report
             says so. Its embeddings keep returning float32, and its output layer keeps multiplying

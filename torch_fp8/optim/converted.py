@@ -28,7 +28,8 @@ class ConvertedOptimizer(Optimizer):
     Attributes:
         fp8_config: the configuration with which the optimizer was converted.
         fp8_layers: weak references to the layers whose weights get 8-bit gradients.
-        fp8_why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
+        fp8_why_bf16_gradients: the reason why no gradient is 8-bit at level O3, or None if some
+            are.
         fp8_hooks_restored: the number of lost gradient hooks that were put back so far.
         fp8_released: the parameters stepped in backward since the last ``step``.
     """

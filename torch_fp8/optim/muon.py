@@ -142,7 +142,8 @@ def settle_momentum(
     Args:
         parameter: the weight.
         state: the weight's optimizer state.
-        counters: seed, step and parameter index that key the rounding thresholds; None: to nearest.
+        counters: seed, step and parameter index that key the rounding thresholds, or None to round
+            to nearest.
     """
     momentum = state.get(BUFFER)
     if not isinstance(momentum, Tensor) or isinstance(local(momentum), Int8Momentum):

@@ -13,13 +13,13 @@ class OptimizerReport:
     Attributes:
         optimizer: the name of the user's class.
         converted: whether the optimizer now has 8-bit states or split weights.
-        reason: the reason why the optimizer keeps its own states; None if they are 8-bit.
+        reason: the reason why the optimizer keeps its own states, or None if they are 8-bit.
         num_split: the number of float32 weights now stored as BF16 and a residual.
         num_float32: the number of large weights that stay float32.
         why_float32: the reasons why they do, with the number of weights for each, or None if none
             do.
         num_fp8_gradients: the number of weights whose gradients are 8-bit.
-        why_bf16_gradients: the reason why no gradient is 8-bit at level O3; None if some are.
+        why_bf16_gradients: the reason why no gradient is 8-bit at level O3, or None if some are.
         num_hooks_restored: the number of gradient hooks that were lost (to ``fully_shard``,
             deepcopy, pickling, ``assign=True``) and put back.
         num_cached: the number of weights whose FP8 payloads are kept between steps.
@@ -74,7 +74,7 @@ class OptimizerReport:
 
 
 def in_words(reasons: list[str]) -> str | None:
-    """Join the distinct reasons, with a count for each if they differ; None for an empty list."""
+    """Join the distinct reasons, with counts if they differ, or return None if there are none."""
     counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
     if len(counts) < 2:
         return next(iter(counts), None)

@@ -35,7 +35,7 @@ _ATTRIBUTE = "_fp8_residual"
 
 
 def residual_of(weight: Tensor) -> Tensor | None:
-    """Return the stored residual of this rank's part of a weight; None if it has none."""
+    """Return the stored residual of this rank's part of a weight, or None if it has none."""
     halves = halves_of(weight)
     if halves is not None:
         return halves.residual
@@ -49,7 +49,7 @@ def residual_bits(weight: Tensor) -> int:
 
 
 def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
-    """Return the stored residual of a BF16 weight and its number of bits; None if it has none."""
+    """Return the stored residual of a BF16 weight and its number of bits, if it has one."""
     known: tuple[Tensor, int] | None = vars(weight).get(_ATTRIBUTE)
     if known is None or weight.dtype != torch.bfloat16:
         return None

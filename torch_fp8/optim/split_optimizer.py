@@ -152,7 +152,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
-    """Explain why an optimizer cannot step weights in two halves; None if it can."""
+    """Explain why an optimizer cannot step weights in two halves, or None if it can."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
     if compiled := libraries.intersection(_COMPILED):
         return f"{compiled.pop()} passes them to compiled code"

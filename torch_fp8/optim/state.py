@@ -263,7 +263,7 @@ def decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def misfit(name: str, entry: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """Explain why an entry's codes and scales do not fit a parameter; None if they fit."""
+    """Explain why an entry's codes and scales do not fit a parameter, or None if they fit."""
     for part, of in _PARTS.items():
         value = entry.get(f"{name}_{part}")
         if not isinstance(value, Tensor) or value.dtype != torch.uint8:

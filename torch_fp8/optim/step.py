@@ -43,7 +43,7 @@ class Entry(NamedTuple):
         number: its index among all parameters of the optimizer.
         group, parameter, state: its group, itself, its state.
         grad: its gradient, in the form in which it is stored.
-        halves: this rank's halves of it; None: it is not split.
+        halves: this rank's halves of it, or None if it is not split.
         matrix: its matrix, if only the gradient has changed since the last step.
     """
 

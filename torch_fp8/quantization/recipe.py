@@ -153,7 +153,7 @@ def make_recipe(
         name: one of `RECIPES`.
         wgrad: ``"fp8"``, or ``"bf16"`` for the weight gradient in high precision, because its
             inner dimension, tokens, is the longest (SwitchBack, arXiv 2304.13013).
-        grad_format: ``"e4m3"`` or ``"e5m2"`` for grad_output; None: that of the recipe.
+        grad_format: ``"e4m3"`` or ``"e5m2"`` for grad_output, or None for that of the recipe.
         fast_accum: names of the GEMMs that accumulate fast.
         power_of_two_weights: whether to round the scales of weights up to powers of two, as the
             finer recipes do, so that they rarely change in an optimizer step.

@@ -84,7 +84,7 @@ class QuantizableTensor(Tensor):
 
         Returns:
             One or two tensors (the second may be None), and the object that turns them into a
-            payload in backward; None: save the payload that the layer makes.
+            payload in backward, or None to save the payload that the layer makes.
         """
         return None
 
@@ -96,8 +96,8 @@ class QuantizableTensor(Tensor):
         Args:
             row, col: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
         Returns:
-            The matrix, the payloads that contain it, and the index of its first row in them; None:
-            the matrix no longer exists.
+            The matrix, the payloads that contain it, and the index of its first row in them, or
+            None if the matrix no longer exists.
         """
         return None
 

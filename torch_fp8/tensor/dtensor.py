@@ -19,7 +19,7 @@ def with_data(tensor: Tensor, data: Tensor, shape: tuple[int, ...] | None = None
     Args:
         tensor: DTensor with the placements; for any other tensor, return `data` unchanged.
         data: this rank's shard of the result.
-        shape: global shape of a contiguous result; None: shape and strides of `tensor`.
+        shape: global shape of a contiguous result, or None for the shape and strides of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return data

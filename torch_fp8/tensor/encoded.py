@@ -46,7 +46,7 @@ def refused_addresses(reader: str | None) -> Iterator[None]:
     """Refuse the address of any `Encoded` tensor in this context, because writes there get lost.
 
     Args:
-        reader: name of the optimizer that runs, for the error; None: allow addresses again.
+        reader: name of the optimizer that runs, for the error, or None to allow addresses again.
     """
     token = _refused.set(reader)
     try:

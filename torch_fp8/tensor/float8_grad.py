@@ -87,8 +87,8 @@ class Float8Grad(Encoded):
 
         Args:
             x: bfloat16 or float32, with at least one dimension.
-            rounding: source of random bits; None: a new one.
-            dtype: dtype that the result reads as; None: that of `x`.
+            rounding: source of random bits, or None for a new one.
+            dtype: dtype that the result reads as, or None for that of `x`.
             exchanged: whether x is an average over ranks, which all ranks must round alike.
         """
         rounding = rounding or Rounding()

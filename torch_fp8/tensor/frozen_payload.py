@@ -34,11 +34,12 @@ class FrozenPayload:
         thawed_dtype: dtype of the weight before it was frozen and after it is thawed.
         owner: weak reference to the layer that owns the weight, or None.
         first_row: for one rank's shard, row of its first element within the block of 128 rows that
-            the first row of `scale` covers; None: not a shard.
+            the first row of `scale` covers, or None if not a shard.
         rewrite: function that quantizes new values of a shard together with the other ranks, with
             which it shares scales, so that all ranks have to write at the same time; or None.
         version: unique number, renewed by each write; tensor versions do not see these writes.
-        sharers: payloads that share this memory by `share`, including this one; None: not shared.
+        sharers: payloads that share this memory by `share`, including this one, or None if not
+            shared.
         changes: last changes since a copy, see `torch_fp8.tensor.frozen_weight`.
     """
 
@@ -148,7 +149,7 @@ def freeze_tensor(
         weight: float32, bfloat16 or float16.
         spec: cast, ``block_128x128`` or ``tensorwise`` in E4M3; ``rowwise`` if stacked.
         name: qualified name, for errors.
-        dtype: dtype of the weight when it is thawed; None: its current dtype.
+        dtype: dtype of the weight when it is thawed, or None for its current dtype.
     """
     row = quantize_stacked(weight.data, spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)

@@ -33,14 +33,16 @@ class Halves:
 
     Attributes:
         high: bfloat16, of the weight's shape, contiguous.
-        residual: int8 or int16 residual, (R, C); None for an empty weight.
+        residual: int8 or int16 residual, (R, C), or None for an empty weight.
         bits: number of residual bits that are stored now: 16 if other code than the optimizer's
             step has written the weight, else 8.
         version: unique number, renewed by each write.
-        amax: () float32, the largest magnitude of `high` when `measured` was the version; None: no
-            cast needs it. The optimizer's step raises it in place. Read it by `current_amax`.
+        amax: () float32, the largest magnitude of `high` when `measured` was the version, or None
+            if no cast needs it. The optimizer's step raises it in place. Read it by
+            `current_amax`.
         cast, payload: a cast of `high`, and its result when `filled` was the version, which the
-            optimizer's step renews in place; None: it is not kept. Read it by `current_payload`.
+            optimizer's step renews in place, or None if it is not kept. Read it by
+            `current_payload`.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Halves:
         self.measured = 0
 
     def current_amax(self) -> Tensor | None:
-        """Return the amax, always in the same memory, which graphs read; None: it is not kept."""
+        """Return the amax, always in the memory that graphs read, or None if it is not kept."""
         amax = self.amax
         if amax is not None and (self.measured != self.version or in_shared_memory(self.high)):
             amax.copy_(tensor_amax(self.high))
@@ -84,7 +86,7 @@ class Halves:
         return amax
 
     def keep_payload(self, cast: PayloadCast | None) -> None:
-        """Keep the result of a cast from step to step; None: keep nothing."""
+        """Keep the result of a cast from step to step, or None to keep nothing."""
         if cast != self.cast:
             with torch.inference_mode(False):
                 self.payload = None if cast is None else cast.empty(self.high)
@@ -96,7 +98,7 @@ class Halves:
         Args:
             cast: what the caller needs.
         Returns:
-            The payload; None: it is not kept, or that of another cast is.
+            The payload, or None if it is not kept, or that of another cast is.
         """
         if self.payload is None or cast != self.cast:
             return None
@@ -136,7 +138,7 @@ class Halves:
         Args:
             keys: keys of the random bits, see `torch_fp8.quantization.stochastic_rounding`.
             origin: row and column at which this shard starts in the whole matrix, and the number of
-                columns of the whole; None: not a shard.
+                columns of the whole, or None if not a shard.
         """
         if self.bits == RESIDUAL_BITS:
             return
@@ -205,7 +207,7 @@ def _matrix_shape(x: Tensor) -> tuple[int, int]:
 
 
 def empty_residual(high: Tensor, bits: int) -> Tensor | None:
-    """Allocate the residual of a weight, of 8 or 16 bits; None for an empty weight."""
+    """Allocate the residual of a weight, of 8 or 16 bits, or None for an empty weight."""
     if not high.numel():
         return None
     return torch.empty(_matrix_shape(high), dtype=residual_dtype(bits), device=high.device)
@@ -240,7 +242,7 @@ def join_matrix(
 
     Args:
         high, residual, bits: BF16 half, residual and its number of bits.
-        device: device of the result; None: that of the halves.
+        device: device of the result, or None for that of the halves.
         exact: whether the residual certainly belongs to this weight, see `split_float.join`.
     """
     device = device or high.device

@@ -41,11 +41,11 @@ class PayloadCache:
         keeps_evaluation: whether evaluation forwards reuse a payload.
 
     Attributes:
-        payload: (N, K), quantized along K, for forwards without gradients; None: not cached.
+        payload: (N, K), quantized along K, for forwards without gradients, or None if not cached.
         operand: payload in the GEMM's layout, set by the first forward that multiplies.
         quantizer: quantizer of the input, set in the same way.
-        captured: payload whose memory CUDA graphs read; None: there are no graphs.
-        scope: version number of the weight in the active scope; None: no scope is active.
+        captured: payload whose memory CUDA graphs read, or None if there are no graphs.
+        scope: version number of the weight in the active scope, or None if no scope is active.
     """
 
     def __init__(self, keeps_evaluation: bool = True, *later: bool) -> None:
@@ -85,7 +85,7 @@ class PayloadCache:
         return self.scope is not None
 
     def version_of(self, weight: Tensor) -> int | None:
-        """Return a number unique to the weight's current value; None: changes
+        """Return a number unique to the weight's current value, or None if changes
         cannot be detected.
         """
         if isinstance(weight, SplitWeight):
@@ -100,7 +100,7 @@ class PayloadCache:
         """Return the payload for a forward without gradients: cached, or cast now.
 
         Args:
-            version: result of `version_of` for the weight; None: do not cache.
+            version: result of `version_of` for the weight, or None to cache nothing.
             cast: function that makes the payload.
             device: device of the weight.
         """

@@ -29,8 +29,8 @@ class Producer:
     Attributes:
         channel_amax: function that returns the largest magnitude of each channel, (C,) float32;
             None: compute it from the plain tensor.
-        smoothed: function that casts the channels times factors (C,) float32; None: cast the plain
-            tensor.
+        smoothed: function that casts the channels times factors (C,) float32, or None to cast the
+            plain tensor.
     """
 
     channel_amax: Callable[[], Tensor] | None = None
@@ -195,7 +195,7 @@ class LazySource:
         """Return the options for casting a missing layout.
 
         Args:
-            other: cached layout, whose tensorwise scale serves both; None: there is none.
+            other: cached layout, whose tensorwise scale serves both, or None if there is none.
         """
         spec, scale, slot = quantizer.spec, quantizer.source.scale, quantizer.source.slot
         layouts = {"rowwise": rowwise, "columnwise": columnwise}

@@ -63,7 +63,7 @@ class Quantizer(NamedTuple):
         Args:
             x: float32, bfloat16 or float16; or a `QuantizableTensor`.
             rowwise, columnwise: whether to make the payload (R, C), and the transpose (C, R).
-            sum_dtype: dtype of the sums (C,) over all rows, added in float32; None: no sums.
+            sum_dtype: dtype of the sums (C,) over all rows, added in float32, or None for no sums.
         Returns:
             ``(rowwise, columnwise, sums)``, each None if not requested.
         """
@@ -115,7 +115,7 @@ class Quantizer(NamedTuple):
         Args:
             x: this rank's part.
         Returns:
-            The scale; None if the granularity has a scale for each row or block.
+            The scale, or None if the granularity has a scale for each row or block.
         """
         if self.spec.granularity != "tensorwise":
             return None
@@ -232,7 +232,7 @@ class Quantizers(NamedTuple):
         weight: quantizer of the weight.
         channels: object that stores the maxima of the input's channels, or None.
         observer: monitor that sees each operand of a GEMM beside its source
-            (`torch_fp8.monitor.layer_observer.LayerObserver`); None: no monitor.
+            (`torch_fp8.monitor.layer_observer.LayerObserver`), or None without a monitor.
     """
 
     input: Quantizer
@@ -269,10 +269,10 @@ class InputPayloads(NamedTuple):
     """The payload of a layer's input for fprop, and the tensors saved for wgrad.
 
     Attributes:
-        rowwise: (M, K), quantized along K; None: fprop runs in BF16.
+        rowwise: (M, K), quantized along K, or None if fprop runs in BF16.
         qdata, scale: tensors to save for backward, or None.
-        source: object that turns the saved tensors into the wgrad payload in backward; None: the
-            payload itself is saved.
+        source: object that turns the saved tensors into the wgrad payload in backward, or None if
+            the payload itself is saved.
     """
 
     rowwise: QuantizedTensor | None

@@ -9,10 +9,10 @@ class ScaleSource:
     """The scale of an operand, and the slot that collects its amaxes.
 
     Args:
-        scale: () float32 dequantization scale; None: computed from the current tensor. The
+        scale: () float32 dequantization scale, or None to compute it from the current tensor. The
             attribute may be replaced later, but the tensor is not written to.
         slot: see `torch_fp8.quantization.scaling.raise_slot`; each cast raises it to the largest
-            magnitude of its input; None: amaxes are not recorded.
+            magnitude of its input, or None if amaxes are not recorded.
     """
 
     def __init__(self, scale: Tensor | None = None, slot: Tensor | None = None) -> None:

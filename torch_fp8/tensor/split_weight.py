@@ -264,7 +264,7 @@ for _name in ("to", "cpu", "cuda", "float", "type"):
 
 
 def halves_of(weight: Tensor) -> Halves | None:
-    """Return the halves of a split weight, or of this rank's shard; None: it is not split."""
+    """Return the halves of a split weight, or of this rank's shard, or None if it is not split."""
     shard = local(weight)
     return shard.halves if isinstance(shard, SplitWeight) else None
 

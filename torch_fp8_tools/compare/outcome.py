@@ -24,11 +24,11 @@ class VariantOutcome:
 
     Attributes:
         name: name of the variant.
-        error: error of the first trial that failed; None if none did.
+        error: error of the first trial that failed, or None if none did.
         tail: last lines of that trial's program.
         steps: number of optimizer steps of the shortest trial.
         step_seconds: median seconds of a step.
-        tokens_per_second: tokens of all ranks; None if the program shows none.
+        tokens_per_second: tokens of all ranks, or None if the program shows none.
         peaks: peak bytes of each rank.
         loss: mean loss of the last half of the steps.
         difference: relative difference of the loss to BF16.
@@ -89,7 +89,7 @@ class Outcome:
     """The variants, BF16 first, and what the repeated BF16 trial and the starts show.
 
     Attributes:
-        noise: difference of the repeated BF16 trial; None if it did not run.
+        noise: difference of the repeated BF16 trial, or None if it did not run.
         repeats: whether the repeated trial had the same losses.
         device: "cpu" or "cuda".
         card: name of the card.

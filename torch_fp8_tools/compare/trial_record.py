@@ -174,7 +174,7 @@ def difference(
         reference: losses by step, one mapping for each seed.
         losses: losses of the other variant, in the same order of seeds.
     Returns:
-        The difference; None if no step is common to both.
+        The difference, or None if no step is common to both.
     """
     blocks: list[float] = []
     values: list[float] = []
@@ -216,7 +216,7 @@ def steps_to_equal_loss(
     a straight line fitted to all seeds.
 
     Returns:
-        The steps; None if the reference's loss does not fall there, or nothing is common.
+        The steps, or None if the reference's loss does not fall there, or nothing is common.
     """
     gaps, slopes, last = [], [], 0
     for base, other in zip(reference, losses, strict=False):

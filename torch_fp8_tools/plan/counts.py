@@ -188,7 +188,7 @@ def run_step(
     Args:
         setup, level: see `step_bytes`.
         layers: the layers.
-        sequence: the tokens of a sequence; None: those of the setup.
+        sequence: the tokens of a sequence, or None for those of the setup.
     Raises:
         LongLoop: a layer calls more than MOST_OPERATORS operators; only if `sequence` is None.
         ValueError: the model cannot run on tensors without memory.

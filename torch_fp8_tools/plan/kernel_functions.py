@@ -31,11 +31,11 @@ class _Bytes:
         forward, backward: at the peak, the bytes beyond those at the start; and the number of
             operators.
         outputs: the layout of each output, whether backward needs it, and whether it has a
-            gradient; None for an output that is None.
+            gradient, or None for an output that is None.
         is_tuple: whether the function returns a tuple.
         held: the bytes that backward needs besides inputs and outputs.
         inputs: the places of the inputs that backward needs.
-        gradients: the layout of each input's gradient; None: it has none.
+        gradients: the layout of each input's gradient, or None if it has none.
     """
 
     forward: tuple[Moment, int]
@@ -92,7 +92,7 @@ class KernelFunctions:
         return once
 
     def _follow(self, call: Callable[[list[Any]], Any], like: list[Any]) -> _Bytes | None:
-        """Run a call forward and backward on new tensors; None if it cannot stand for others.
+        """Run a call forward and backward on new tensors, or None if it cannot stand for others.
 
         The peak of backward counts all inputs, as if the caller held them.
         """

@@ -28,7 +28,7 @@ class KnownResults(TorchDispatchMode):
     All steps share the results, because a layout does not depend on the step.
     """
 
-    # Whether there are several results, and the layout of each; None: run the operator.
+    # Whether there are several results, and the layout of each, or None to run the operator.
     _known: ClassVar[dict[Any, tuple[bool, list[Layout]] | None]] = {}
 
     @classmethod
@@ -70,7 +70,7 @@ def _view(func: Any, base: FakeTensor, args: tuple[Any, ...]) -> Any:
 
 
 def key_of(value: Any) -> Any:
-    """Describe an argument; None if its description does not decide on the result's layout."""
+    """Describe an argument, or None if its description does not decide on the result's layout."""
     if type(value) is FakeTensor:
         if value.constant is not None:
             return None
@@ -123,7 +123,7 @@ def fake(tensor: Tensor, like: FakeTensor) -> FakeTensor:
 def new_layouts(
     out: Any, first: FakeTensor, args: tuple[Any, ...]
 ) -> tuple[bool, list[Layout]] | None:
-    """Describe results; None unless each is a new tensor, without values, on the device."""
+    """Describe results, or None unless each is a new tensor, without values, on the device."""
     results = out if isinstance(out, (tuple, list)) else (out,)
     seen: list[int] = []
 

@@ -107,7 +107,7 @@ def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
     """Enter a process group of `number` ranks as rank 0; collectives move nothing.
 
     Yields:
-        The mesh of all ranks; None for one rank, which needs no group.
+        The mesh of all ranks, or None for one rank, which needs no group.
     Raises:
         ValueError: this process already is in a process group.
     """

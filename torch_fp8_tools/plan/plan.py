@@ -116,8 +116,8 @@ def plan(model: Any, *, levels: Sequence[str] | str = LEVELS, **options: Any) ->
 
             * ``gpus``: number of GPUs. Default: 1.
             * ``card``: ``h100``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``. Default: ``"h100"``.
-            * ``memory``: GiB of each GPU; None: the card's.
-            * ``sequence``: tokens of a sequence; None: the model's longest, at most 4096.
+            * ``memory``: GiB of each GPU, or None for the card's.
+            * ``sequence``: tokens of a sequence, or None for the model's longest, at most 4096.
             * ``micro_batch``: sequences in one forward of a GPU. Default: 1.
             * ``accumulate``: micro-batches in an optimizer step. Default: 1.
             * ``data``, ``fsdp``, ``tensor``, ``pipeline``: the degrees of replication, FSDP2

@@ -134,7 +134,7 @@ class HeatMap(NamedTuple):
 
 
 def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
-    """Return the map of a topic; None if the run has no such values."""
+    """Return the map of a topic, or None if the run has no such values."""
     steps = record.steps
     each = max(1, math.ceil(len(steps) / MOST_COLUMNS))
     starts, column_of = steps[::each], {step: i // each for i, step in enumerate(steps)}

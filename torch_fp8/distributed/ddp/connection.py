@@ -132,7 +132,7 @@ class DDPReport:
 
     Attributes:
         num_ranks: the number of ranks.
-        reason: the reason why DDP's buckets are not averaged in FP8; None if they are.
+        reason: the reason why DDP's buckets are not averaged in FP8, or None if they are.
         num_fp8_gradients: the number of weights with 8-bit gradients (O3), averaged beside DDP.
         fp8_exchange: whether these 8-bit gradients travel in FP8.
         note: a note on the choice of ``communication="auto"``; empty if it made none.
@@ -240,6 +240,6 @@ class DDPConnection:
 
 
 def connection_of(ddp: nn.Module) -> DDPConnection | None:
-    """Return what `DDPConnection.connect` has connected; None: nothing."""
+    """Return what `DDPConnection.connect` has connected, or None."""
     connection = getattr(vars(without_compiler(ddp)).get("join_hook"), "__self__", None)
     return connection if isinstance(connection, DDPConnection) else None

@@ -80,7 +80,7 @@ class GradientBucket:
         self._work = all_gather(self._received, combined, self._group, async_op=True)
 
     def finish(self) -> None:
-        """Store the average in ``p.grad``, in place if it exists; None if no rank has one."""
+        """Store the average in ``p.grad``, in place if it exists, or None if no rank has one."""
         self._work.wait()
         codes = self._layout.codes(self._received)  # (ranks, 32 G)
         scales = self._layout.scales(self._received)  # (ranks, G)

@@ -56,7 +56,7 @@ class Float8GradReducer:
     Args:
         slots: the slots of the parameters, the same in the same order on all ranks.
         group: DDP's process group.
-        exchanges: the choice whether gradients travel in FP8 or in their dtype; None: in FP8.
+        exchanges: the choice whether gradients travel in FP8 or in their dtype, or None for FP8.
     Attributes:
         parameters: the parameters whose gradients are averaged.
         rank: this process's rank.
@@ -252,7 +252,7 @@ class _PlainGradient:
         """Do nothing, because one all-reduce is enough."""
 
     def finish(self) -> None:
-        """Store the average in ``p.grad``; None if no rank had a gradient."""
+        """Store the average in ``p.grad``, or None if no rank had a gradient."""
         self._work.wait()
         parameter, average = self._parameter, self._buffer
         if self._missing and bool((average.signbit() & (average == 0)).all()):

@@ -121,7 +121,7 @@ def connect_ddp(
     Args:
         ddp: the DistributedDataParallel, or its torch.compile wrapper.
         optimizers: the optimizers given to `ddp_options`.
-        config: the configuration; None: that of the optimizers, ``TORCH_FP8_CONFIG`` or
+        config: the configuration, or None for that of the optimizers, ``TORCH_FP8_CONFIG`` or
             ``FP8Config()``.
         reason: a reason not to register our hook, for example a user's hook that the host has
             dropped, or None if there is none.

@@ -52,7 +52,7 @@ class WeightGather:
         siblings: the gathers of all weights in its `param_group`, including this one.
         exchanges: the choice whether weights are gathered in 8 bits.
         announced: whether a running forward has computed its scale.
-        made: the event in the stream that computed it; None on the CPU.
+        made: the event in the stream that computed it, or None on the CPU.
     """
 
     def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Layer) -> None:

@@ -156,7 +156,7 @@ def is_expert_weight(module: Any, name: str) -> bool:
 
 
 def why_not_gathered(param: Any) -> str | None:
-    """Return why FSDP gathers an expert weight in high precision; None if it gathers FP8.
+    """Return why FSDP gathers an expert weight in high precision, or None if it gathers FP8.
 
     Args:
         param: FSDP's record of the weight.

@@ -183,7 +183,7 @@ def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
 
 
 def _consumer(module: nn.Module | None) -> Float8Linear | None:
-    """Return the first column-wise FP8 layer in `module`; None if there is none."""
+    """Return the first column-wise FP8 layer in `module`, or None if there is none."""
     assert module is not None
     consumers = [
         layer
