@@ -6,7 +6,7 @@
 `convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss` compares the levels.
 
     python -m benchmarks.evidence.pretraining --level O2 --bf16-last 0.2 --hidden 512 --layers 6 \\
-        --steps 1000 --learning-rate 1e-3 --output runs/pretraining/25M-O2-0.2-seed0  # 25 million
+        --steps 1000 --learning-rate 1e-3 --output runs/pretraining/19M-O2-0.2-seed0  # 19 million
 
 A run whose folder has a result is not run again, and an interrupted run continues from the last of
 the states that it writes every 50 steps. So a list of such commands can be continued.
