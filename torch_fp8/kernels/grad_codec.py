@@ -144,7 +144,7 @@ def dequantize_gradient(
 
 
 def _layout(dense: Tensor, qdata: Tensor) -> tuple[str, int]:
-    """Choose the layout of `kernels.block_layout` and the groups of a tile."""
+    """Choose the layout of `kernels.block_scaled` and the groups of a tile."""
     assert dense.is_contiguous()
     assert qdata.is_contiguous()
     cols = dense.shape[1]
