@@ -117,8 +117,8 @@ _NAMES = {
     "torch_fp8.quantization.payload_shape": "Layouts multiple_of_16 new_group_scales padded_rows",
     "torch_fp8.quantization.recipe": "CastSpec GEMMS Granularity RECIPES SAVE_FORMATS make_recipe",
     "torch_fp8.quantization.scaling": (
-        "delayed_scale group_amax past_amax push_amax round_up_to_power_of_two scale_from_amax "
-        "shared_amaxes tensor_amax"
+        "OF_TENSOR ScaleSource delayed_scale group_amax past_amax push_amax "
+        "round_up_to_power_of_two scale_from_amax shared_amaxes tensor_amax"
     ),
     "torch_fp8.quantization.split_float": "EXACT_BITS join split",
     "torch_fp8.quantization.stochastic_rounding": (
@@ -130,17 +130,15 @@ _NAMES = {
     "torch_fp8.tensor.encoded": "plain",
     "torch_fp8.tensor.exchange": "stored_grad",
     "torch_fp8.tensor.float8_grad": "Float8Grad",
-    "torch_fp8.tensor.float8_moment": "Float8Moment",
     "torch_fp8.tensor.frozen_payload": "freeze_tensor frozen_from_bytes",
     "torch_fp8.tensor.frozen_weight": "Float8FrozenWeight frozen_parameter",
     "torch_fp8.tensor.halves": "Halves split_matrix",
-    "torch_fp8.tensor.int8_momentum": "Int8Momentum",
     "torch_fp8.tensor.lazy_quantized": "LazyQuantizedTensor",
     "torch_fp8.tensor.payload_cache": "PayloadCache",
     "torch_fp8.tensor.payload_cast": "PayloadCast",
+    "torch_fp8.tensor.quantized_state": "Float8Moment Int8Momentum",
     "torch_fp8.tensor.quantizer": "Quantizer WeightQuantizer",
     "torch_fp8.tensor.released_grad": "ReleasedGrad is_released",
-    "torch_fp8.tensor.scale_source": "OF_TENSOR ScaleSource",
     "torch_fp8.tensor.split_shard": "SplitShard",
     "torch_fp8.tensor.split_weight": (
         "SplitTensor SplitWeight halves_of join_parameter split_parameter stored"

@@ -65,7 +65,7 @@ COLUMNS = (
 )
 _MATRICES = ((100, 128), (64, 272), (5, 48), (36, 33), (3, 7))
 _LAID_OUT = ((200, 64), (200, 48), (200, 33))
-"""Gradients in each of the layouts of `torch_fp8.kernels.block_layout`."""
+"""Gradients in each of the layouts of `torch_fp8.kernels.block_scaled`."""
 Case = Callable[[Emulation], dict[int, str]]
 
 

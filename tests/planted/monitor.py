@@ -6,7 +6,7 @@ _TESTS = "tests/torch_fp8/monitor"
 FAULTS = [
     Fault(
         "the losses of a checkpoint are not restored",
-        "torch_fp8/monitor/losses.py",
+        "torch_fp8/monitor/alarm.py",
         "        self.spikes.losses.extend(map(float, levels))\n",
         "",
         f"{_TESTS}/test_fallback.py",

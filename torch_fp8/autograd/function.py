@@ -1,4 +1,5 @@
-"""Helpers of our autograd functions: writable results, second derivatives, and torch.compile.
+"""Helpers of our autograd functions: writable results, second derivatives, torch.compile, and
+tensors that outlive ``torch.inference_mode()``.
 
 With ``create_graph=True``, a backward either uses operators that torch can differentiate, or raises
 at once. torch's ``once_differentiable`` raises later, or never: its results have no path to an
@@ -9,7 +10,7 @@ the gradients of the weights.
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -185,3 +186,23 @@ def name_of(module: Any) -> str:
     for each name and fall back to eager after 8. torch 2.11 guards on any name that is passed on.
     """
     return "" if torch.compiler.is_compiling() else module.fp8.name
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def outside_inference_mode(function: _F) -> _F:
+    """Decorate a function that creates or writes tensors that training uses later.
+
+    Autograd does not save tensors that were created inside ``torch.inference_mode()``, and nothing
+    outside may write to them. Inside, the function therefore runs under ``torch.no_grad()`` alone.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **options)
+
+    return wrapper  # type: ignore[return-value]

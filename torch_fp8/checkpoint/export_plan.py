@@ -52,11 +52,10 @@ from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer, is_paused
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.quantization.scaling import delayed_scale, past_amax
+from torch_fp8.quantization.scaling import ScaleSource, delayed_scale, past_amax
 from torch_fp8.tensor.base import dequantized
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
-from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import stored
 
 _NOT_EXACT = (

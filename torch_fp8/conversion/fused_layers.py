@@ -20,8 +20,8 @@ from torch_fp8.nn.layer_norm import SharedFP8, SharedOutput
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm, NormFP8
 from torch_fp8.quantization.options import named
+from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.quantizer import Quantizer
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class Producers(NamedTuple):

@@ -1,7 +1,7 @@
 """The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, with many matrices per launch.
 
 Matrices are grouped into classes by the properties that are compiled into a kernel: dtypes,
-residual and layout (see `kernels.block_layout`). One launch updates a whole class. This module
+residual and layout (see `kernels.block_scaled`). One launch updates a whole class. This module
 builds a table of the matrices' addresses and scalars and sends it to the GPU in one asynchronous
 copy of 272 bytes per matrix and 4 bytes per chunk.
 

@@ -20,11 +20,20 @@ import triton
 import triton.language as tl
 
 from torch_fp8.kernels.adamw_record import AT, RECORD, factor, integer, number, pointer
-from torch_fp8.kernels.block_layout import at_origin, places, scale_places, scales_at_origin
-from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
-from torch_fp8.kernels.fast_math import scaled_quotient, square_root
+from torch_fp8.kernels.block_scaled import (
+    GRADIENT,
+    MOMENT1,
+    MOMENT2,
+    at_origin,
+    decode,
+    encode,
+    places,
+    scale_of,
+    scale_places,
+    scales_at_origin,
+)
+from torch_fp8.kernels.fast_math import random_words, scaled_quotient, second_words, square_root
 from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, scale_from_amax
-from torch_fp8.kernels.stochastic_rounding import random_words, second_words
 
 _INF = tl.constexpr(float("inf"))
 _NAN_BITS = tl.constexpr(0x7FC00000)

@@ -1,16 +1,19 @@
-"""Correctly rounded square roots and quotients without a branch per element, and a fast sigmoid.
+"""Arithmetic in registers: roots and quotients without a branch, a sigmoid, and random words.
 
 `sqrt_rn` and `div_rn` test each element's exponent and call a slow path if needed. This costs a
 dozen instructions and a warp barrier per element, out of about a hundred that memory leaves time
 for. The functions below are the fast paths alone, which need operands far from float32's limits.
 The caller's group scales bring them there. Results differ from IEEE 754 only if an element is
 below 2^-100 of its group's largest, and then by one ulp.
+
+Random words are those of `torch_fp8.quantization.stochastic_rounding`, bit for bit.
 """
 
 import triton
 import triton.language as tl
 
 from torch_fp8.kernels.block_scaled import reciprocal_of
+from torch_fp8.quantization.stochastic_rounding import MULTIPLIERS
 
 _SCALE_NAN = tl.constexpr(255)
 
@@ -102,3 +105,23 @@ def _approximate_reciprocal(x):
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
+
+
+_SPREAD = tl.constexpr(MULTIPLIERS[0])
+_FIRST = tl.constexpr(MULTIPLIERS[1])
+_SECOND = tl.constexpr(MULTIPLIERS[2])
+
+
+@triton.jit
+def random_words(index, key0, key1):
+    """Return a random uint32 word for each index modulo 2^32 (int32 or uint32)."""
+    x = index.to(tl.uint32, bitcast=True) * _SPREAD + key0.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * _FIRST + key1.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 15)) * _SECOND
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def second_words(words, key0, key1):
+    """Return a second random word for each word of `random_words`."""
+    return random_words(words, key1, key0)

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fp8.kernels.block_layout import at_origin, places
-from torch_fp8.kernels.block_scaled import GRADIENT, decode, encode, scale_of
+from torch_fp8.kernels.block_scaled import GRADIENT, at_origin, decode, encode, places, scale_of
 from torch_fp8.kernels.cast_launch import cdiv
-from torch_fp8.kernels.stochastic_rounding import random_words
+from torch_fp8.kernels.fast_math import random_words
 from torch_fp8.kernels.tiles import LINE
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
@@ -145,7 +144,7 @@ def dequantize_gradient(
 
 
 def _layout(dense: Tensor, qdata: Tensor) -> tuple[str, int]:
-    """Choose the layout of `kernels.block_layout` and the groups of a tile."""
+    """Choose the layout of `kernels.block_scaled` and the groups of a tile."""
     assert dense.is_contiguous()
     assert qdata.is_contiguous()
     cols = dense.shape[1]

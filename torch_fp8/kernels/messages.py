@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.block_scaled import GRADIENT, decode, encode, scale_of
 from torch_fp8.kernels.cast_launch import cdiv
-from torch_fp8.kernels.stochastic_rounding import random_words
+from torch_fp8.kernels.fast_math import random_words
 from torch_fp8.kernels.tiles import LINE
 
 

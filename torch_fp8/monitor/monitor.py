@@ -24,12 +24,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings, layer_of
+from torch_fp8.monitor.alarm import (
+    DEFAULT_BOUNDS,
+    Bound,
+    Crossing,
+    Losses,
+    crossings,
+    is_told,
+    layer_of,
+)
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.expert_observer import EXPERTS, ExpertModules
 from torch_fp8.monitor.fallback import Fallback
 from torch_fp8.monitor.layer_observer import INPUT, guarded
-from torch_fp8.monitor.losses import Losses, is_told
 from torch_fp8.monitor.observer import Observer, hook_step
 from torch_fp8.monitor.parameters import (
     fp8_layers,

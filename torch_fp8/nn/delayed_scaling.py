@@ -32,15 +32,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_fp8.autograd.current_pass import ran_in_graph
-from torch_fp8.autograd.function import is_saved
-from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.autograd.function import is_saved, outside_inference_mode
 from torch_fp8.nn.saturation import Saturation
 from torch_fp8.nn.scaling_rule import ScalingRule, scales_of
 from torch_fp8.ops.hardware import is_capturing
-from torch_fp8.quantization.scaling import push_amax, shared_amaxes
+from torch_fp8.quantization.scaling import ScaleSource, push_amax, shared_amaxes
+from torch_fp8.tensor.base import in_shared_memory
 from torch_fp8.tensor.dtensor import local, with_data
-from torch_fp8.tensor.scale_source import ScaleSource
-from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)

@@ -42,10 +42,10 @@ from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.ops.swiglu_backward import halves
 from torch_fp8.quantization.formats import CAST_DTYPES
+from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
 from torch_fp8.tensor.quantizer import Quantizer, with_source
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class GatedMLPSpec(NamedTuple):

@@ -28,10 +28,10 @@ from torch_fp8.ops.registry import is_watched
 from torch_fp8.ops.scaled_mm import cast, lay_out, multiply_laid_out
 from torch_fp8.quantization.formats import CAST_DTYPES
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class Operands(NamedTuple):

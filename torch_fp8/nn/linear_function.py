@@ -31,6 +31,7 @@ from torch_fp8.nn.smooth_operands import CastOperands, smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.scaling import OF_TENSOR
 from torch_fp8.tensor.dgrad_operands import dgrad_operands
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import (
@@ -40,7 +41,6 @@ from torch_fp8.tensor.quantizer import (
     matrix,
     quantize_input,
 )
-from torch_fp8.tensor.scale_source import OF_TENSOR
 from torch_fp8.tensor.weight_half import gradient_dtype
 
 

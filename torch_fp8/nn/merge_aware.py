@@ -32,9 +32,8 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
-from torch_fp8.tensor.base import dequantized
+from torch_fp8.tensor.base import dequantized, in_shared_memory
 from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, quantize_input
-from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_fp8.autograd.current_pass import RunsFP8
-from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.autograd.function import outside_inference_mode
 from torch_fp8.config import FP8Config
 from torch_fp8.ops.hardware import refuse_capture
 from torch_fp8.optim.gradient_slot import attach_slots, slot_of

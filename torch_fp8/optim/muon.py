@@ -36,7 +36,7 @@ from torch_fp8.quantization.linear_int8 import LinearInt8, decode, encode
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.int8_momentum import Int8Momentum
+from torch_fp8.tensor.quantized_state import Int8Momentum
 
 BUFFER = "momentum_buffer"
 _METHODS = ("step", "_init_group")

@@ -54,8 +54,8 @@ from torch_fp8.optim.step import (
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.exchange import stored_grad
-from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.halves import VERSIONS
+from torch_fp8.tensor.quantized_state import Float8Moment
 from torch_fp8.tensor.split_weight import halves_of
 
 

@@ -20,7 +20,7 @@ the moments in their stored form, codes and scales, 1.03 bytes per element. A mo
     exp_avg_codes   (..., K) uint8
     exp_avg_scale   (..., ceil(K / 32)) uint8, one for each group of 32 along the last dimension
 
-The formats are those of `torch_fp8.tensor.float8_moment.MOMENT_FORMATS`; the checkpoint names them.
+The formats are `torch_fp8.tensor.quantized_state.MOMENT_FORMATS`; the checkpoint names them.
 If the last dimension is tiny, groups run along all dimensions but the first (`matrix_shape`), and
 the scales have two dimensions. Codes and scales are sharded like their parameter if each rank has
 whole rows of it. Moments of parameters that are sharded along columns are always float32 in a
@@ -38,8 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.quantization.block_scaled import MIN_NUMEL, BlockScaled, matrix_shape, num_groups
 from torch_fp8.tensor.dtensor import local, part_of, with_data
 from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
-from torch_fp8.tensor.quantized_state import QuantizedState
+from torch_fp8.tensor.quantized_state import MOMENT_FORMATS, Float8Moment, QuantizedState
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.autograd.function import outside_inference_mode
+from torch_fp8.tensor.base import send_shared
 from torch_fp8.tensor.readable import (
     Readable,
     collective,
@@ -32,7 +33,6 @@ from torch_fp8.tensor.readable import (
     refuse_to_leave,
     refuse_write_in_graph,
 )
-from torch_fp8.tensor.shared_parts import send_shared
 from torch_fp8.tensor.swap import refuse_swap
 
 _aten: Any = torch.ops.aten

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.function import reshaped
-from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.autograd.function import outside_inference_mode, reshaped
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops.grad_codec import (
     Rounding,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.autograd.function import outside_inference_mode
 from torch_fp8.ops.quantize import transposed
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
 from torch_fp8.tensor.encoded import Encoded, plain

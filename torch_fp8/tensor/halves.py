@@ -21,8 +21,8 @@ from torch_fp8.quantization.split_float import (
     split,
 )
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
+from torch_fp8.tensor.base import in_shared_memory
 from torch_fp8.tensor.payload_cast import PayloadCast
-from torch_fp8.tensor.shared_parts import in_shared_memory
 
 VERSIONS = itertools.count(1)
 """Counter of unique numbers, one for each value that any weight has had."""

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from torch_fp8.ops.hardware import is_capturing
 from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.tensor.base import in_shared_memory
 from torch_fp8.tensor.halves import VERSIONS
-from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 

@@ -15,10 +15,9 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.smooth import column_amax, smoothed_layouts
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.quantization.scaling import group_amax
+from torch_fp8.quantization.scaling import OF_TENSOR, group_amax
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.quantizer import Quantizer, is_opaque
-from torch_fp8.tensor.scale_source import OF_TENSOR
 
 
 class Producer:

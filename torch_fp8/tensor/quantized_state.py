@@ -1,5 +1,7 @@
 """`QuantizedState`: an optimizer's state in 8 bits that reads and writes like float32.
 
+`Float8Moment` is a moment of Adam, `Int8Momentum` the momentum of a converted Muon.
+
 Code that reads, resets, scales or prunes a stock optimizer's state works with it. The optimizer's
 step uses the codes. Copies by operators (``clone``, ``to`` another dtype) and pickles are plain
 float32 tensors.
@@ -11,8 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.inference import outside_inference_mode
-from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
+from torch_fp8.autograd.function import outside_inference_mode
+from torch_fp8.quantization import linear_int8
+from torch_fp8.quantization.block_scaled import (
+    BlockScaled,
+    decode,
+    encode,
+    matrix_shape,
+    num_groups,
+    row_parts,
+)
+from torch_fp8.quantization.formats import MOMENT1, MOMENT2, ByteFloat
+from torch_fp8.quantization.linear_int8 import GROUP, LinearInt8, thresholds
+from torch_fp8.quantization.stochastic_rounding import element_index
 from torch_fp8.tensor.encoded import Encoded, plain
 
 
@@ -128,3 +141,87 @@ def _to_copy(state: QuantizedState, *, dtype: Any = None, device: Any = None, **
 
 
 QuantizedState.handlers = {torch.ops.aten._to_copy.default: _to_copy}
+
+
+MOMENT_FORMATS = {"exp_avg": MOMENT1, "exp_avg_sq": MOMENT2}
+_SCALE_ONE = 127
+
+
+class Float8Moment(QuantizedState):
+    """A moment with uint8 codes (R, K) of a format, and uint8 scales (R, ceil(K / 32)).
+
+    ``optimizer.state[p]["exp_avg"]`` and ``["exp_avg_sq"]`` hold it for a large weight.
+    `torch_fp8.quantization.block_scaled` describes the codes. Writes by code other than the
+    optimizer round to nearest, and writing back a value that was read changes nothing.
+    """
+
+    codes: BlockScaled
+    format: ByteFloat
+
+    @staticmethod
+    def zeros(like: Tensor, format: ByteFloat) -> "Float8Moment":
+        """Return a moment of zeros with the shape and device of `like`, a plain tensor."""
+        rows, cols = matrix_shape(like.shape)
+        qdata = torch.zeros((rows, cols), dtype=torch.uint8, device=like.device)
+        scale = torch.full_like(qdata[:, : num_groups(cols)], _SCALE_ONE)
+        return Float8Moment(BlockScaled(qdata, scale.contiguous()), like.shape, format)
+
+    def encode_rows(self, rows: Tensor) -> BlockScaled:
+        return encode(rows, self.format)
+
+    def decode_rows(self, codes: BlockScaled) -> Tensor:
+        return decode(codes, self.format)
+
+
+def _zero(moment: Float8Moment) -> Float8Moment:
+    moment.codes.qdata.zero_()
+    moment.codes.scale.fill_(_SCALE_ONE)
+    return moment
+
+
+_HANDLERS: dict[Any, Any] = {torch.ops.aten.zero_.default: _zero}
+Float8Moment.handlers = QuantizedState.handlers | _HANDLERS
+
+
+class Int8Momentum(QuantizedState):
+    """A momentum with int8 codes (R, K) and bfloat16 scales (R, ceil(K / 64)).
+
+    ``optimizer.state[p]["momentum_buffer"]`` holds it between steps.
+    `torch_fp8.quantization.linear_int8` describes the codes. Writes by user code round to nearest.
+    """
+
+    codes: LinearInt8
+
+    @staticmethod
+    def zeros(like: Tensor) -> "Int8Momentum":
+        """Return a momentum of zeros with the shape and device of `like`, a plain tensor."""
+        rows, cols = matrix_shape(like.shape)
+        qdata = torch.zeros((rows, cols), dtype=torch.int8, device=like.device)
+        scale = torch.ones((rows, -(-cols // GROUP)), dtype=torch.bfloat16, device=like.device)
+        return Int8Momentum(LinearInt8(qdata, scale), like.shape)
+
+    def round_step(
+        self, x: Tensor, counters: tuple[int, int, int], origin: tuple[int, int, int]
+    ) -> None:
+        """Store the momentum after a step, rounded with the step's thresholds.
+
+        Args:
+            x: momentum of this shape.
+            counters: seed, step and index of the parameter.
+            origin: row and column at which this shard starts in the whole matrix, and the number of
+                columns of the whole.
+        """
+        row, col, row_length = origin
+
+        def rounded(rows: Tensor, first_row: int) -> LinearInt8:
+            size = len(rows), rows.shape[1]
+            index = element_index(*size, row + first_row, col, row_length, rows.device)
+            return linear_int8.encode(rows, thresholds(index, *counters))
+
+        self.write(x, rounded)
+
+    def encode_rows(self, rows: Tensor) -> LinearInt8:
+        return linear_int8.encode(rows)
+
+    def decode_rows(self, codes: LinearInt8) -> Tensor:
+        return linear_int8.decode(codes)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from torch_fp8.tensor.shared_parts import SharedParts
+from torch_fp8.tensor.base import SharedParts
 
 
 class Readable(SharedParts):

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.inference import outside_inference_mode
+from torch_fp8.autograd.function import outside_inference_mode
 from torch_fp8.quantization.split_float import EXACT_BITS, RESIDUAL_BITS
+from torch_fp8.tensor.base import in_shared_memory
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, check_address, plain
 from torch_fp8.tensor.exchange import SwappedParameter, attributes_of, exchange, stored_grad
 from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.shared_parts import in_shared_memory
 from torch_fp8.tensor.swap import swappable
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook, adapt_hooks
 
