@@ -1,359 +1,225 @@
 """Faults in layers and their autograd functions."""
 
-from tests.planted.fault import Fault
-
 _TESTS = "tests/torch_fp8/nn"
 _PLAN = (
     "tests/torch_fp8_tools/plan/test_plan.py::"
     "test_predicted_bytes_are_those_of_a_trained_model[O2-llama]"
 )
 _MEMORY = f"{_TESTS}/test_input_group.py::test_gradients_take_the_memory_of_layers_apart"
-FAULTS = [
-    Fault(
+FAULTS = {
+    ("torch_fp8/nn/linear_function.py", "tests/torch_fp8/autograd/test_high_precision.py"): (
         "a gradient that is differentiated comes without that of the bias",
-        "torch_fp8/nn/linear_function.py",
         "grad_bias = matrix(grad).sum(0, dtype=torch.float32).to(ctx.dtypes[2])",
         "grad_bias = None",
-        "tests/torch_fp8/autograd/test_high_precision.py",
     ),
-    Fault(
+    ("torch_fp8/nn/linear_function.py", f"{_TESTS}/test_smooth_swiglu.py"): (
         "the weight's gradient is not divided by the smoothing factors",
-        "torch_fp8/nn/linear_function.py",
         "grad_weight.mul_(inverse[:, None] if for_weight.transposed else inverse)\n",
         "pass\n",
-        f"{_TESTS}/test_smooth_swiglu.py",
     ),
-    Fault(
-        "evaluation records amaxes in a delayed layer's history",
-        "torch_fp8/nn/delayed_scaling.py",
-        "return sources[:3] if layer.training else (*sources[3:], sources[GRAD_OUTPUT])",
-        "return sources[:3]",
-        f"{_TESTS}/test_delayed_layers.py",
-    ),
-    Fault(
-        "a layer that moves keeps the rounded histories",
-        "torch_fp8/nn/delayed_scaling.py",
-        "                setattr(layer, name, buffer.to(moved.device))\n",
-        "                pass\n",
-        f"{_TESTS}/test_delayed_layers.py tests/torch_fp8/test_default_dtype.py",
-    ),
-    Fault(
-        "delayed scaling forgets the amax that a weight in two halves keeps",
-        "torch_fp8/nn/delayed_scaling.py",
-        "amaxes[WEIGHT] = amaxes[WEIGHT] if current is None else current",
-        "pass",
-        f"{_TESTS}/test_delayed_layers.py",
-    ),
-    Fault(
-        "graphs launch the kernel of a norm's backward, which Inductor cannot join with sums",
-        "torch_fp8/ops/registry.py",
-        "in_graph = reference if fuses else launch",
-        "in_graph = launch",
-        "tests/benchmarks/test_compiled_block.py",
-    ),
-    Fault(
-        "a step overwrites the scales that the backward of a graph will read",
-        "torch_fp8/nn/delayed_scaling.py",
-        "if ran_in_graph() and not in_place and is_saved(scales):",
-        "if False:",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "each step has scales elsewhere, for which a CUDA graph is recorded again",
-        "torch_fp8/nn/delayed_scaling.py",
-        "not in_place and is_saved(scales):",
-        "not in_place:",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "other processes keep the scales of an earlier step",
-        "torch_fp8/nn/delayed_scaling.py",
-        "in_place = in_shared_memory(scales) or is",
-        "in_place = is",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "a CUDA graph of a whole step writes its scales elsewhere",
-        "torch_fp8/nn/delayed_scaling.py",
-        "in_shared_memory(scales) or is_capturing(scales.device)",
-        "in_shared_memory(scales)",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "only a view of the scales counts as saved",
-        "torch_fp8/autograd/function.py",
-        "return count > alone or x._use_count() > 1",
-        "return count > alone",
-        "tests/torch_fp8/autograd/test_saved_memory.py",
-    ),
-    Fault(
-        "a view of the scales does not count as saved",
-        "torch_fp8/autograd/function.py",
-        "return count > alone or x._use_count() > 1",
-        "return x._use_count() > 1",
-        "tests/torch_fp8/autograd/test_saved_memory.py",
-    ),
-    Fault(
-        "layers that share an input keep the scale of the first step",
-        "torch_fp8/nn/delayed_scaling.py",
-        "recorded[:, INPUT] = shared_amaxes(recorded[:, INPUT], recorded[:, GRAD_OUTPUT])",
-        "pass",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "what is not finite counts as saturated",
-        "torch_fp8/nn/saturation.py",
-        "beyond = (recorded > limits * TOLERANCE) & recorded.isfinite()",
-        "beyond = recorded > limits * TOLERANCE",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "a step with current scales counts as saturated",
-        "torch_fp8/nn/saturation.py",
-        "beyond = beyond & (not self.returns)",
-        "pass",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "the amax of a jump scales the next step",
-        "torch_fp8/nn/saturation.py",
-        "return torch.where(beyond, 0, recorded)",
-        "return recorded",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "layers return to current scales each by itself",
-        "torch_fp8/conversion/revert.py",
-        "        scaling.saturation = scalings[0].saturation\n",
-        "",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "a jump is forgotten by a checkpoint",
-        "torch_fp8/nn/saturation.py",
-        "self._set(number, bool(jumped))",
-        "pass",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "scales become known in eager code, which has recorded nothing",
-        "torch_fp8/nn/delayed_scaling.py",
-        "and bool(activations.any())",
-        "",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "graphs cast weights with a scale that nobody renews",
-        "torch_fp8/tensor/quantizer.py",
-        "        if weight.spec.delayed:\n",
-        "        if True:\n",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "eager code casts with the last step's scales",
-        "torch_fp8/nn/layer_fp8.py",
-        "return self.scaling if self.scaling is not None and self.scaling.rule.eager else None",
-        "return self.scaling",
-        f"{_TESTS}/test_graph_scales.py",
-    ),
-    Fault(
-        "in a graph, a norm computes its statistics apart from a cast with a known scale",
-        "torch_fp8/nn/rms_norm.py",
-        "known = options.scale is not None or options",
-        "known = options",
-        "tests/torch_fp8/compile/test_fused_casts.py",
-    ),
-    Fault(
-        "gradients of B of a merged adapter lack the scaling",
-        "torch_fp8/nn/merge_aware.py",
-        "(x @ a.to(x.dtype).t())).to(b.dtype) * ctx.scaling",
-        "(x @ a.to(x.dtype).t())).to(b.dtype)",
-        f"{_TESTS}/test_merge_aware.py",
-    ),
-    Fault(
-        "a merged weight is kept while its adapter's scaling changes",
-        "torch_fp8/nn/merge_aware.py",
-        "version = (*versions, frozen.payload.version, adapter, self.scaling[adapter])",
-        "version = (*versions, frozen.payload.version, adapter)",
-        f"{_TESTS}/test_merge_aware.py",
-    ),
-    Fault(
-        "the rows of a token are not added up in experts' backward",
-        "torch_fp8/nn/grouped_linear_function.py",
-        "moved = combine_rows(grad, index) if",
-        "moved = grad[index[:, 0].clamp(min=0).long()] if",
-        f"{_TESTS}/test_expert_adapters.py",
-    ),
-    Fault(
-        "in a graph, SwiGLU's backward raises the slot of one gradient for both",
-        "torch_fp8/nn/swiglu_function.py",
-        "slot = None if options.amax is None else other.slot",
-        "slot = options.amax",
-        "tests/torch_fp8/nn/test_delayed_producers.py",
-    ),
-    Fault(
-        "a graph casts the product of a gated MLP with the scale of gate's gradient",
-        "torch_fp8/nn/gated_mlp.py",
-        "ahead = known_quantizers(down, first, training, of_down).input",
-        "ahead = known_quantizers(down, first, training, of_inputs[:4]).input",
-        "tests/torch_fp8/compile/test_fused_casts.py",
-    ),
-    Fault(
+    ("torch_fp8/nn/linear_function.py", f"{_TESTS}/test_bf16_forward.py"): (
         "a forward without gradients, as a reentrant checkpoint's first one, stays in FP8",
-        "torch_fp8/nn/linear_function.py",
         "    if recipe.bf16_forward:\n        y, payloads",
         "    if recipe.bf16_forward and gradients:\n        y, payloads",
-        f"{_TESTS}/test_bf16_forward.py",
     ),
-    Fault(
+    ("torch_fp8/nn/delayed_scaling.py", f"{_TESTS}/test_delayed_layers.py"): (
+        "evaluation records amaxes in a delayed layer's history",
+        "return sources[:3] if layer.training else (*sources[3:], sources[GRAD_OUTPUT])",
+        "return sources[:3]",
+        "delayed scaling forgets the amax that a weight in two halves keeps",
+        "amaxes[WEIGHT] = amaxes[WEIGHT] if current is None else current",
+        "pass",
+    ),
+    (
+        "torch_fp8/nn/delayed_scaling.py",
+        f"{_TESTS}/test_delayed_layers.py tests/torch_fp8/test_default_dtype.py",
+    ): (
+        "a layer that moves keeps the rounded histories",
+        "                setattr(layer, name, buffer.to(moved.device))\n",
+        "                pass\n",
+    ),
+    ("torch_fp8/nn/delayed_scaling.py", f"{_TESTS}/test_graph_scales.py"): (
+        "a step overwrites the scales that the backward of a graph will read",
+        "if ran_in_graph() and not in_place and is_saved(scales):",
+        "if False:",
+        "each step has scales elsewhere, for which a CUDA graph is recorded again",
+        "not in_place and is_saved(scales):",
+        "not in_place:",
+        "other processes keep the scales of an earlier step",
+        "in_place = in_shared_memory(scales) or is",
+        "in_place = is",
+        "a CUDA graph of a whole step writes its scales elsewhere",
+        "in_shared_memory(scales) or is_capturing(scales.device)",
+        "in_shared_memory(scales)",
+        "layers that share an input keep the scale of the first step",
+        "recorded[:, INPUT] = shared_amaxes(recorded[:, INPUT], recorded[:, GRAD_OUTPUT])",
+        "pass",
+        "scales become known in eager code, which has recorded nothing",
+        "and bool(activations.any())",
+        "",
+    ),
+    ("torch_fp8/ops/registry.py", "tests/benchmarks/test_compiled_block.py"): (
+        "graphs launch the kernel of a norm's backward, which Inductor cannot join with sums",
+        "in_graph = reference if fuses else launch",
+        "in_graph = launch",
+    ),
+    ("torch_fp8/autograd/function.py", "tests/torch_fp8/autograd/test_saved_memory.py"): (
+        "only a view of the scales counts as saved",
+        "return count > alone or x._use_count() > 1",
+        "return count > alone",
+        "a view of the scales does not count as saved",
+        "return count > alone or x._use_count() > 1",
+        "return x._use_count() > 1",
+    ),
+    ("torch_fp8/nn/saturation.py", f"{_TESTS}/test_graph_scales.py"): (
+        "what is not finite counts as saturated",
+        "beyond = (recorded > limits * TOLERANCE) & recorded.isfinite()",
+        "beyond = recorded > limits * TOLERANCE",
+        "a step with current scales counts as saturated",
+        "beyond = beyond & (not self.returns)",
+        "pass",
+        "the amax of a jump scales the next step",
+        "return torch.where(beyond, 0, recorded)",
+        "return recorded",
+        "a jump is forgotten by a checkpoint",
+        "self._set(number, bool(jumped))",
+        "pass",
+    ),
+    ("torch_fp8/conversion/revert.py", f"{_TESTS}/test_graph_scales.py"): (
+        "layers return to current scales each by itself",
+        "        scaling.saturation = scalings[0].saturation\n",
+        "",
+    ),
+    ("torch_fp8/tensor/quantizer.py", f"{_TESTS}/test_graph_scales.py"): (
+        "graphs cast weights with a scale that nobody renews",
+        "        if weight.spec.delayed:\n",
+        "        if True:\n",
+    ),
+    ("torch_fp8/nn/layer_fp8.py", f"{_TESTS}/test_graph_scales.py"): (
+        "eager code casts with the last step's scales",
+        "return self.scaling if self.scaling is not None and self.scaling.rule.eager else None",
+        "return self.scaling",
+    ),
+    ("torch_fp8/nn/rms_norm.py", "tests/torch_fp8/compile/test_fused_casts.py"): (
+        "in a graph, a norm computes its statistics apart from a cast with a known scale",
+        "known = options.scale is not None or options",
+        "known = options",
+    ),
+    ("torch_fp8/nn/merge_aware.py", f"{_TESTS}/test_merge_aware.py"): (
+        "gradients of B of a merged adapter lack the scaling",
+        "(x @ a.to(x.dtype).t())).to(b.dtype) * ctx.scaling",
+        "(x @ a.to(x.dtype).t())).to(b.dtype)",
+        "a merged weight is kept while its adapter's scaling changes",
+        "version = (*versions, frozen.payload.version, adapter, self.scaling[adapter])",
+        "version = (*versions, frozen.payload.version, adapter)",
+    ),
+    ("torch_fp8/nn/grouped_linear_function.py", f"{_TESTS}/test_expert_adapters.py"): (
+        "the rows of a token are not added up in experts' backward",
+        "moved = combine_rows(grad, index) if",
+        "moved = grad[index[:, 0].clamp(min=0).long()] if",
+    ),
+    ("torch_fp8/nn/swiglu_function.py", "tests/torch_fp8/nn/test_delayed_producers.py"): (
+        "in a graph, SwiGLU's backward raises the slot of one gradient for both",
+        "slot = None if options.amax is None else other.slot",
+        "slot = options.amax",
+    ),
+    ("torch_fp8/nn/gated_mlp.py", "tests/torch_fp8/compile/test_fused_casts.py"): (
+        "a graph casts the product of a gated MLP with the scale of gate's gradient",
+        "ahead = known_quantizers(down, first, training, of_down).input",
+        "ahead = known_quantizers(down, first, training, of_inputs[:4]).input",
+    ),
+    ("torch_fp8/nn/bf16_forward.py", f"{_TESTS}/test_bf16_forward.py"): (
         "a forward in BF16 saves its input in BF16",
-        "torch_fp8/nn/bf16_forward.py",
         "    if not fp8_wgrad:\n        return y, InputPayloads(None, rows if wgrad else None",
         "    if wgrad:\n        return y, InputPayloads(None, rows if wgrad else None",
-        f"{_TESTS}/test_bf16_forward.py",
     ),
-    Fault(
+    ("torch_fp8/nn/linear.py", f"{_TESTS}/test_bf16_forward.py"): (
         "graphs keep the forward's precision that they were compiled with",
-        "torch_fp8/nn/linear.py",
         "        self.fp8.recipe = recipe\n        self.fp8.run_emulated(self.fp8.emulate)\n",
         "        self.fp8.recipe = recipe\n        self.fp8.forget_quantizers()\n",
-        f"{_TESTS}/test_bf16_forward.py",
     ),
-    Fault(
+    ("torch_fp8/nn/expert_block.py", f"{_TESTS}/test_bf16_forward.py"): (
         "the activation of experts is rounded to FP8 in a forward in BF16",
-        "torch_fp8/nn/expert_block.py",
         "        if in_bf16:\n            a =",
         "        if False:\n            a =",
-        f"{_TESTS}/test_bf16_forward.py",
     ),
-    Fault(
+    ("torch_fp8/nn/group_function.py", f"{_TESTS}/test_input_group.py"): (
         "members of a group get each other's gradients",
-        "torch_fp8/nn/group_function.py",
         "sorted({**self.outputs, i: grad}.items())",
         "{**self.outputs, i: grad}.items()",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
         "gradients that arrive late are lost",
-        "torch_fp8/nn/group_function.py",
         "if not arrived or arrived[-1].is_cast:",
         "if not arrived:",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
         "gradients of a group stay in memory",
-        "torch_fp8/nn/group_function.py",
         "        if not gradients.readers:\n",
         "        if False:\n",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
         "a group multiplies for an input without gradient",
-        "torch_fp8/nn/group_function.py",
         "        if will_run(of_input):\n",
         "        if True:\n",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "weights of a group are younger than their input, and stepped before dgrad reads them",
-        "torch_fp8/nn/input_group.py",
-        "    return of_input, of_weights\n",
-        "    weights = [\n"
-        "        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)\n"
-        "        for i, (weight, bias) in enumerate(parameters)\n"
-        "    ]\n"
-        "    return of_input, weights\n",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
         "second derivatives of a group's weights are missing",
-        "torch_fp8/nn/group_function.py",
         "    if is_asked_for(ctx, 0):\n",
         "    if False:\n",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
         "a group shows each monitor the first member's gradient",
-        "torch_fp8/nn/group_function.py",
         "        start = end\n",
         "        start = 0\n",
-        f"{_TESTS}/test_input_group.py",
     ),
-    Fault(
-        "a graph casts a group's gradients with a scale that no step renews",
-        "torch_fp8/nn/input_group.py",
-        "graph_buffers(members[0])",
-        "graph_buffers(members[-1])",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "weights of a group are cast with the first one's scale",
-        "torch_fp8/ops/side_by_side.py",
-        "torch.stack([s for s in (scale_a, scale_b, scale_c) if s is not None]).amax()",
-        "scale_a",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "a frozen layer stays in its group",
-        "torch_fp8/nn/input_group.py",
-        "not weight.requires_grad or weight.is_inference()",
-        "weight.is_inference()",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "a group of layers with an input without gradient has one backward",
-        "torch_fp8/nn/input_group.py",
-        "not (torch.is_grad_enabled() and x.requires_grad):",
-        "not torch.is_grad_enabled():",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "a group trains a weight that was replaced",
-        "torch_fp8/nn/input_group.py",
-        "replaced = weight is not operands.weight or bias is not operands.bias",
-        "replaced = False",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "a layer of another dtype stays in its group",
-        "torch_fp8/nn/input_group.py",
-        "options.out_dtype != of_group.out_dtype",
-        "False",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "blocks whose layers have the same names share a group",
-        "torch_fp8/conversion/fused_layers.py",
-        "key = tuple(map(id, readers))",
-        "key = (len(readers),)",
-        f"{_TESTS}/test_input_group.py",
-    ),
-    Fault(
-        "a group keeps a layer that was replaced",
-        "torch_fp8/nn/input_group.py",
-        'weakref.ref(layer) for layer in state["layers"]',
-        'lambda layer=layer: layer for layer in state["layers"]',
-        f"{_TESTS}/test_input_group.py::test_a_layer_that_was_replaced_is_freed",
-    ),
-    Fault(
+    ("torch_fp8/nn/group_function.py", _MEMORY): (
         "autograd copies the gradients of a group",
-        "torch_fp8/nn/group_function.py",
         "return self._rows.pop(i), grad_bias",
         "return self._rows[i], grad_bias",
-        _MEMORY,
     ),
-    Fault(
+    ("torch_fp8/nn/group_function.py", _PLAN): (
         "one gradient of a group keeps the memory of all",
-        "torch_fp8/nn/group_function.py",
         "if dtypes:  # several",
         "if False:  # several",
-        _PLAN,
     ),
-    Fault(
+    ("torch_fp8/nn/input_group.py", f"{_TESTS}/test_input_group.py"): (
+        "weights of a group are younger than their input, and stepped before dgrad reads them",
+        "    return of_input, of_weights\n",
+        (
+            "    weights = [\n"
+            "        GroupWeight.apply(weight, bias, i, exchange, shape, payloads)\n"
+            "        for i, (weight, bias) in enumerate(parameters)\n"
+            "    ]\n"
+            "    return of_input, weights\n"
+        ),
+        "a graph casts a group's gradients with a scale that no step renews",
+        "graph_buffers(members[0])",
+        "graph_buffers(members[-1])",
+        "a frozen layer stays in its group",
+        "not weight.requires_grad or weight.is_inference()",
+        "weight.is_inference()",
+        "a group of layers with an input without gradient has one backward",
+        "not (torch.is_grad_enabled() and x.requires_grad):",
+        "not torch.is_grad_enabled():",
+        "a group trains a weight that was replaced",
+        "replaced = weight is not operands.weight or bias is not operands.bias",
+        "replaced = False",
+        "a layer of another dtype stays in its group",
+        "options.out_dtype != of_group.out_dtype",
+        "False",
+    ),
+    (
+        "torch_fp8/nn/input_group.py",
+        f"{_TESTS}/test_input_group.py::test_a_layer_that_was_replaced_is_freed",
+    ): (
+        "a group keeps a layer that was replaced",
+        'weakref.ref(layer) for layer in state["layers"]',
+        'lambda layer=layer: layer for layer in state["layers"]',
+    ),
+    ("torch_fp8/ops/side_by_side.py", f"{_TESTS}/test_input_group.py"): (
+        "weights of a group are cast with the first one's scale",
+        "torch.stack([s for s in (scale_a, scale_b, scale_c) if s is not None]).amax()",
+        "scale_a",
+    ),
+    ("torch_fp8/conversion/fused_layers.py", f"{_TESTS}/test_input_group.py"): (
+        "blocks whose layers have the same names share a group",
+        "key = tuple(map(id, readers))",
+        "key = (len(readers),)",
+    ),
+    ("torch_fp8/optim/gradient_slot.py", _MEMORY): (
         "gradients of a group stay in 16 bits at O3",
-        "torch_fp8/optim/gradient_slot.py",
         "_is_part(grad) and grad._version:",
         "_is_part(grad):",
-        _MEMORY,
     ),
-]
+}

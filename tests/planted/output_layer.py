@@ -1,192 +1,121 @@
 """Faults in output layers whose logits are computed when they are read."""
 
-from tests.planted.fault import Fault
-
 _TESTS = "tests/torch_fp8/loss_head"
 _READS, _LOSSES = f"{_TESTS}/test_logits_reads.py", f"{_TESTS}/test_logits_losses.py"
 _BREAKS = f"{_TESTS}/test_head_graph_breaks.py"
 _GRAPHS = f"{_TESTS}/test_head_compiled.py"
-FAULTS = [
-    Fault(
+FAULTS = {
+    ("torch_fp8/nn/head_call.py", _READS): (
         "logits are computed in the grad mode of their reader",
-        "torch_fp8/nn/head_call.py",
         "with torch.set_grad_enabled(self.requires_grad and not self.is_written):",
         "with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_written):",
-        _READS,
-    ),
-    Fault(
         "logits are computed in the autocast state of their reader",
-        "torch_fp8/nn/head_call.py",
         "        with torch.autocast(**self.autocast):\n            return",
         "        if True:\n            return",
-        _READS,
-    ),
-    Fault(
         "a weight that was written is multiplied all the same",
-        "torch_fp8/nn/head_call.py",
         "        if not self.is_unchanged():\n            raise",
         "        if False:\n            raise",
-        _READS,
-    ),
-    Fault(
         "weights are not copied before a step writes them",
-        "torch_fp8/nn/head_call.py",
         "        await_step(self)\n",
         "",
-        _READS,
     ),
-    Fault(
+    ("torch_fp8/nn/lazy_logits.py", _READS): (
         "an in-place write reaches logits that were copied before it",
-        "torch_fp8/nn/lazy_logits.py",
         "            map_tensors((args, kwargs), _compute_all)\n",
         "            pass\n",
-        _READS,
     ),
-    Fault(
-        "a fused loss skips the backward of a program's own function",
-        "torch_fp8/nn/logit_losses.py",
-        "or not all(map(_passes_gradients, nodes)):",
-        "or False:",
-        _READS,
-    ),
-    Fault(
-        "a detached loss trains the weight",
-        "torch_fp8/nn/logit_losses.py",
-        "    if not of.requires_grad:\n        head = ",
-        "    if False:\n        head = ",
-        _LOSSES,
-    ),
-    Fault(
-        "an index that reaches the classes takes hidden features",
-        "torch_fp8/nn/logit_steps.py",
-        "    if num_dims >= x.ndim:\n        return NotImplemented\n",
-        "",
-        _READS,
-    ),
-    Fault(
-        "a view that moves classes into tokens is recorded",
-        "torch_fp8/nn/logit_steps.py",
-        "if not is_last or shape_of.dtype",
-        "if shape_of.dtype",
-        _READS,
-    ),
-    Fault(
-        "a division multiplies",
-        "torch_fp8/nn/logit_steps.py",
-        "1 / number if func in _DIVISIONS else number",
-        "number",
-        _LOSSES,
-    ),
-    Fault(
-        "FSDP2's hook on outputs waits for a gradient of the logits",
-        "torch_fp8/nn/logit_losses.py",
-        "    for hook in call.begins if loss.requires_grad else ():\n        loss.reg",
-        "    for hook in ():\n        loss.reg",
-        _READS,
-    ),
-    Fault(
-        "the loss of the last rank's first step is not averaged under a static graph",
-        "torch_fp8/nn/logit_losses.py",
-        "    for logits in nodes if loss.requires_grad else ():\n        loss = ",
-        "    for logits in ():\n        loss = ",
-        f"{_TESTS}/test_head_ranks.py",
-    ),
-    Fault(
-        "a pattern of the user that names the head does not count",
-        "torch_fp8/conversion/output_layers.py",
-        "        if named or high_precision_pattern(name, config) is not None:",
-        "        if high_precision_pattern(name, config) is not None:",
-        f"{_TESTS}/test_head_models.py::test_options_and_the_summary",
-    ),
-    Fault(
-        "a loss in a graph ignores that its logits were written",
-        "torch_fp8/nn/graph_logits.py",
-        "        x.recorded.call.is_read = True\n",
-        "        pass\n",
-        _GRAPHS,
-    ),
-    Fault(
-        "logits that leave a graph lose the steps after their layer",
-        "torch_fp8/nn/deferred_logits.py",
-        "call.layer, call.hidden, call.autocast, x.recorded.steps",
-        "call.layer, call.hidden, call.autocast, ()",
-        _GRAPHS,
-    ),
-    Fault(
-        "logits that leave a graph are computed in the autocast state outside",
-        "torch_fp8/nn/deferred_logits.py",
-        "layer.logits_of(hidden, autocast)",
-        "layer.logits_of(hidden)",
-        _GRAPHS,
-    ),
-    Fault(
+    ("torch_fp8/nn/lazy_logits.py", _GRAPHS): (
         "logits that left a graph have no node in the graph of autograd",
-        "torch_fp8/nn/lazy_logits.py",
         "                _Handle.apply(self, call.hidden, call.weight, call.bias, logits)\n",
         "                pass\n",
-        _GRAPHS,
     ),
-    Fault(
-        "logits leave a part of a graph as if they left the graph",
-        "torch_fp8/nn/deferred_logits.py",
-        "_frames_from(*DEFERRING) == 1",
-        "_frames_from(*DEFERRING) > 0",
-        _GRAPHS,
-    ),
-    Fault(
-        "a compiled model keeps its logits in the graph",
-        "torch_fp8/nn/deferred_logits.py",
-        "return _leaving(output) if leaves else output",
-        "return output",
-        _GRAPHS,
-    ),
-    Fault(
-        "a forward that is replaced in the class later does not run",
-        "torch_fp8/nn/deferred_logits.py",
-        "forward if is_own else type(self).forward",
-        "forward",
-        _GRAPHS,
-    ),
-    Fault(
-        "a mask's rows are taken for known in a graph",
-        "torch_fp8/nn/logit_steps.py",
-        "    if torch.compiler.is_compiling() and any(map(_is_mask, items)):\n",
-        "    if False:\n",
-        _GRAPHS,
-    ),
-    Fault(
-        "logits that are alive at a graph break keep their class",
-        "torch_fp8/nn/graph_logits.py",
-        "        result.is_plain_outside = True\n",
-        "",
-        _BREAKS,
-    ),
-    Fault(
-        "a function around a model, and what follows a break, have logits and a loss without them",
-        "torch_fp8/nn/deferred_logits.py",
-        "_frames_from(*DEFERRING) > 0 or",
-        "True or",
-        _GRAPHS,
-    ),
-    Fault(
+    ("torch_fp8/nn/lazy_logits.py", _BREAKS): (
         "functions that are compiled fail in methods of uncomputed logits that are in Python",
-        "torch_fp8/nn/lazy_logits.py",
         "        setattr(LazyLogits, _name, torch._disable_dynamo(_method))\n",
         "        pass\n",
-        _BREAKS,
     ),
-    Fault(
+    ("torch_fp8/nn/logit_losses.py", _READS): (
+        "a fused loss skips the backward of a program's own function",
+        "or not all(map(_passes_gradients, nodes)):",
+        "or False:",
+        "FSDP2's hook on outputs waits for a gradient of the logits",
+        "    for hook in call.begins if loss.requires_grad else ():\n        loss.reg",
+        "    for hook in ():\n        loss.reg",
+    ),
+    ("torch_fp8/nn/logit_losses.py", _LOSSES): (
+        "a detached loss trains the weight",
+        "    if not of.requires_grad:\n        head = ",
+        "    if False:\n        head = ",
+    ),
+    ("torch_fp8/nn/logit_losses.py", f"{_TESTS}/test_head_ranks.py"): (
+        "the loss of the last rank's first step is not averaged under a static graph",
+        "    for logits in nodes if loss.requires_grad else ():\n        loss = ",
+        "    for logits in ():\n        loss = ",
+    ),
+    ("torch_fp8/nn/logit_steps.py", _READS): (
+        "an index that reaches the classes takes hidden features",
+        "    if num_dims >= x.ndim:\n        return NotImplemented\n",
+        "",
+        "a view that moves classes into tokens is recorded",
+        "if not is_last or shape_of.dtype",
+        "if shape_of.dtype",
+    ),
+    ("torch_fp8/nn/logit_steps.py", _LOSSES): (
+        "a division multiplies",
+        "1 / number if func in _DIVISIONS else number",
+        "number",
+    ),
+    ("torch_fp8/nn/logit_steps.py", _GRAPHS): (
+        "a mask's rows are taken for known in a graph",
+        "    if torch.compiler.is_compiling() and any(map(_is_mask, items)):\n",
+        "    if False:\n",
+    ),
+    ("torch_fp8/nn/logit_steps.py", _BREAKS): (
         "detached logits stay uncomputed in a graph",
-        "torch_fp8/nn/logit_steps.py",
         "    if torch.compiler.is_compiling():  # what a program keeps leaves the graph\n",
         "    if False:\n",
-        _BREAKS,
     ),
-    Fault(
+    (
+        "torch_fp8/conversion/output_layers.py",
+        f"{_TESTS}/test_head_models.py::test_options_and_the_summary",
+    ): (
+        "a pattern of the user that names the head does not count",
+        "        if named or high_precision_pattern(name, config) is not None:",
+        "        if high_precision_pattern(name, config) is not None:",
+    ),
+    ("torch_fp8/nn/graph_logits.py", _GRAPHS): (
+        "a loss in a graph ignores that its logits were written",
+        "        x.recorded.call.is_read = True\n",
+        "        pass\n",
+    ),
+    ("torch_fp8/nn/graph_logits.py", _BREAKS): (
+        "logits that are alive at a graph break keep their class",
+        "        result.is_plain_outside = True\n",
+        "",
+    ),
+    ("torch_fp8/nn/deferred_logits.py", _GRAPHS): (
+        "logits that leave a graph lose the steps after their layer",
+        "call.layer, call.hidden, call.autocast, x.recorded.steps",
+        "call.layer, call.hidden, call.autocast, ()",
+        "logits that leave a graph are computed in the autocast state outside",
+        "layer.logits_of(hidden, autocast)",
+        "layer.logits_of(hidden)",
+        "logits leave a part of a graph as if they left the graph",
+        "_frames_from(*DEFERRING) == 1",
+        "_frames_from(*DEFERRING) > 0",
+        "a compiled model keeps its logits in the graph",
+        "return _leaving(output) if leaves else output",
+        "return output",
+        "a forward that is replaced in the class later does not run",
+        "forward if is_own else type(self).forward",
+        "forward",
+        "a function around a model, and what follows a break, have logits and a loss without them",
+        "_frames_from(*DEFERRING) > 0 or",
+        "True or",
+    ),
+    ("torch_fp8/nn/deferred_logits.py", _BREAKS): (
         "the rest of a step after a graph break has logits",
-        "torch_fp8/nn/deferred_logits.py",
         "frame.filename == file and name in frame.name",
         "frame.filename == file and name == frame.name",
-        _BREAKS,
     ),
-]
+}
