@@ -1,6 +1,7 @@
 """Faults in Triton kernels and their launchers; the emulator runs them."""
 
 _EMULATED = "tests/emulator/test_kernels.py::test_every_value_and_choice"
+_SHUFFLED = "tests/emulator/test_kernels.py::test_in_a_random_order"
 _BESIDE = "tests/emulator/test_kernels.py::test_in_lockstep[beside]"
 _SIDE_BY_SIDE = "tests/emulator/test_kernels.py::test_in_lockstep[weights]"
 _GRAPHS = "tests/emulator/test_graphs.py"
@@ -15,6 +16,19 @@ FAULTS = {
         "graphs that run without Inductor launch a kernel's outline",
         "return self.kernel.run(*args, **options, **self.options)",
         "return super().run(*args, **options, **self.options)",
+    ),
+    ("torch_fp8/kernels/quick_launch.py", "tests/torch_fp8/kernels/test_quick_launch.py"): (
+        "a size beside changing numbers does not choose the binary",
+        'kernel.__dict__["_end"] = -changing or None',
+        'kernel.__dict__["_end"] = ~changing if changing else None',
+        "a tape replays the random bits of its recording",
+        "recorder.launched(self, args, runner if end is None else None)",
+        "recorder.launched(self, args, runner)",
+    ),
+    ("torch_fp8/kernels/grad_codec.py", f"{_SHUFFLED}[gradient]"): (
+        "a new gradient of 8 bits has no multiplier",
+        "        tl.store(multiplier_ptr, 1.0)\n",
+        "        pass\n",
     ),
     ("torch_fp8/kernels/quick_launch.py", "tests/benchmarks/test_compiled_block.py"): (
         "Inductor passes floats to kernels in double precision",

@@ -167,6 +167,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
+        end: int | None = self.__dict__.get("_end")  # of the arguments that choose the binary
 
         def launch(*args: Any, **options: Any) -> None:
             if args[0].__class__ is FunctionalTensor:
@@ -174,7 +175,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 return
             parts: list[Any] = [grid, args[0].get_device(), *options, *options.values()]
             add = parts.append
-            for a in args:  # no function call for numbers: a block has a hundred
+            for a in args[:end]:  # no function call for numbers: a block has a hundred
                 kind = a.__class__
                 if kind is int or kind is bool:
                     add(a)
@@ -192,7 +193,7 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 run(*args, *constants)
             recorder = recording()
             if recorder is not None:
-                recorder.launched(self, args, runner)
+                recorder.launched(self, args, runner if end is None else None)
 
         return launch
 
@@ -241,7 +242,7 @@ def _calls(hook: Any) -> Any:
     return getattr(hook, "calls", hook)
 
 
-def quick(kernel: Any) -> Any:
+def quick(kernel: Any, changing: int = 0) -> Any:
     """Make a kernel of ``triton.jit`` remember its launches, and visible in graphs.
 
     Kernels of Triton's interpreter are returned unchanged. If
@@ -250,9 +251,13 @@ def quick(kernel: Any) -> Any:
     Args:
         kernel: kernel whose callers pass compile-time constants and options by name, and a tensor
             on the current device as the first argument.
+        changing: number of arguments, the last ones, that differ from launch to launch: integers of
+            32 bits with a sign, on which the kernel is not specialized. No tape replays such a
+            launch.
     """
     if type(kernel) is JITFunction:
         kernel.__class__ = QuickKernel
+        kernel.__dict__["_end"] = -changing or None
     return kernel
 
 
