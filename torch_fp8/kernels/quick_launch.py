@@ -43,8 +43,9 @@ _FUSION = "enable_fp_fusion"
 class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel whose parsed body only reads its tensors and writes some of them.
 
-    Its source and its launches are those of the kernel, but floats are compile-time constants:
-    Inductor would pass them in double precision, in which the kernel would then compute.
+    Its source and its launches are those of the kernel, with two differences. Floats are
+    compile-time constants, because Inductor would pass them in double precision, in which the
+    kernel would then compute. And it takes FP8 tensors, whose bytes the kernel reads and writes.
 
     Args:
         kernel: the kernel.
@@ -68,6 +69,9 @@ class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
         ]
         self.body = ast.parse("\n".join(lines)).body
         head, end, code = kernel.src.partition("):")
+        for name, value in args.items():
+            if isinstance(value, Tensor) and _is_fp8(value):
+                end += f"\n    {name} = {name}.to(tl.pointer_type(tl.uint8))"
         for parameter in self.params:
             if isinstance(args.get(parameter.name), float):
                 parameter.is_constexpr = True
@@ -88,6 +92,9 @@ class Outline(JITFunction):  # type: ignore[misc]  # Triton has no types
 
     def run(self, *args: Any, **options: Any) -> Any:
         """Launch the kernel itself, in graphs that run without Inductor."""
+        args = tuple(
+            x.view(torch.uint8) if isinstance(x, Tensor) and _is_fp8(x) else x for x in args
+        )
         return self.kernel.run(*args, **options, **self.options)
 
 
@@ -114,6 +121,10 @@ def add_launch(
     named = zip(kernel.arg_names, args, strict=False)
     inputs = [x if name in writes else _addressed(x) for name, x in named]
     wrap_triton(known[key])[grid](*inputs, **constants)
+
+
+def _is_fp8(x: Tensor) -> bool:
+    return x.dtype.itemsize == 1 and x.dtype.is_floating_point
 
 
 def _addressed(x: Any) -> Any:
@@ -145,7 +156,8 @@ def _outline(
     constants: dict[str, Any],
     options: dict[str, Any],
 ) -> Outline:
-    dtypes = {name: value.dtype for name, value in args.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+    dtypes = {n: torch.uint8 if _is_fp8(x) else x.dtype for n, x in tensors.items()}
     with _disable_current_modes():  # the analysis wants tensors with an address
         real = {name: torch.empty(2, dtype=dtype) for name, dtype in dtypes.items()}
         places = (
