@@ -38,7 +38,7 @@ _NAMES = {
     "torch_fp8.conversion.freeze": "FP8Weight frozen_payload",
     "torch_fp8.conversion.frozen_layers": "share_equal_weights",
     "torch_fp8.conversion.fused_layers": "share_output",
-    "torch_fp8.conversion.layer_benchmark": "LayerShape layer_times",
+    "torch_fp8.conversion.layer_benchmark": "LayerShape LayerTimes layer_times",
     "torch_fp8.conversion.memory": "expected_bytes_per_param expected_memory",
     "torch_fp8.conversion.report": "matmul_flops",
     "torch_fp8.conversion.revert": "to_float8",

@@ -52,6 +52,27 @@ FAULTS = {
         "model, [*others, *sorted(ours)]",
         "model, [*sorted(ours)]",
     ),
+    ("torch_fp8/conversion/autotune.py", f"{_TESTS}/test_autotune.py"): (
+        "layers with one input run in FP8 although some are faster in BF16",
+        "if _is_faster(together, recipe) and together.fp8[recipe] < mixed:",
+        "if _is_faster(together, recipe):",
+        "layers are timed alone only",
+        "readers = [*groups, *((name,) for name in layers if not any(name in g for g in groups))]",
+        "readers = [(name,) for name in layers]",
+    ),
+    ("torch_fp8/conversion/fused_layers.py", f"{_TESTS}/test_autotune.py"): (
+        "a converted norm feeds no layers that are timed together",
+        "is_shared = isinstance(module, (SharedOutput, Float8RMSNorm)) or _is_layer_norm(module)",
+        "is_shared = _is_layer_norm(module)",
+    ),
+    ("torch_fp8/conversion/layer_benchmark.py", f"{_TESTS}/test_layer_benchmark.py"): (
+        "layers that are timed together cast their input one by one",
+        "if self.recipe is not None and len(self.layers) > 1:",
+        "if self.recipe is None and len(self.layers) > 1:",
+        "layers that are timed together have products of their own in backward",
+        "grads, InputGroup(layers) if joins else None)",
+        "grads)",
+    ),
     ("torch_fp8/conversion/revert.py", "tests/torch_fp8/conversion/test_revert.py"): (
         "a gradient of a weight that is not split stays in 8 bits after revert",
         "            parameter.grad = plain(parameter.grad)\n",

@@ -25,6 +25,7 @@ from torch_fp8.conversion.fused_layers import (
     NO_PRODUCERS,
     Producers,
     convert_producers,
+    find_readers,
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
@@ -143,7 +144,7 @@ def _choose(
         return None, recipe
     free = [name for name in products if name not in own or own[name].recipe == "auto"]
     linear = {name: products[name] for name in free if is_linear(products[name])}
-    choice = choose_recipe(model, linear, config, target)
+    choice = choose_recipe(model, linear, find_readers(model, linear, config), config, target)
     if choice.not_measured is None:
         recipe = recipe_of(config, choice.recipe)
         check_device(target, recipe.name, config.emulate)  # another rank's card may be better
