@@ -136,8 +136,8 @@ def choose_recipe(
     if "failure" in answer:
         return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
     times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
-    found = _Measured(shapes, dict(zip(distinct, times, strict=True)))
-    return _choice(readers, found, config.tokens)
+    measured = _Measured(shapes, dict(zip(distinct, times, strict=True)))
+    return _choice(readers, measured, config.tokens)
 
 
 def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
@@ -270,16 +270,18 @@ class _Measured:
         return mixed, left
 
 
-def _choice(readers: Sequence[tuple[str, ...]], found: _Measured, tokens: int) -> RecipeChoice:
-    plain = sum(found.of(*names).plain for names in readers)
-    recipes = next(iter(found.times.values())).fp8
-    runs = {recipe: [found.as_they_run(names, recipe) for names in readers] for recipe in recipes}
+def _choice(readers: Sequence[tuple[str, ...]], measured: _Measured, tokens: int) -> RecipeChoice:
+    plain = sum(measured.of(*names).plain for names in readers)
+    recipes = next(iter(measured.times.values())).fp8
+    runs = {
+        recipe: [measured.as_they_run(names, recipe) for names in readers] for recipe in recipes
+    }
     total = {recipe: sum(time for time, _ in of_inputs) for recipe, of_inputs in runs.items()}
     best = min(total, key=lambda recipe: total[recipe])
     stay = {name for _, left in runs[best] for name in left}
     left = {
-        name: _slower(shape, found.of(name), best, tokens)
-        for name, shape in found.shapes.items()
+        name: _slower(shape, measured.of(name), best, tokens)
+        for name, shape in measured.shapes.items()
         if name in stay
     }
     speedups = {recipe: plain / total[recipe] for recipe in recipes}

@@ -189,17 +189,17 @@ def find_readers(
         config: configuration of the model.
     """
     modules, names = dict(model.named_modules()), {layer: name for name, layer in layers.items()}
-    found: dict[str, tuple[str, ...]] = {}
+    readers: dict[str, tuple[str, ...]] = {}
     for name, module in modules.items():
         is_shared = isinstance(module, (SharedOutput, Float8RMSNorm)) or _is_layer_norm(module)
         if _is_skipped(name, config) or not (is_shared or find_rms_norm(module)):
             continue
         for beside in _layers_beside(module, modules.get(name.rpartition(".")[0]), nn.Linear):
             of_owner = [names[layer] for layer in beside if layer in names]
-            free = [n for n in of_owner if n not in found and not _is_output(n)]
+            free = [n for n in of_owner if n not in readers and not _is_output(n)]
             if len(free) > 1:
-                found.update(dict.fromkeys(free, tuple(free)))
-    return list(dict.fromkeys(found.values()))
+                readers.update(dict.fromkeys(free, tuple(free)))
+    return list(dict.fromkeys(readers.values()))
 
 
 def _is_output(name: str) -> bool:
@@ -207,7 +207,7 @@ def _is_output(name: str) -> bool:
 
 
 def _layers_beside(
-    norm: nn.Module, parent: nn.Module | None, cls: type = Float8Layer
+    norm: nn.Module, parent: nn.Module | None, cls: type[Any] = Float8Layer
 ) -> list[list[Any]]:
     """Return the layers of a class next to `norm` or inside its siblings, a list for each parent.
 

@@ -178,8 +178,9 @@ def _passes(
 
     def timed(recipe: Recipe | None) -> TimedPass:
         layers = tuple(_layer(weight, bias, recipe, kept) for weight, bias in plain)
-        joins = len(shapes) > 1 and recipe is not None
-        joins = joins and all(can_group(recipe, shape.out_features) for shape in shapes)
+        if len(shapes) < 2 or recipe is None:
+            return TimedPass(layers, recipe, x, grads)
+        joins = all(can_group(recipe, shape.out_features) for shape in shapes)
         return TimedPass(layers, recipe, x, grads, InputGroup(layers) if joins else None)
 
     return [timed(recipe) for recipe in (None, *recipes)]
