@@ -191,8 +191,7 @@ def find_readers(
     modules, names = dict(model.named_modules()), {layer: name for name, layer in layers.items()}
     readers: dict[str, tuple[str, ...]] = {}
     for name, module in modules.items():
-        is_shared = isinstance(module, (SharedOutput, Float8RMSNorm)) or _is_layer_norm(module)
-        if _is_skipped(name, config) or not (is_shared or find_rms_norm(module)):
+        if _is_skipped(name, config) or not (_is_layer_norm(module) or find_rms_norm(module)):
             continue
         for beside in _layers_beside(module, modules.get(name.rpartition(".")[0]), nn.Linear):
             of_owner = [names[layer] for layer in beside if layer in names]

@@ -353,12 +353,27 @@ def test_small_layers_follow_those_that_read_the_same_input(timed, kv, together,
     )
 
 
-def test_only_layers_that_one_norm_feeds_are_timed_together(timed):
+class BehindLayerNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 64)
+        self.query, self.key, self.value = (nn.Linear(64, n) for n in (64, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (lambda: AutoModelForCausalLM.from_config(LLAMA), {QKV, (GATE, GATE)}),
+        (BehindLayerNorm, {QKV}),
+    ],
+    ids=["rms-norm", "layer-norm"],
+)
+def test_only_layers_that_one_norm_feeds_are_timed_together(timed, build, expected):
     clock = timed({s: (100, fp8(50)) for s in (Q, KV, GATE, DOWN)})
-    net = AutoModelForCausalLM.from_config(LLAMA)
+    net = build()
     convert_to_float8(net, AUTO)
     groups = {tuple(tuple(m.weight.shape) for m in run.layers) for run in clock.runs}
-    assert {group for group in groups if len(group) > 1} == {QKV, (GATE, GATE)}
+    assert {group for group in groups if len(group) > 1} == expected
     layer_times.cache_clear()
     before = len(clock.runs)
     convert_to_float8(net, AUTO)  # whose norms and layers are converted already
