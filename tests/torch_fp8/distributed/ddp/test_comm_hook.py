@@ -28,7 +28,7 @@ from torch_fp8 import FP8Config
 from torch_fp8.distributed import connect_ddp, ddp_options
 
 pytestmark = pytest.mark.long
-ONE_ROUNDING, TWO_ROUNDINGS = 0.0143, 0.0205  # relative error; Gaussian values give 0.0135, 0.0195
+TWO_ROUNDINGS = 0.0205  # relative error; Gaussian values give 0.0195
 CONFIG = FP8Config(opt_level="O1")
 SHAPES = ((96, 64), (64,), (4096,), (65, 77), (7, 5), (64, 128), (64, 80), (3,), (0,), (80, 96))
 MANY_BUCKETS = {"bucket_cap_mb": 0.02}
