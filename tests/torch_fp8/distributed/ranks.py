@@ -25,6 +25,18 @@ def on_ranks(*counts):
     return decorate
 
 
+def of_ranks(value):
+    """Return a value of every rank."""
+    dist.all_gather_object(values := [None] * RANKS, value)
+    return values
+
+
+def same_on_ranks(value):
+    """Return a value after a comparison with that of the other ranks."""
+    assert all(other == value for other in of_ranks(value))
+    return value
+
+
 def gathered(tensor):
     """Return every rank's tensor, in float32."""
     tensor = tensor.detach().to_dense().float().contiguous()
