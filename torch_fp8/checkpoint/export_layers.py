@@ -146,7 +146,7 @@ def with_routers(
     """
     names = list(ignored)
     for name, module in places:
-        if any(expert_weights(name, module)):
+        if expert_weights(name, module):
             parent = name.rpartition(".")[0]
             beside = (f"{parent}.{router}".lstrip(".") for router in ROUTER_NAMES)
             names += [router for router in beside if f"{router}.weight" in parts]

@@ -37,7 +37,7 @@ addition.
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is PEFT's wrapper of a layer, or of a trained copy of one."""
-    return any(own_child(module, name) is not None for name in ("base_layer", "original_module"))
+    return not {"base_layer", "original_module"}.isdisjoint(dict(module.named_children()))
 
 
 def adapted_layers(model: nn.Module) -> list[str]:

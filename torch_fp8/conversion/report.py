@@ -70,7 +70,7 @@ def _weights(model: nn.Module, module: nn.Module) -> Iterator[tuple[float, bool,
         weight = module._parameters.get("weight")  # may be packed, or missing
         yield math.prod(features(module)), weight is not None and weight.requires_grad, False
         return
-    of_experts = any(expert_weights("", module))
+    of_experts = bool(expert_weights("", module))
     for key in stacked_weights("", module):
         parameter = module.get_parameter(key)
         share = _active_share(model, module, parameter) if of_experts else 1.0

@@ -178,8 +178,10 @@ class WeightQuantizer(NamedTuple):
 
     def kept_payload(self, weight: Tensor) -> QuantizedTensor | None:
         """Return the kept payload of which backward reads the bytes, as `weight` is stored."""
+        if not isinstance(weight, SplitWeight):
+            return None
         cast = PayloadCast.of(self.quantizer.spec, self.transposed)
-        if not isinstance(weight, SplitWeight) or weight.halves.cast != cast:
+        if weight.halves.cast != cast:
             return None
         return weight.halves.payload if cast.serves_backward and weight.halves.is_filled else None
 
@@ -241,15 +243,13 @@ class Quantizers(NamedTuple):
     observer: Any = None
 
     def in_graph(self, ready: bool, training: bool, buffers: tuple[Tensor, ...]) -> "Quantizers":
-        """Return these quantizers with the scales and slots of a graph's buffers, if there are any.
+        """Return these quantizers with the scales and slots of a graph's buffers.
 
         Args:
             ready: whether the scales are known.
             training: whether amaxes of input and weight are recorded.
             buffers: see `torch_fp8.nn.delayed_scaling.BUFFERS`, without the histories.
         """
-        if not buffers:
-            return self
         scales, *slots = buffers  # (3, 4); () of input, weight and gradient
         known = [scales[i, 0] if ready else None for i in range(3)]
         recorded = slots if training else (None, None, slots[2])
