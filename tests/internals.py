@@ -31,8 +31,9 @@ _NAMES = {
     "torch_fp8.checkpoint.whole_folder": "replaced_files whole_file whole_folder",
     "torch_fp8.config": "config_or_default",
     "torch_fp8.conversion.autotune": "MARGIN candidates layer_shapes",
-    "torch_fp8.conversion.detect_gated_mlp": "find_gated_layers find_gated_mlp",
-    "torch_fp8.conversion.detect_rms_norm": "find_rms_norm takes_input_alone",
+    "torch_fp8.conversion.detect_producers": (
+        "find_gated_layers find_gated_mlp find_rms_norm takes_input_alone"
+    ),
     "torch_fp8.conversion.expert_layers": "expert_reason",
     "torch_fp8.conversion.forward_precision": "LastSteps",
     "torch_fp8.conversion.freeze": "FP8Weight frozen_payload",

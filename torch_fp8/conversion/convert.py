@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
-from torch_fp8.conversion.detect_gated_mlp import down_projections
+from torch_fp8.conversion.detect_producers import down_projections
 from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
 from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
 from torch_fp8.conversion.expert_layers import were_eager
