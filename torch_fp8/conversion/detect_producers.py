@@ -202,11 +202,11 @@ def _tried(
 ) -> tuple[GatedMLPSpec | None, Recorder | None]:
     """Return the layers whose product has a formula, and the recorder of the trial."""
     children = dict(module.named_children())
-    widths = {n: width for n, child in children.items() if (width := _width(child))}
-    if len(widths) not in (2, 3) or "forward" in module.__dict__:
+    layers = {n: layer for n, child in children.items() if (layer := _layer_in(child))}
+    if len(layers) not in (2, 3) or "forward" in module.__dict__:
         return None, None
-    others = [n for n in children if n not in widths]
-    for spec in _specs(widths):
+    others = [n for n in children if n not in layers]
+    for spec in _specs(layers):
         try:
             inner = {n: Recorder(children[n], {"training": True}) for n in others}
             recorder = Recorder(module, {"training": True, **inner})
@@ -214,7 +214,7 @@ def _tried(
                 for training in (True, False):
                     for each in (recorder, *inner.values()):
                         each.give("training", training)
-                    if not is_formula(_Trial(recorder, spec, widths[spec.inputs[0]])):
+                    if not is_formula(_Trial(recorder, spec, layers[spec.down].in_features)):
                         break
                 else:
                     return spec, recorder
@@ -223,21 +223,24 @@ def _tried(
     return None, None
 
 
-def _specs(widths: dict[str, int]) -> Iterator[GatedMLPSpec]:
-    for down in widths:
-        inputs = tuple(name for name in widths if name != down)
+def _specs(layers: dict[str, nn.Linear]) -> Iterator[GatedMLPSpec]:
+    """Yield the parts that layers of these sizes can have in a gated MLP."""
+    for down, layer in layers.items():
+        inputs = tuple(name for name in layers if name != down)
+        width = sum(layers[name].out_features for name in inputs)
+        if width != 2 * layer.in_features:
+            continue
         if len(inputs) == 2:
             yield from (GatedMLPSpec(inputs, down), GatedMLPSpec(inputs[::-1], down))
-        elif widths[inputs[0]] % 2 == 0:
+        else:
             yield from (GatedMLPSpec(inputs, down, first) for first in (True, False))
 
 
 class _Trial:
     """The `Product` of a twin's forward; any other use of its layers raises NotImplementedError."""
 
-    def __init__(self, recorder: Recorder, spec: GatedMLPSpec, width: int) -> None:
-        self._recorder, self._spec = recorder, spec
-        self._size = width if len(spec.inputs) == 2 else width // 2
+    def __init__(self, recorder: Recorder, spec: GatedMLPSpec, size: int) -> None:
+        self._recorder, self._spec, self._size = recorder, spec, size
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         x, result, spec = object(), object(), self._spec
@@ -286,9 +289,10 @@ def _is(product: Product, formula: Product) -> bool:
     return computes_alike(*pairs)
 
 
-def _width(child: nn.Module) -> int:
-    """Return the output features of a linear layer, or of an adapter around one; 0: neither."""
-    return max((m.out_features for m in child.modules() if isinstance(m, nn.Linear)), default=0)
+def _layer_in(child: nn.Module) -> nn.Linear | None:
+    """Return a linear layer, or the one inside an adapter, or None if there is neither."""
+    layers = [m for m in child.modules() if isinstance(m, nn.Linear)]
+    return max(layers, key=lambda m: m.in_features * m.out_features, default=None)
 
 
 def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:

@@ -7,11 +7,13 @@ your script froze may be unfrozen later, so you ask for this storage yourself, b
 ``FP8Config(frozen_weights="fp8")`` or `freeze`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.frozen_layers import (
@@ -21,7 +23,6 @@ from torch_fp8.conversion.frozen_layers import (
     proven_frozen,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
-from torch_fp8.conversion.layer_options import base_config
 from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.linear import Float8Layer
@@ -63,7 +64,7 @@ def freeze(
         refuse_kept(config)
         convert_to_float8(model, config, device=device)
         layers = _layers(model)
-    config = base_config(layers)
+    config = _config_of(layers)
     refuse_kept(config)
     target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
     proven = proven_frozen(model)
@@ -91,7 +92,7 @@ def thaw(model: nn.Module) -> int:
     count = sum(m.thaw_weights() for m in model.modules() if isinstance(m, FrozenStorage))
     layers = _layers(model)
     if count:
-        convert_producers(model, base_config(layers))
+        convert_producers(model, _config_of(layers))
     return count
 
 
@@ -99,6 +100,12 @@ def _layers(model: nn.Module) -> list[Any]:
     """Return the linear layers and expert modules that run in FP8."""
     ours = (Float8Layer, Float8Experts)
     return [module for module in model.modules() if isinstance(module, ours)]
+
+
+def _config_of(layers: Sequence[RunsFP8]) -> FP8Config:
+    """Return the configuration of a model, some of whose layers may have overrides."""
+    configs = [layer.fp8_config for layer in layers]
+    return next((config for config in configs if config.overrides), configs[0])
 
 
 def refuse_kept(config: FP8Config, function: str = "freeze") -> None:

@@ -186,7 +186,7 @@ def _freeze(
         recipe, emulate = module.fp8.recipe, module.fp8.emulate
     held, payload = module.frozen_weights, None
     before = _thawed_bytes(module.fp8_weights)
-    numel = sum(local(w).numel() for w in module.fp8_weights)
+    numel = sum([local(w).numel() for w in module.fp8_weights])
     if _is_taken_over(module):
         payload = held["weight"].payload
         before = payload.num_bytes
@@ -222,8 +222,8 @@ def _warn_of_merges() -> None:
 
 def _thawed_bytes(weights: Iterable[Tensor]) -> int:
     """Return the bytes that weights, or this rank's shards, have when they are not frozen."""
-    payloads = ((w, getattr(w, "payload", None)) for w in map(local, weights))
-    return sum(w.numel() * (p.thawed_dtype if p else w.dtype).itemsize for w, p in payloads)
+    payloads = [(w, getattr(w, "payload", None)) for w in map(local, weights)]
+    return sum([w.numel() * (p.thawed_dtype if p else w.dtype).itemsize for w, p in payloads])
 
 
 def _refusals(model: nn.Module) -> Callable[[Float8Layer | Float8Experts], str | None]:

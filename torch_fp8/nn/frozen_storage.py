@@ -84,8 +84,8 @@ class FrozenStorage(RunsFP8):
     @property
     def frozen_weights(self) -> dict[str, Float8FrozenWeight]:
         """Weights, or this rank's shards of them, that are stored as FP8 only, by name."""
-        names = [name for name in self.fp8_weight_names if self._parameters.get(name) is not None]
-        shards = {name: local(self._parameters[name]) for name in names}
+        held: dict[str, Any] = self._parameters
+        shards = {name: local(held.get(name)) for name in self.fp8_weight_names}
         return {n: shard for n, shard in shards.items() if isinstance(shard, Float8FrozenWeight)}
 
     @property

@@ -206,8 +206,8 @@ class LayerFP8:
         """
         if self.payloads.payload is not None and torch.is_grad_enabled():
             self.payloads.forget()
-        if self.delayed is not None and self._records(layer):
-            self.delayed.recorded = True
+        if self.scaling is not None and self._records(layer):
+            self.scaling.recorded = True
         if operands.parts is not None:
             return self.new_options(layer, operands)
         key = operands.dtype, autocast_dtype(operands.weight.device.type), layer.training

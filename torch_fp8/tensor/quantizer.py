@@ -200,12 +200,13 @@ class WeightQuantizer(NamedTuple):
             needs: dict[str, Any] = {"rowwise": flip, "columnwise": not flip}
             row, col = type(weight).quantize(weight, self.quantizer, **needs, after=after)
         else:
-            payload = self.kept_payload(weight)
-            if payload is not None:
-                layout = payload if flip else transposed(payload, after)
-                assert layout is not None
-                return layout
-            weight = weight.halves.high if isinstance(weight, SplitWeight) else weight
+            if isinstance(weight, SplitWeight):
+                payload = self.kept_payload(weight)
+                if payload is not None:
+                    layout = payload if flip else transposed(payload, after)
+                    assert layout is not None
+                    return layout
+                weight = weight.halves.high
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         layout = row if flip else col  # (K, N)
