@@ -44,8 +44,7 @@ _NAMES = {
     "torch_fp8.conversion.revert": "to_float8",
     "torch_fp8.distributed.agreement": "check_same_config format_ranks",
     "torch_fp8.distributed.averaging": "Run joined runs_of target_of",
-    "torch_fp8.distributed.ddp.comm_hook": "pieces_of",
-    "torch_fp8.distributed.ddp.fp8_grad_bucket": "GradientBucket",
+    "torch_fp8.distributed.ddp.buckets": "GradientBucket pieces_of",
     "torch_fp8.distributed.fsdp.reduce_scatter": (
         "Float8Replicas disconnect_replicas factor_of layout_of pack_parts structure_of "
         "unpack_parts"

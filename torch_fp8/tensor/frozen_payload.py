@@ -136,7 +136,7 @@ class FrozenPayload:
     @property
     def num_bytes(self) -> int:
         """Number of bytes of codes and scales."""
-        return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale))
+        return self.qdata.nbytes + self.scale.nbytes
 
     def copied(self) -> "FrozenPayload":
         """Return a copy that no layer owns."""

@@ -9,7 +9,7 @@
 
 At all levels gradients are views of DDP's buckets (``gradient_as_bucket_view``), because they would
 exist twice otherwise, and a communication hook averages them in 8 bits
-(`torch_fp8.distributed.ddp.comm_hook`), unless the user has registered a hook. At O3 DDP ignores
+(`torch_fp8.distributed.ddp.buckets`), unless the user has registered a hook. At O3 DDP ignores
 the weights with 8-bit gradients, and `torch_fp8.distributed.ddp.fp8_grad_reducer` averages them.
 Every rank gets rank 0's residuals, as it gets rank 0's weights.
 """
