@@ -112,7 +112,7 @@ _NAMES = {
         "E4M3 E5M2 FORMATS GRADIENT GROUP_SIZE MIN_SCALE MOMENT1 MOMENT2 format_of"
     ),
     "torch_fp8.quantization.linear_int8": "GROUP thresholds",
-    "torch_fp8.quantization.metrics": "sqnr_db worst_row_sqnr_db",
+    "torch_fp8_tools.metrics": "sqnr_db worst_row_sqnr_db",
     "torch_fp8.quantization.payload_shape": "Layouts multiple_of_16 new_group_scales padded_rows",
     "torch_fp8.quantization.recipe": "CastSpec GEMMS Granularity RECIPES SAVE_FORMATS make_recipe",
     "torch_fp8.quantization.scaling": (

@@ -28,14 +28,15 @@ class Events:
     Args:
         name: the model's name if a run trains several.
         say: a function called on every rank with an event's text.
+    Attributes:
+        happened: the events.
         file: the file of rank zero, or None.
     """
 
-    def __init__(
-        self, name: str, say: Callable[[str], None] | None, file: RunLog | None = None
-    ) -> None:
+    def __init__(self, name: str, say: Callable[[str], None] | None) -> None:
         self.happened: list[dict[str, Any]] = []
-        self.file, self.has_failed = file, False
+        self.file: RunLog | None = None
+        self.has_failed = False
         self.of_model = f" of {name}" if name else ""
         self.step = 0
         """The last finished step."""

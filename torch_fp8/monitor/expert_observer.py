@@ -26,7 +26,6 @@ from torch_fp8.monitor.layer_observer import (
     WEIGHT,
     Observation,
     apart,
-    guarded,
     matrix,
 )
 from torch_fp8.monitor.series import is_distributed
@@ -101,11 +100,7 @@ class ExpertObserver:
             self._look(WEIGHT, lambda: weight_statistics(values, payload))
 
     def _look(self, kind: str, statistics: Callable[[], Tensor]) -> None:
-        place = f"{self.name}/{kind}"
-        if place in self.step.seen or not self.step.goes_on:
-            return
-        with apart(), guarded(self.step.failed):
-            self.step.seen[place] = statistics()
+        self.step.look(f"{self.name}/{kind}", statistics)
 
 
 class ExpertObservers(dict[str, ExpertObserver]):
