@@ -229,6 +229,7 @@ _MODULES = {
     "launch_tape": "torch_fp8.kernels.launch_tape",
     "layer_benchmark": "torch_fp8.conversion.layer_benchmark",
     "layer_fp8": "torch_fp8.nn.layer_fp8",
+    "repeated_forward": "torch_fp8.nn.repeated_forward",
     "layouts": "torch_fp8_tools.plan.layouts",
     "lightning_register": "lightning_fp8._register",
     "linear_function": "torch_fp8.nn.linear_function",
