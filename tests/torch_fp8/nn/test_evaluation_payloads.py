@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from tests.internals import PayloadCache, SplitWeight, split_parameter
+from tests.internals import PayloadCache, SplitWeight, repeated_forward, split_parameter
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,
