@@ -178,12 +178,11 @@ class WeightQuantizer(NamedTuple):
 
     def kept_payload(self, weight: Tensor) -> QuantizedTensor | None:
         """Return the kept payload of which backward reads the bytes, as `weight` is stored."""
-        if not isinstance(weight, SplitWeight):
+        if not isinstance(weight, SplitWeight) or weight.halves.cast is None:
             return None
-        cast = PayloadCast.of(self.quantizer.spec, self.transposed)
-        if weight.halves.cast != cast:
-            return None
-        return weight.halves.payload if cast.serves_backward and weight.halves.is_filled else None
+        halves, cast = weight.halves, PayloadCast.of(self.quantizer.spec, self.transposed)
+        fits = halves.cast == cast and cast.serves_backward and halves.is_filled
+        return halves.payload if fits else None
 
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, after: Tensor | None = None
