@@ -23,9 +23,7 @@ from torch_fp8.conversion.frozen_layers import (
     proven_frozen,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
-from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.optimizer_checks import guard
 from torch_fp8.quantization.argument_types import check_arguments
 
@@ -98,8 +96,7 @@ def thaw(model: nn.Module) -> int:
 
 def _layers(model: nn.Module) -> list[Any]:
     """Return the linear layers and expert modules that run in FP8."""
-    ours = (Float8Layer, Float8Experts)
-    return [module for module in model.modules() if isinstance(module, ours)]
+    return [module for module in model.modules() if isinstance(module, FrozenStorage)]
 
 
 def _config_of(layers: Sequence[RunsFP8]) -> FP8Config:

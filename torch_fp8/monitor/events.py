@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch_fp8.monitor.alarm import Crossing, layer_of
 from torch_fp8.monitor.layer_observer import guarded
 from torch_fp8.monitor.run_log import RunLog
-from torch_fp8.monitor.series import PREFIX, is_distributed
+from torch_fp8.monitor.series import PREFIX
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.quantization.scaling import OUTLIER
 from torch_fp8.quantization.wording import first_of
 
@@ -49,7 +50,7 @@ class Events:
         with guarded(self.failed):  # an error on one rank must not stop the others
             text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
             if warn or event["event"] == "loss_spike":
-                if not is_distributed() or dist.get_rank() == 0:
+                if not in_several_ranks() or dist.get_rank() == 0:
                     warnings.warn(text, RuntimeWarning, stacklevel=2)
             else:
                 self.tell(text)

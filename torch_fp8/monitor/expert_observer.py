@@ -28,10 +28,10 @@ from torch_fp8.monitor.layer_observer import (
     apart,
     matrix,
 )
-from torch_fp8.monitor.series import is_distributed
 from torch_fp8.monitor.statistics import UPDATE
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.ops.one_rank import in_several_ranks
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.wording import first_of
 from torch_fp8.tensor.base import QuantizableTensor
@@ -231,7 +231,7 @@ class ExpertModules:
         """
         counted = [counter.counts is not None for counter in self._counters]
         taken = [counter.taken(device) for counter in self._counters]
-        if taken and is_distributed():
+        if taken and in_several_ranks():
             joined = torch.cat(taken)
             dist.all_reduce(joined)
             pairs = zip(self._counters, joined.split([len(t) for t in taken]), taken, strict=True)
