@@ -2,7 +2,7 @@
 
 _TESTS = "tests/torch_fp8/conversion"
 FAULTS = {
-    ("torch_fp8/conversion/detect_gated_mlp.py", f"{_TESTS}/test_detect_gated_mlp.py"): (
+    ("torch_fp8/conversion/detect_producers.py", f"{_TESTS}/test_detect_gated_mlp.py"): (
         "a gated MLP may give its layers other inputs than its own",
         "is_input = [value is x for _, value in on_input]",
         "is_input = [True for _ in on_input]",
@@ -34,7 +34,7 @@ FAULTS = {
         "    kept_high |= dict.fromkeys(adapter_modules(model), ADAPTER)\n",
         "",
     ),
-    ("torch_fp8/conversion/detect_rms_norm.py", "tests/torch_fp8/nn/test_trial_reads.py"): (
+    ("torch_fp8/conversion/detect_producers.py", "tests/torch_fp8/nn/test_trial_reads.py"): (
         "a wide norm is not found, for float16 rounds its small results twice",
         "x = x.sign() * x.abs().clamp(2.0**-4) * scale",
         "x = x * scale",

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.detect_gated_mlp import find_gated_mlp
-from torch_fp8.conversion.detect_rms_norm import find_rms_norm
+from torch_fp8.conversion.detect_producers import find_gated_mlp, find_rms_norm
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, own_child, remove_mixin
 from torch_fp8.nn.gated_mlp import MLPFP8, Float8GatedMLP
