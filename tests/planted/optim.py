@@ -37,8 +37,8 @@ FAULTS = {
     ),
     ("torch_fp8/optim/gradient_slot.py", f"{_TESTS}/test_rounding_streams.py"): (
         "8-bit gradients of all shards round alike",
-        "return Rounding(self._counters, row * row_length + col, rank)",
-        "return Rounding(self._counters, 0, rank)",
+        "return Rounding(counters, row * row_length + col, rank)",
+        "return Rounding(counters, 0, rank)",
     ),
     ("torch_fp8/optim/muon.py", f"{_TESTS}/test_muon.py"): (
         "shards of Muon are stepped without nesterov",

@@ -213,22 +213,10 @@ class SplitWeight(SplitTensor):
     def residual(self) -> Tensor | None:
         return self.halves.residual
 
-    @property
-    @torch.compiler.disable
-    def fp8_amax(self) -> Tensor | None:
-        return self.halves.current_amax()
-
-    @property
-    @torch.compiler.disable
-    def fp8_payload(self) -> Tensor | None:
-        payload = self.halves.current_payload(self.halves.cast)
-        return None if payload is None else payload.qdata
-
-    @property
-    @torch.compiler.disable
-    def fp8_scale(self) -> Tensor | None:
-        payload = self.halves.current_payload(self.halves.cast)
-        return None if payload is None else payload.scale
+    # Inputs of graphs, which each call reads.
+    fp8_amax = property(lambda self: self.halves.graph_amax())
+    fp8_payload = property(lambda self: self.halves.graph_payload().qdata)
+    fp8_scale = property(lambda self: self.halves.graph_payload().scale)
 
     @staticmethod
     def __tensor_unflatten__(
