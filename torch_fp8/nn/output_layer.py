@@ -40,6 +40,7 @@ class HeadFP8:
     Args:
         name: qualified name of the layer.
         model: the converted model, in which FSDP2's modules are searched.
+        was_frozen: whether the layer runs in FP8 because its weight was frozen at the conversion.
 
     Attributes:
         fused: number of losses that were computed without logits.
@@ -50,8 +51,8 @@ class HeadFP8:
 
     step: tuple[str, str] | None = None
 
-    def __init__(self, name: str, model: nn.Module) -> None:
-        self.name, self.model = name, weakref.ref(model)
+    def __init__(self, name: str, model: nn.Module, was_frozen: bool = False) -> None:
+        self.name, self.model, self.was_frozen = name, weakref.ref(model), was_frozen
         self.fused = self.reads = 0
         self.warned = False
 
@@ -84,16 +85,28 @@ class HeadFP8:
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "fused": 0, "reads": 0, "warned": False}
+        state = {"name": self.name, "was_frozen": self.was_frozen}
+        return {**state, "fused": 0, "reads": 0, "warned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, model=lambda: None)
 
 
-def add_loss_head(module: Any, name: str, model: nn.Module) -> None:
-    """Turn a linear layer of `model` into an `OutputLayer`, in place."""
+def add_loss_head(module: Any, name: str, model: nn.Module, was_frozen: bool = False) -> None:
+    """Turn a linear layer of `model` into an `OutputLayer`, in place; see `HeadFP8`."""
     add_mixin(module, OutputLayer)
-    module.loss_head = HeadFP8(name, model)
+    module.loss_head = HeadFP8(name, model, was_frozen)
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_training(name: str) -> None:
+    """Warn that a layer is trained in FP8; in graphs this runs once, when they are traced."""
+    warnings.warn(
+        f"the weight of the output layer '{name}' was frozen at the conversion, so its products "
+        "run in FP8 (loss_head='auto'); it is trained now, and they still do. To train it in BF16, "
+        "pass FP8Config(loss_head='bf16'), or unfreeze it before the conversion",
+        stacklevel=2,
+    )
 
 
 class OutputLayer(nn.Module):
@@ -113,6 +126,10 @@ class OutputLayer(nn.Module):
     def _uncomputed(self, input: Tensor) -> Any:
         """Return logits that are not computed yet, or None if this forward computes them."""
         head, in_graph = self.loss_head, torch.compiler.is_compiling()
+        if head.was_frozen and self.weight.requires_grad:
+            _warn_of_training(head.name)
+            if not in_graph:
+                head.was_frozen = False
         waits = fuses(head.step) if in_graph else head.waits
         if not (self.training and torch.is_grad_enabled() and waits):
             return None
@@ -141,6 +158,8 @@ class OutputLayer(nn.Module):
             logits = super().forward(input)
             graph: Any = GraphCall(self, x, self._precision)
             return GraphLogits.of(logits, Recorded(graph, x, logits, logits.ndim - 1))
+        if isinstance(self, Float8Layer):
+            self.fp8.called = True
         return self.logits_of(x)
 
     @property
