@@ -13,6 +13,7 @@ from torch_fp8.autograd.function import differentiable_by, only_shape_matters, s
 from torch_fp8.kernels.loss_arguments import LogitForm, LossTerms
 from torch_fp8.nn.saved_tensors import save_by_name, saved_by_name
 from torch_fp8.ops.linear_cross_entropy import HeadOptions, linear_softmax_loss
+from torch_fp8.tensor.base import QuantizableTensor
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> Any:
@@ -49,6 +50,20 @@ def _wants(ctx: Any, options: HeadOptions, *, may_drop: bool) -> HeadOptions:
     return options._replace(wants_dgrad=dgrad, wants_wgrad=wgrad, wants_bgrad=bgrad)
 
 
+def payload_of(weight: Any, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return a weight (V, H) and its scale () as the operator takes them.
+
+    Weights that are frozen, or that FSDP2 gathers, in FP8 have the payload of the products, or are
+    dequantized if it has another granularity.
+    """
+    if not isinstance(weight, QuantizableTensor):
+        return weight, scale
+    payload: Any = weight.payload  # type: ignore[attr-defined]
+    if payload.spec.granularity == "tensorwise" and not getattr(payload, "first_row", 0):
+        return payload.qdata, payload.scale
+    return weight.dequantize(), None
+
+
 class _Loss(torch.autograd.Function):
     """The sum of losses times `power` (), whose gradients forward computes."""
 
@@ -65,9 +80,8 @@ class _Loss(torch.autograd.Function):
         options: HeadOptions,
     ) -> Tensor:
         options = _wants(ctx, options, may_drop=True)
-        loss, _, _, *grads = linear_softmax_loss(
-            hidden, weight, weight_scale, bias, terms, form, options
-        )
+        operands = hidden, *payload_of(weight, weight_scale), bias
+        loss, _, _, *grads = linear_softmax_loss(*operands, terms, form, options)
         assert loss is not None
         total = loss.sum() * power
         dgrad, wgrad, _, bgrad = ctx.needs_input_grad[:4]
@@ -113,9 +127,8 @@ class _TokenLosses(torch.autograd.Function):
         form: LogitForm,
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
-        loss, lse, entropy, *_ = linear_softmax_loss(
-            hidden, weight, weight_scale, bias, terms, form, options
-        )
+        given = hidden, *payload_of(weight, weight_scale), bias
+        loss, lse, entropy, *_ = linear_softmax_loss(*given, terms, form, options)
         assert loss is not None
         if entropy is None:
             entropy = loss.new_empty(0)
@@ -145,9 +158,8 @@ class _TokenLosses(torch.autograd.Function):
         if ctx.options.wants_entropy and grad_entropy is not None:
             terms = terms._replace(spread=grad_entropy.to(torch.float32))
         options = _wants(ctx, ctx.options, may_drop=False)._replace(unit=False)
-        *_, of_hidden, of_weight, of_bias = linear_softmax_loss(
-            hidden, weight, scale, bias, terms, ctx.form, options
-        )
+        operands = hidden, *payload_of(weight, scale), bias
+        *_, of_hidden, of_weight, of_bias = linear_softmax_loss(*operands, terms, ctx.form, options)
         grads = (
             grad.to(x.dtype) if wanted and x is not None and grad is not None else None
             for grad, x, wanted in zip(

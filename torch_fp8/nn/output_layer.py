@@ -18,11 +18,12 @@ from torch_fp8.autograd.current_pass import is_exporting, is_plain, is_transform
 from torch_fp8.nn.class_swap import add_mixin, is_fsdp_class
 from torch_fp8.nn.deferred_logits import fuses
 from torch_fp8.nn.graph_logits import GraphCall, GraphLogits
-from torch_fp8.nn.head_call import HeadCall, autocast_state
+from torch_fp8.nn.head_call import HeadCall, autocast_state, memory_of
 from torch_fp8.nn.lazy_logits import Recorded, empty_meta
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.logit_steps import logits_of
 from torch_fp8.nn.loss_head import Precision
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -74,15 +75,23 @@ class HeadFP8:
         """Whether logits are worth waiting with: a loss has used them, or may."""
         return self.fused > 0 or self.reads < _MOST_READS
 
-    def gather(self, weight: Tensor) -> bool:
-        """Gather a weight that FSDP2 has freed; return False if no module has it."""
+    def gather(self, weight: Tensor) -> Any:
+        """Gather a weight that FSDP2 has freed; return the module to reshard, None if there is none.
+
+        A module that stays gathered would run the next forward with the values of before a step.
+        """
         model = self.model()
-        for module in () if model is None else model.modules():
-            if is_fsdp_class(type(module)):
-                module.unshard()
-                if weight.untyped_storage().nbytes():
-                    return True
-        return False
+        modules = [] if model is None else list(model.modules())
+        sharded = [m for m in reversed(modules) if is_fsdp_class(type(m))]
+        for module in sorted(sharded, key=self._is_below, reverse=True):  # the innermost first
+            module.unshard()
+            if memory_of(weight).untyped_storage().nbytes():
+                return module
+            module.reshard()
+        return None
+
+    def _is_below(self, module: nn.Module) -> bool:
+        return any(vars(child).get("loss_head") is self for child in module.modules())
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"name": self.name, "was_frozen": self.was_frozen}
@@ -148,6 +157,7 @@ class OutputLayer(nn.Module):
         # Eager code reads the half of a weight in two; some versions of Dynamo read the weight.
         usual = is_plain(weight) or (in_graph and isinstance(weight, SplitWeight))
         usual = usual or (fp8 and isinstance(weight, Float8FrozenWeight | SplitWeight))
+        usual = usual or (fp8 and not in_graph and isinstance(weight, QuantizableTensor))
         usual = usual and is_plain(x) and (bias is None or is_plain(bias))
         if not usual or x.shape[-1:] != weight.shape[1:]:
             return None
