@@ -29,8 +29,8 @@ def convert_output_layers(
     An output layer is what ``get_output_embeddings`` of a model returns, a linear layer that shares
     its weight with an embedding, or else the model's last linear layer if it is outside of repeated
     blocks. Layers with fewer than 4,096 classes stay as they are, as do layers that a pattern of
-    `config.skip` other than ``lm_head`` names, or an override to high precision or to products other
-    than the model's.
+    `config.skip` other than ``lm_head`` names, or an override to high precision or to products
+    other than the model's.
 
     Args:
         model: model whose linear layers are already converted.

@@ -32,8 +32,8 @@ class HeadCall:
         bias: (V,) or None.
         precision: ``bf16`` or ``fp8``, that of the products.
         owner: the layer's state, with functions `gather`, which gathers a weight that FSDP2 has
-            freed and returns the module to reshard, and `note`, which gets the bytes of logits that were computed, 0 if a loss was
-            fused, and the name of the function that read them.
+            freed and returns the module to reshard, and `note`, which gets the bytes of logits that
+            were computed, 0 if a loss was fused, and the name of the function that read them.
         linear: function of input, weight and bias that returns the layer's plain output.
         autocast: state of the call, see `autocast_state`, or None for the current one.
 
@@ -164,7 +164,7 @@ def autocast_state(device: str) -> dict[str, Any]:
 
 
 def memory_of(weight: Tensor) -> Tensor:
-    """Return the tensor whose memory holds a weight: its FP8 bytes if it is gathered or frozen so."""
+    """Return the tensor whose memory holds a weight, the bytes of one in FP8."""
     return getattr(weight, "qdata", weight)
 
 

@@ -76,7 +76,7 @@ class HeadFP8:
         return self.fused > 0 or self.reads < _MOST_READS
 
     def gather(self, weight: Tensor) -> Any:
-        """Gather a weight that FSDP2 has freed; return the module to reshard, None if there is none.
+        """Gather a weight that FSDP2 has freed; return the module to reshard, None if none has it.
 
         A module that stays gathered would run the next forward with the values of before a step.
         """

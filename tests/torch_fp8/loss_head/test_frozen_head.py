@@ -1,4 +1,4 @@
-"""``loss_head="auto"``: which layers run in FP8, when that is decided, and what never changes it."""
+"""``loss_head="auto"``: which layers run in FP8, when that is decided, and what changes it."""
 
 import copy
 import warnings
