@@ -132,7 +132,7 @@ def _check_labels(label: Tensor, classes: int) -> None:
 def _flops(
     hidden_shape: tuple[int, int],
     weight_shape: tuple[int, int],
-    *args: object,
+    *args: Any,
     out_shape: object = None,
     **_: object,
 ) -> int:
