@@ -37,21 +37,20 @@ def convert_output_layers(
         config: configuration of the model.
         frozen: names of the layers that run in FP8 because their weights are frozen.
     Returns:
-        what computes the loss of each, ``bf16``, ``fp8`` or ``liger`` (Liger Kernel, in the model's
-        forward), by the layer's qualified name.
+        what computes the loss of each, ``bf16``, ``fp8``, ``liger`` or ``trl`` (these libraries, in
+        the model's forward), by the layer's qualified name.
     """
     if config.loss_head == "off" or config.backend != "torch":
         return {}
-    theirs = {id(output_layer(module)) for module in model.modules() if is_ligers(module)}
-    heads = {}
+    others, heads = _others(model), {}
     for name, module in find_output_layers(model).items():
         named = any(p != _DEFAULT and matches(p, name) for p in config.skip)
         if named or high_precision_pattern(name, config) or _has_own_products(name, config):
             continue
         if not (isinstance(module, Float8Layer) or _is_plain_linear(module)):
             continue
-        if id(module) in theirs:
-            heads[name] = "liger"
+        if id(module) in others:
+            heads[name] = others[id(module)]
             continue
         add_loss_head(module, name, model, was_frozen=name in frozen)
         heads[name] = "fp8" if isinstance(module, Float8Layer) else "bf16"
@@ -63,16 +62,34 @@ def frozen_output_layers(model: nn.Module, config: FP8Config) -> dict[str, Any]:
 
     Their weights are frozen, and other parameters of the model are trained: a model that trains
     nothing is often the reference of a trained one, whose output layer it has to match. Layers that
-    already run in FP8 keep it as long as their weights are frozen.
+    already run in FP8 keep it as long as their weights are frozen. Liger Kernel's and TRL's losses
+    read the weight, and take it in BF16.
     """
     if config.loss_head != "auto" or config.backend != "torch":
         return {}
     trains = any(p.requires_grad for p in model.parameters())
+    others = _others(model)
     return {
         name: module
         for name, module in find_output_layers(model).items()
         if not module.weight.requires_grad and (trains or isinstance(module, Float8Layer))
+        if id(module) not in others
     }
+
+
+def _others(model: nn.Module) -> dict[int, str]:
+    """Return the libraries whose own losses replace output layers, by the layers' ids."""
+    return {
+        id(output_layer(module)): "trl" if _is_trls(module) else "liger"
+        for module in model.modules()
+        if is_ligers(module) or _is_trls(module)
+    }
+
+
+def _is_trls(module: nn.Module) -> bool:
+    """Return whether TRL has given a model its fused output layer, with the original's metadata."""
+    code = getattr(getattr(vars(module).get("forward"), "__func__", None), "__code__", None)
+    return code is not None and code.co_name == "_fused_forward"
 
 
 def revert_output_layers(model: nn.Module) -> None:
