@@ -28,7 +28,11 @@ from torch_fp8.conversion.fused_layers import (
     revert_producers,
 )
 from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
-from torch_fp8.conversion.output_layers import convert_output_layers, revert_output_layers
+from torch_fp8.conversion.output_layers import (
+    convert_output_layers,
+    frozen_output_layers,
+    revert_output_layers,
+)
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.revert import (
     keep_scaling_local,
@@ -102,7 +106,7 @@ def convert_to_float8(
     own = layer_options(in_fp8, config)
     choice, recipe = _choose(model, in_fp8, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
-    heads = convert_output_layers(model, config)
+    heads = convert_output_layers(model, config, frozen_output_layers(model, config))
     frozen, fused = _finish(model, config, target, bool(layers.converted))
     defer_logits(model)  # replaces forwards, which conversion otherwise takes for the user's
     is_emulated = config.emulate and not runs_natively(target, recipe.name)

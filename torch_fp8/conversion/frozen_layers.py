@@ -26,6 +26,7 @@ from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.frozen_storage import FrozenStorage, ThawNotice
 from torch_fp8.nn.layer_filter import is_peft
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
+from torch_fp8.nn.output_layer import OutputLayer
 from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.quantization.wording import counted
@@ -180,9 +181,14 @@ def _freeze(
     emulate: bool,
     notice: ThawNotice,
 ) -> FreezeReport:
-    """Store the weights of one module as FP8 only; experts run their own recipe."""
+    """Store the weights of one module as FP8 only; experts run their own recipe.
+
+    An output layer gets a single scale, with which its loss multiplies.
+    """
     if isinstance(module, Float8Experts):
         recipe, emulate = module.fp8.recipe, module.fp8.emulate
+    elif isinstance(module, OutputLayer) and not _is_taken_over(module):
+        recipe = make_recipe("tensorwise", power_of_two_weights=True)
     held, payload = module.frozen_weights, None
     before = _thawed_bytes(module.fp8_weights)
     numel = sum([local(w).numel() for w in module.fp8_weights])

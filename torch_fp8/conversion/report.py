@@ -124,7 +124,7 @@ class ConversionReport:
         experts: qualified names of the fused expert weights that run in FP8.
         were_eager: whether these experts ran as a Python loop before the conversion.
         loss_heads: what computes the loss of output layers without logits in memory, ``bf16``,
-            ``fp8`` or ``liger`` (Liger Kernel), by qualified name.
+            ``fp8``, ``liger`` (Liger Kernel) or ``trl`` (TRL), by qualified name.
         groups: qualified names of the layers that read one input and share the products of their
             backward, one tuple for each group.
     """
@@ -284,9 +284,9 @@ class ConversionReport:
 
     def _loss_head_lines(self) -> Iterator[str]:
         ours = "cross entropy in chunks, products in {}, without logits in memory"
+        others = {"liger": "as Liger Kernel computes it", "trl": "as TRL computes it"}
         for name, kind in self.loss_heads.items():
-            liger = "as Liger Kernel computes it"
-            yield f"  loss head {name}: {liger if kind == 'liger' else ours.format(kind.upper())}"
+            yield f"  loss head {name}: {others.get(kind, ours.format(kind.upper()))}"
 
     def _high_precision_lines(self) -> Iterator[str]:
         """Describe layers that another library quantized, adapters, and fused experts that stay in
