@@ -137,20 +137,25 @@ def _group(
 ) -> tuple[tuple[str, ...], ...]:
     """Group the layers that read one input, and return the names of each group's layers.
 
-    gate and up of a converted MLP stay apart, because SwiGLU's backward casts their gradients into
-    two payloads.
+    gate and up of a converted MLP are a group whose gradients SwiGLU's backward casts.
 
     Args:
         modules: all modules by name.
         norms: result of `_layers_beside` for each norm whose output is shared, by name.
     """
-    mlps = [m for m in modules.values() if isinstance(m, Float8GatedMLP)]
-    apart = {id(getattr(mlp, name)) for mlp in mlps for name in mlp.fp8.spec.inputs}
+    of_mlps: set[int] = set()
     known: dict[tuple[int, ...], InputGroup] = {}
+    for mlp in [m for m in modules.values() if isinstance(m, Float8GatedMLP)]:
+        layers, group = [getattr(mlp, name) for name in mlp.fp8.spec.inputs], None
+        key = tuple(map(id, layers))
+        of_mlps.update(key)
+        if len(layers) > 1 and all(map(_can_share, layers)):
+            group = known[key] = InputGroup(layers)
+        mlp.fp8 = mlp.fp8._replace(group=group)
     for name, beside in norms.items():
         groups = []
         for layers in beside:
-            readers = [layer for layer in layers if id(layer) not in apart and _reads(layer)]
+            readers = [layer for layer in layers if id(layer) not in of_mlps and _reads(layer)]
             if len(readers) > 1:
                 key = tuple(map(id, readers))
                 groups.append(known.get(key) or InputGroup(readers))
@@ -165,9 +170,13 @@ def _group(
 
 def _reads(layer: Float8Layer) -> bool:
     """Return whether a layer behind a norm seems to read the norm's output, and can be grouped."""
-    if layer.fp8_transposed or layer.fp8.frozen is not None:
+    return _can_share(layer) and not _is_output(layer.fp8.name)
+
+
+def _can_share(layer: nn.Module) -> bool:
+    if not isinstance(layer, Float8Layer) or layer.fp8_transposed or layer.fp8.frozen is not None:
         return False
-    return can_group(layer.fp8.recipe, layer.out_features) and not _is_output(layer.fp8.name)
+    return can_group(layer.fp8.recipe, layer.out_features)
 
 
 def _layers_in(child: nn.Module) -> list[Float8Layer]:
