@@ -29,10 +29,10 @@ WEIGHTS = {
     "delayed": (6, 6),
     "tensorwise last_step O2 with payloads": (3, 2),
 }
-"""The bytes that casts and transposes move per element of the weights of q, k and v, and of the
-others, by variant. Casts in forward and in backward read 2 and write 1, and an amax reads 2. A
-payload from the optimizer's step is transposed in backward, but q, k and v are cast again, which
-share a scale.
+"""The bytes that casts and transposes move per element of the weights of layers that share their
+backward (q, k and v; gate and up), and of the others, by variant. Casts in forward and in backward
+read 2 and write 1, and an amax reads 2. A payload from the optimizer's step is transposed in
+backward, but weights that share a backward have one scale there and are cast again.
 """
 TOKENS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384, 32768)
 MEASURED, SEQUENCE = 8192, 4096
@@ -44,8 +44,8 @@ ON_CARD = {BF16: "bf16", TORCHAO: TORCHAO}
 """The names in `block.csv` of the variants that have run there as they are today."""
 _HIDDEN, _INNER = LLAMA_3_1_8B["hidden_size"], LLAMA_3_1_8B["intermediate_size"]
 _GROUPS = LLAMA_3_1_8B["num_key_value_heads"] * LLAMA_3_1_8B["head_dim"]
-ELEMENTS = _HIDDEN * (_HIDDEN + 2 * _GROUPS), _HIDDEN * (_HIDDEN + 3 * _INNER)
-"""The elements of the weights of q, k and v, and of the others."""
+ELEMENTS = _HIDDEN * (_HIDDEN + 2 * _GROUPS + 2 * _INNER), _HIDDEN * (_HIDDEN + _INNER)
+"""The elements of the weights of layers that share their backward, and of the others."""
 COLUMNS = (
     *("tokens", "variant", "gpu_ms", "host_ms", "ms", "replayed_ms"),
     *("speedup", "replayed_speedup", "command"),
