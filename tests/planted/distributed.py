@@ -12,7 +12,7 @@ FAULTS = {
         "        for parameter, grad in stored:\n            parameter.grad = grad\n",
         "",
     ),
-    ("torch_fp8/distributed/ddp/fp8_grad_bucket.py", f"{_DDP}/test_wrap.py"): (
+    ("torch_fp8/distributed/ddp/buckets.py", f"{_DDP}/test_wrap.py"): (
         "a missing gradient becomes zeros on a rank where none had one",
         "                if not bool(flags.reshape(-1)[i]):\n                    continue\n",
         "",
@@ -26,7 +26,7 @@ FAULTS = {
         "            grad.rounding.exchange()\n",
         "",
     ),
-    ("torch_fp8/distributed/ddp/comm_hook.py", f"{_DDP}/test_comm_hook.py"): (
+    ("torch_fp8/distributed/ddp/buckets.py", f"{_DDP}/test_comm_hook.py"): (
         "gradients that have no 8-bit form are summed, not averaged",
         "        buffer.div_(self.world_size)\n        work = dist.all_reduce",
         "        work = dist.all_reduce",
