@@ -118,22 +118,3 @@ def test_lightnings_name_of_the_precision_is_recognized(accelerate, monkeypatch,
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
     with pytest.raises(ValueError, match=f"'{given.lower()}' is unknown; did you mean 'fp8'"):
         accelerate.Accelerator(mixed_precision=argument, cpu=True)
-
-
-def test_the_summary_names_each_of_two_models(accelerate, caplog):
-    from torch import nn
-
-    class Generator(nn.Sequential):
-        pass
-
-    class Critic(nn.Sequential):
-        pass
-
-    caplog.set_level("INFO", logger="accelerate_fp8")
-    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
-    accelerator.prepare(Generator(nn.Linear(64, 64)), Critic(nn.Linear(64, 64)))
-    lines = caplog.text.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("  model ")] == [
-        "Generator",
-        "Critic",
-    ]

@@ -4,16 +4,12 @@ For processes of their own: import this before anything of `torch_fp8`.
 """
 
 import importlib
-import pkgutil
 import sys
 
 from tests.emulator.place import either_implementation
 
 assert "torch_fp8.ops" not in sys.modules, "import tests.emulator.card_process first"
 with either_implementation():
-    for _module in pkgutil.iter_modules(
-        importlib.import_module("torch_fp8.ops").__path__, "torch_fp8.ops."
-    ):
-        importlib.import_module(_module.name)
+    importlib.import_module("torch_fp8.ops")
 steps = importlib.import_module("torch_fp8.optim.step")
 """Where the optimizer asks a device's type."""

@@ -74,12 +74,6 @@ def ranks(request, run_ranks):
 
 
 @pytest.fixture
-def case(ranks):
-    """``case(name)``: what it returned on each rank, of the module's fixture ``ranks``."""
-    return ranks.__getitem__
-
-
-@pytest.fixture
 def scaled_mm_calls(monkeypatch):
     """The keyword arguments of each call of torch's scaled matmul.
 

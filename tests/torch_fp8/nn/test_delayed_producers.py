@@ -250,6 +250,3 @@ def test_two_forwards_before_their_backwards():
         found.append([x.grad for x in xs] + [p.grad for p in m.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     _assert_same_buffers(model, twin)
-
-
-# Operators.

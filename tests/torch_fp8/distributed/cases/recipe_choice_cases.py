@@ -1,7 +1,6 @@
 """Chooses recipes on one of two gloo ranks whose cards are not equally fast; writes JSON.
 
-Started by test_recipe_choice_ranks.py: ``python recipe_choice_cases.py <rank> <ranks> <store>
-<result>``.
+Started by test_autotune_ranks.py with <rank> <ranks> <store> <result>.
 """
 
 import datetime
