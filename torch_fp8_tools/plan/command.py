@@ -55,7 +55,6 @@ def headline(plan: Plan) -> str:
         "data": setup.data,
         "FSDP": setup.fsdp,
         "tensor": setup.tensor,
-        "pipeline": setup.pipeline,
     }
     ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
     many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"
