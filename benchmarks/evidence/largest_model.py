@@ -10,8 +10,9 @@
   holds within a step times 18.33 / 22.66, Transformer Engine's share of the activations as COAT
   counts it (arXiv 2410.19313), for FP8-LM's linears are Transformer Engine's.
 * ``published_memory``: GPT-7B and 13B as FP8-LM trained them, without activation
-  checkpointing (175B was trained in pipeline stages). Megatron's distributed optimizer (ZeRO-1) shards the states alone, which this
-  package does not do: the prediction takes the planner's activations and adds the standing bytes of
+  checkpointing (175B was trained in pipeline stages). Megatron's distributed optimizer (ZeRO-1)
+  shards the states alone, which this package does not do: the prediction takes the planner's
+  activations and adds the standing bytes of
   that scheme, 2 for a weight and 4 for its float32 gradient on every GPU, 12 over the replicas. The
   plan of the same run under FSDP2 stands beside it.
 
