@@ -64,7 +64,6 @@ POINTS: dict[str, dict[str, str]] = {
         "Accelerator._prepare_fsdp2": "prepare_fsdp2",
         "Accelerator.unwrap_model": "unwrap_model",
         "Accelerator.get_state_dict": "get_state_dict",
-        "Accelerator.save_model": "save_model",
         "Accelerator.backward": "backward",
         "Accelerator.clip_grad_norm_": "clip_grad_norm_",
         "Accelerator.fp8_backend": "fp8_backend",

@@ -119,7 +119,7 @@ def _reference_of(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _saves_fp8(model: Any, *_: Any) -> bool:
     own = vars(model)
-    return "_fp8_saving" in own or (bool(own.get("_weight_conversions")) and launched_with_fp8())
+    return "_fp8_prepared" in own or (bool(own.get("_weight_conversions")) and launched_with_fp8())
 
 
 def _may_be_frozen(*_: Any) -> bool:

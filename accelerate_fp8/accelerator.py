@@ -31,7 +31,6 @@ from accelerate_fp8.backend import (
     repair_backend_variable,
     requested_precision,
 )
-from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, FP8Kwargs, resolve_config
 from accelerate_fp8.optimizers import (
     bare,
@@ -115,7 +114,6 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
     if sharded:
         refuse_sharding(config)
-    refuse_sharded_saving(config, self.distributed_type)
     check_config(config, self.device)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
     self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))
@@ -238,14 +236,6 @@ def get_state_dict(
     with whole_weights(model):
         whole: dict[str, Any] = original(self, model, unwrap)
     return whole
-
-
-def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.save_model``: export with ``FP8Config(save_format=...)``."""
-    given = bound_arguments(original, self, *args, **kwargs)
-    where = given["save_directory"], given["max_shard_size"], self.is_main_process
-    if not save_exported(preparation_of(self), given["model"], *where):
-        original(self, *args, **kwargs)
 
 
 def fp8_backend(original: Any, self: Any) -> FP8Engine:

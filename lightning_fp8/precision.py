@@ -101,12 +101,6 @@ class HostPrecision(FP8Precision):
         self.device = "cuda"
         self._strategy: Any = None
         self._models: list[SetUpModule] = []
-        if self.config.save_format is not None:
-            self.warn(
-                f"FP8Config(save_format={self.config.save_format!r}) is not applied: Lightning's "
-                "checkpoints are for resuming training; use torch_fp8.export to write a model for "
-                "engines"
-            )
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Attach the plugin to `strategy`; called by the connector.

@@ -55,6 +55,7 @@ REMOVED: dict[str, str] = {
     "moment_bits": "leave it out, moments have 8 bits; 4 bits cost loss",
     "residual_bits": "leave it out, residuals have 8 bits; fewer bits lost updates",
     "pipeline": "plan a configuration with the layers of one stage",
+    "save_format": "save as usual, and run torch-fp8 export on the saved folder",
     "save_attention": "leave it out, since it cost loss; checkpoint blocks to save more memory",
 }
 """What to do instead of using an option that 0.1.0 had and this version removed."""
