@@ -270,7 +270,7 @@ def _device_to_be(
 ) -> torch.device | None:
     """Return the device on which `model` will run.
 
-    None: the devices that its parameters are on, for example spread by a ``device_map``.
+    It is None if the parameters stay on the devices that they are on, as with a ``device_map``.
     """
     placed = accelerator.device_placement if device_placement is None else device_placement
     placed = placed or accelerator.distributed_type == DistributedType.FSDP

@@ -1,11 +1,9 @@
-"""The difference between rollout and training log-probabilities, and its consequences.
+"""The difference between log-probabilities of a rollout and of training, and a warning about it.
 
-`SampledLogprobs`: the log-probabilities of tokens that a policy samples with ``generate``.
-
-TRL requests them only from vLLM. This module takes them from the logits of the forwards that
-``generate`` runs anyway, without another forward: it keeps the logits of each forward's last
-position until the next forward receives the token that was sampled from them as its input. The cost
-per token is one log-sum-exp over the vocabulary and the memory of one position's logits.
+TRL requests sampled log-probabilities only from vLLM. `SampledLogprobs` takes them from the logits
+of the forwards that ``generate`` runs anyway: it keeps the logits of each forward's last position
+until the next forward receives the token that was sampled from them as its input. The cost per
+token is one log-sum-exp over the vocabulary and the memory of one position's logits.
 """
 
 import contextlib
@@ -114,7 +112,7 @@ class LogprobDifference:
         """Add the differences of one batch.
 
         Args:
-            sampled, scored: (B, T) log-probabilities; NaN: unknown.
+            sampled, scored: (B, T) log-probabilities, NaN where unknown.
             mask: (B, T) whether a token was sampled.
         """
         delta = (sampled - scored).float().abs()

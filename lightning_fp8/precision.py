@@ -60,7 +60,7 @@ class FP8Precision(Request):
     ``precision="fp8-mixed"`` is the same with the default configuration.
 
     Args:
-        config: the configuration; None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        config: the configuration, or None for ``TORCH_FP8_CONFIG``'s, or else ``FP8Config()``.
         options: fields of FP8Config instead of `config`, as in ``FP8Precision(opt_level="O3")``.
     Raises:
         TypeError: `config` is not an FP8Config.

@@ -1,6 +1,6 @@
 """``torch-fp8 env``: describe and test what a machine and its software have for FP8 training.
 
-The GPUs of this machine, and the recipes that run natively on each.
+This module describes versions and GPUs, with the recipes that run natively on each GPU.
 """
 
 import argparse
