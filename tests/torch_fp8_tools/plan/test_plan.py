@@ -306,7 +306,6 @@ def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
 @pytest.mark.long
 def test_activations_grow_with_the_micro_batch():
     config = config_of("llama")
-    setups = (make_setup(config, **SMALL, micro_batch=n) for n in (4, 8, 12))
-    one, two, three = (step_bytes(setup, "O2").forward for setup in setups)
-    assert three - two == pytest.approx(two - one, rel=0.01)
-    assert 2 * one > two > 1.5 * one
+    setups = (make_setup(config, **SMALL, micro_batch=n) for n in (1, 3, 5))
+    one, three, five = (step_bytes(setup, "O2").forward for setup in setups)
+    assert five - three == pytest.approx(three - one, rel=0.01) > 0
